@@ -239,8 +239,18 @@ class WorkerPool(BatchPool):
             for fd, _ in ready:
                 self._on_ready(fd)
             if not ready and time.monotonic() >= deadline:
+                self._find_dead()
                 break
         return self._events.popleft() if self._events else None
+
+    def _find_dead(self) -> None:
+        """Notice workers that ended while another process keeps their sentinels open.
+
+        A child of theirs does, and a worker that another thread has forked at the same time.
+        """
+        for member in self.members:
+            if not member.dead and member.process.exitcode is not None:
+                self._on_ready(member.process.sentinel)
 
     def _congested(self) -> bool:
         """Send waiting packets; whether any is left."""

@@ -48,9 +48,17 @@ class Act(Squares):
                 "exit": lambda: os._exit(3),
                 "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
                 "wait": lambda: until(self.gate.exists),
+                "leave a child": self.leave_a_child,
             }
             acts[self.what]()
         return i
+
+    def leave_a_child(self) -> None:
+        """Die, but not a child, which has inherited all descriptors."""
+        if os.fork() == 0:
+            until(self.gate.exists)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -225,6 +233,20 @@ def test_a_dead_worker_is_named_at_once(
         list(loader)
     assert words in str(e.value.__cause__)
     assert [int(b[0]) for b in creel.DataLoader(Squares(), 2, num_workers=2)][:2] == [0, 4]
+
+
+@pytest.mark.parametrize("timeout", [0, 1])
+def test_a_dead_worker_is_named_whose_child_lives_on(
+    timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_iter, "LOOK_S", 0.5)
+    gate = tmp_path / "gate"
+    loader = creel.DataLoader(Act("leave a child", gate), 2, num_workers=2, timeout=timeout)
+    try:
+        with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited"):
+            list(loader)
+    finally:
+        gate.touch()
 
 
 def test_after_a_death_the_other_workers_batches_still_come() -> None:
