@@ -10,9 +10,8 @@ import stat
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK
+from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, sealed_memfd
 from creel.cache.memory.runs import pieces
-from creel.cache.memory.shared_words import sealed_memfd
 from creel.errors import MalformedError
 from creel.policies.arrays import Ints
 

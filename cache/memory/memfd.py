@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from typing import BinaryIO
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
 #: Linux 5.1: later mappings of the descriptor are read-only.
 F_SEAL_FUTURE_WRITE = 16
+_ALL_SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 _CLOEXEC, _ALLOW_SEALING = 1, 2
 
 
@@ -26,6 +29,39 @@ def memfd(name: str, *, sealable: bool = False) -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)
     return _of_libc(name.encode(), flags)
+
+
+def sealed_memfd(name: str, nbytes: int) -> int:
+    """A memfd of `nbytes` that can neither shrink nor grow (so a mapping can never fault)."""
+    import fcntl
+
+    fd = memfd(name, sealable=True)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sealed_file(name: str, write: Callable[[BinaryIO], object]) -> int:
+    """A memfd that `write` has filled, and that nobody can change any more.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    import fcntl
+
+    fd = memfd(name, sealable=True)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            write(file)
+        fcntl.fcntl(fd, F_ADD_SEALS, _ALL_SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _of_libc(name: bytes, flags: int) -> int:

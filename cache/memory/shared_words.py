@@ -14,28 +14,17 @@ each object. A new one is all zeros, which the system allocates page by page, at
 from __future__ import annotations
 
 import mmap
-import os
-from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from collections.abc import Sequence
 
 import numpy as np
 
 from creel.cache.memory.allocator import Lengths
-from creel.cache.memory.memfd import (
-    F_ADD_SEALS,
-    F_SEAL_GROW,
-    F_SEAL_SEAL,
-    F_SEAL_SHRINK,
-    F_SEAL_WRITE,
-    memfd,
-)
 from creel.cache.memory.offsets import Offsets
 from creel.counters import OF_RANKS
 from creel.policies.arrays import Ints
 
 WORDS_NBYTES = 4096
 _MAX_RECORDS = 2**31 - 1
-_ALL_SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 
 # words the daemon writes
 HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
@@ -62,39 +51,6 @@ COUNTER = {
     )
 }
 FAILED = COUNTER["failed"]  # objects of this session that could not be fetched so far
-
-
-def sealed_memfd(name: str, nbytes: int) -> int:
-    """A memfd of `nbytes` that can neither shrink nor grow (so a mapping can never fault)."""
-    import fcntl
-
-    fd = memfd(name, sealable=True)
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def sealed_file(name: str, write: Callable[[BinaryIO], object]) -> int:
-    """A memfd that `write` has filled, and that nobody can change any more.
-
-    Raises:
-        OSError: there is no room for it.
-    """
-    import fcntl
-
-    fd = memfd(name, sealable=True)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            write(file)
-        fcntl.fcntl(fd, F_ADD_SEALS, _ALL_SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 class SharedWords:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from creel.cache.memory.shared_words import sealed_memfd
+from creel.cache.memory.memfd import sealed_memfd
 from creel.errors import IllegalEventError
 from creel.forks import at_fork
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from creel.cache.memory.memfd import F_ADD_SEALS, F_SEAL_FUTURE_WRITE
+from creel.cache.memory.memfd import F_ADD_SEALS, F_SEAL_FUTURE_WRITE, sealed_memfd
 from creel.cache.memory.shared_words import (
     DONE,
     FAILED,
@@ -28,7 +28,6 @@ from creel.cache.memory.shared_words import (
     WORDS_NBYTES,
     LocationTable,
     SharedWords,
-    sealed_memfd,
 )
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source

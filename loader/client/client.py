@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from creel import messages
 from creel.addresses import first_address, second_address
 from creel.cache.memory.arena import ArenaView
-from creel.cache.memory.shared_words import LocationTable, SharedWords, sealed_file
+from creel.cache.memory.memfd import sealed_file
+from creel.cache.memory.shared_words import LocationTable, SharedWords
 from creel.cache.storage.manifest import Manifest
 from creel.errors import (
     ConfigError,

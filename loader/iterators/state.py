@@ -28,7 +28,7 @@ from creel.loader.order.orders import (
     Progress,
     index_sampler,
 )
-from creel.loader.order.samplers import resharded, resume, without_batches
+from creel.loader.order.samplers import resharded, resized, resume, without_batches
 from creel.loader.plan.batch_stream import (
     BatchStream,
     open_batch_stream,
@@ -208,6 +208,7 @@ def prepare_resume(
         left = list(leave_out)
         given = without_batches(held, state["order"], batches, left) if left else state["order"]
         given, batches, over = resharded(held, given, batches=batches, over=over)
+        given, batches = resized(held, given, batches=batches, over=over)
         order = resume(held, given, over=over, batches=batches, previous=loader_state.order)
         loader_state.order = loader_state.order if order is None else order
         if not over:

@@ -46,7 +46,7 @@ class OrderState(TypedDict, total=False):
     kind: str  # class of the sampler
     base_seed: int
     total: int  # items of the epoch, -1 where unknown
-    batch: int  # items of a batch
+    batch: int  # items of a batch, where torch's BatchSampler makes them
     before: int  # CRC-32 of the global generator's state before the epoch's first draw
     stream: StreamState
     loader_rng: str  # state of the loader's generator after the base seed
@@ -146,6 +146,8 @@ class EpochOrder:
         """
         state = OrderState(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
         state["before"] = self._before
+        if type(self._sampler) is BatchSampler:
+            state["batch"] = self._sampler.batch_size
         if self._loader_rng:
             self._encoded_rng = self._encoded_rng or encode_state(self._loader_rng)
             state["loader_rng"] = self._encoded_rng

@@ -129,6 +129,10 @@ def without_batches(
     _check_total(loader, state, state["stream"])
     stream = state["stream"].copy()
     gone = np.array(stream.get("without", []), np.int64)
+    if stream.get("each", state["batch"]) != state["batch"]:
+        raise ConfigError(
+            "an epoch that was resumed with another batch_size ends with that one, and whole"
+        )
     more = in_whole(np.array([k for k in wanted if k >= batches], np.int64), gone)
     if len(more):
         stream["without"], stream["each"] = sorted({*gone.tolist(), *more.tolist()}), state["batch"]
@@ -176,6 +180,36 @@ def resharded(
     anew = state.copy()
     anew["stream"], anew["total"] = stream, _total(loader, stream)
     return anew, 0, over
+
+
+def resized(
+    loader: DataLoader[object], state: OrderState, *, batches: int, over: bool
+) -> tuple[OrderState, int]:
+    """Convert a position in batches of another size: no sample is read twice, none left out.
+
+    Args:
+        state, batches, over: as for `resharded`.
+
+    Returns:
+        state and batches for this loader's size; as given where nothing is to be done.
+
+    Raises:
+        ConfigError: the sampler is not one of torch's and the position is within a batch; or as
+            `without_batches`.
+    """
+    sampler = index_sampler(loader)
+    size = sampler.batch_size if type(sampler) is BatchSampler else 1
+    was = state.get("batch", size)
+    if over or not batches or was == size:
+        return state, batches
+    if "stream" in state:
+        return without_batches(loader, state, 0, range(batches)), 0
+    if batches * was % size:
+        raise ConfigError(
+            f"the saved state is of {batches} batches of {was}: that is not a whole number of"
+            f" batches of {size}, as a {kind_of(sampler)} must be resumed with"
+        )
+    return state, batches * was // size
 
 
 def adopt(

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, TypeVar, cast
 
-from creel.cache.memory.shared_words import sealed_file
+from creel.cache.memory.memfd import sealed_file
 from creel.cache.storage.stores import read_ahead
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError

@@ -10,7 +10,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords, sealed_memfd
+from creel.cache.memory.memfd import sealed_memfd
+from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords
 from creel.cli import view
 from creel.counters import CAUSES, COUNTERS, OF_RANKS, STAGES, Counter, report
 from creel.daemon.reporting.prometheus import serve_page

@@ -1,14 +1,21 @@
-"""Resuming an epoch in another way than it was saved: other ranks, or without some batches."""
+"""Resuming an epoch in another way than it was saved: other ranks or batches, or without some."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import creel
 from creel.errors import ConfigError
@@ -198,6 +205,72 @@ class Own:
 
     def __len__(self) -> int:
         return 4
+
+
+# --- another batch size --------------------------------------------------------------------------
+
+
+def sized(kind: str, batch: int | None) -> Any:
+    """A loader that reads directly, in batches of this size; None: sample by sample."""
+    data = TensorDataset(torch.arange(N))
+    generator = torch.Generator().manual_seed(5)
+    samplers: dict[str, Any] = {
+        "in order": SequentialSampler(data),
+        "shuffled": RandomSampler(data, generator=generator),
+        "drawn": RandomSampler(data, replacement=True, num_samples=N, generator=generator),
+        "weighted": WeightedRandomSampler([1.0] * N, N, generator=generator),
+        "distributed": DistributedSampler(data, 2, 1, seed=3),
+        "own": Own(),
+    }
+    return creel.DataLoader(data, batch, sampler=samplers[kind], creel=False)
+
+
+def samples(batches: Any) -> list[int]:
+    return [int(x) for (batch,) in batches for x in batch.reshape(-1)]
+
+
+@pytest.mark.parametrize("old, new", [(4, 3), (3, 8), (5, None), (None, 7), (N, 2), (2, N)])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "drawn", "weighted", "distributed"])
+def test_another_batch_size_reads_the_rest_of_the_epoch(
+    kind: str, old: int | None, new: int | None
+) -> None:
+    """Not the same number of batches on: it would read samples twice, or leave some out."""
+    for read_before in (0, 1, 2, 7):
+        first = sized(kind, old)
+        it = iter(first)
+        samples(itertools.islice(it, read_before))
+        state = json.loads(json.dumps(first.state_dict()))
+        rest, later = samples(it), samples(first)
+        second = sized(kind, new)
+        second.load_state_dict(state)
+        if not state["finished"]:
+            assert samples(second) == rest
+        assert samples(second) == later, "the next epoch is a whole one"
+
+
+def test_a_batch_size_may_change_once_in_an_epoch() -> None:
+    first = sized("shuffled", 4)
+    it = iter(first)
+    samples(itertools.islice(it, 3))
+    second = sized("shuffled", 5)
+    second.load_state_dict(first.state_dict())
+    assert samples(itertools.islice(iter(second), 2)) == samples(it)[:10]
+    third = sized("shuffled", 5)
+    third.load_state_dict(second.state_dict())
+    with pytest.raises(ConfigError, match="another batch_size"):
+        sized("shuffled", 4).load_state_dict(second.state_dict())
+    assert samples(third) == samples(sized("shuffled", None))[22:]
+
+
+def test_a_sampler_of_ones_own_is_resumed_at_whole_batches() -> None:
+    first = sized("own", 2)
+    next(iter(first))
+    with pytest.raises(ConfigError, match="1 batches of 2"):
+        sized("own", 3).load_state_dict(first.state_dict())
+    second = sized("own", 1)
+    with pytest.warns(UserWarning, match="not resumed"):
+        second.load_state_dict(first.state_dict())
+    assert samples(second) == [2, 3]
 
 
 # --- a dataset of another length than its sampler knows -----------------------------------------

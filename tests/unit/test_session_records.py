@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 
 from creel.cache.memory import shared_words
+from creel.cache.memory.memfd import sealed_memfd
 from creel.cache.memory.shared_words import (
     READY,
     REVOKED,
     WANTED,
     WORDS_NBYTES,
     SharedWords,
-    sealed_memfd,
 )
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
