@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,6 +324,7 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
     with Running(name) as second:
         found += [next(it) for _ in range(2)]
         until(lambda: len(stats_of(second)["sessions"]) == 1)
+        until(lambda: "creel-reattach" not in {t.name for t in threading.enumerate()})
         found += [next(it) for _ in range(5)]
         direct = loader.stats()["direct_reads"]
         found += it
