@@ -1,9 +1,9 @@
 """Scattered records of a file in the page cache, copied out of a mapping by one system call.
 
-One for each record costs more than the copy does: a batch with a transform has 0.83 of the speed of
-`np.memmap` with `preadv`, 0.95 so (benchmarks/transforms.py, `torchs`). `process_vm_readv` copies:
-code that touched the mapping itself would die by SIGBUS where a file was cut meanwhile, or a disk
-failed.
+One for each record costs more than the copy does: batches with a transform have 0.82 to 0.9 of the
+speed of `np.memmap` with `preadv`, 0.91 to 0.93 so (benchmarks/transforms.py, `torchs`).
+`process_vm_readv` copies: code that touched the mapping itself would die by SIGBUS where a file was
+cut meanwhile, or a disk failed.
 """
 
 from __future__ import annotations
