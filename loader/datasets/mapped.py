@@ -12,12 +12,13 @@ import ctypes
 import mmap
 import os
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ints: TypeAlias = NDArray[np.int64]
+from creel.limits import may_keep
+from creel.policies.arrays import Ints
 
 #: Batches in sequence that the page cache must have had, before a file is mapped: a mapping takes
 #: as long as several batches, which a file that is written to all the time would not pay back.
@@ -68,7 +69,7 @@ class MappedFiles:
         """Note a batch that was read otherwise; `cached`: the page cache had all of it."""
         self._cached[path] = batches = self._cached.get(path, 0) + 1 if cached else 0
         full = path in self._mappings or len(self._mappings) >= _MAX_FILES
-        if batches < BATCHES or full or _readv is None:
+        if batches < BATCHES or full or _readv is None or not may_keep():
             return
         self._cached[path] = 0
         try:

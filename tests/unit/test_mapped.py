@@ -71,6 +71,15 @@ def test_a_file_is_mapped_once_the_page_cache_had_many_batches(
     assert mapping_of(tmp_path / "r").read(path, *asked(range(20)))
 
 
+def test_nothing_is_mapped_where_address_space_is_limited(
+    tmp_path: Path, rows: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ulimit -v`: batches, or the person's own code, would lack what the mapping takes."""
+    del rows
+    monkeypatch.setattr(mapped, "may_keep", lambda: False)
+    assert not mapping_of(tmp_path / "r").read(str(tmp_path / "r"), *asked(range(20)))
+
+
 def replaced(path: Path, data: bytes) -> None:
     path.with_name("new").write_bytes(data)
     path.with_name("new").rename(path)
