@@ -36,14 +36,10 @@ def mapping_of(path: Path) -> MappedFiles:
     return files
 
 
-def asked(
-    ids: object, out: NDArray[np.uint8] | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
-    """Arguments of `MappedFiles.read` for records, to one row of `out` after the other."""
+def asked(ids: object) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+    """Arguments of `MappedFiles.read` for these records, to one row after the other."""
     wanted = np.asarray(ids, np.int64)
-    if out is None:
-        out = np.empty((len(wanted), NBYTES), np.uint8)
-    return wanted * NBYTES, out, np.arange(len(wanted))
+    return wanted * NBYTES, np.empty((len(wanted), NBYTES), np.uint8), np.arange(len(wanted))
 
 
 @pytest.mark.parametrize("count", [8, 70, COUNT])
@@ -104,8 +100,8 @@ def test_a_dataset_reads_what_is_there_now(
     shuffled = np.random.default_rng(3).permutation(COUNT // 2) * 2  # no neighbours
     for data in (rows, rows[::-1], ~rows):
         change(tmp_path / "r", data.tobytes())
-        for _ in range(2 * BATCHES):
-            ids = np.random.default_rng(_).choice(shuffled, 64, replace=False)
+        for seed in range(2 * BATCHES):
+            ids = np.random.default_rng(seed).choice(shuffled, 64, replace=False)
             got = torch.stack(dataset.__getitems__(ids.tolist()))
             assert np.array_equal(got.numpy(), data[ids])
 
@@ -135,7 +131,6 @@ def test_a_file_that_left_the_page_cache_is_read_and_given_up(
     tmp_path: Path, rows: NDArray[np.uint8]
 ) -> None:
     path = tmp_path / "r"
-    files = MappedFiles()
     if not dropped(path):
         pytest.skip("this file system keeps its pages")
     files = mapping_of(path)
