@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from creel.addresses import startable
 from creel.config import Config
 from creel.errors import NoDaemonError
 from creel.forks import no_fork
-from creel.loader.client import connections
+from creel.loader.client import connections, embed
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early, started_elsewhere
 from kit import gone, until
@@ -92,6 +95,20 @@ def test_a_program_that_is_no_python_starts_nothing_and_reads_directly(
     assert not started_elsewhere(daemon_name)
     with pytest.raises(NoDaemonError):
         Client.connect(daemon_name)
+
+
+def test_a_daemon_that_dies_at_once_is_not_waited_for(
+    daemon_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where none can start, the new workers of each epoch may find that out anew."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"waits {seconds} s")
+
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(embed, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    assert connect_or_start(config(daemon_name)) is None
+    assert "the daemon did not start" in caplog.text
 
 
 def test_no_worker_is_forked_that_would_keep_open_what_a_start_waits_for(
