@@ -96,6 +96,7 @@ def open_session(
         session = client.open_manifest(manifest, job, rank, world, recheck=recheck)
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
         if not client.closed:  # by the trainer's thread, as nothing is read any more
+            # The text alone, as in `connect_or_start`.
             _log.warning("creel reads directly, without a cache: %s", str(e))
         return None
     if not trainer_pid:

@@ -100,7 +100,7 @@ def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
         # "0..." may mean that another daemon won and does not listen yet, or has just ended. Ours
         # listened when it reported "1": if it does not now, it was stopped. One that died reports
         # nothing: new workers of each epoch may find that out, and must not wait for it.
-        retry = deadline if report.startswith("0") else time.monotonic() + bool(report)
+        retry = deadline if report.startswith("0") else time.monotonic() + (1.0 if report else 0.0)
         while True:
             try:
                 return Client.connect(name, trainer_pid=trainer_pid)

@@ -59,18 +59,20 @@ def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: in
         _log.debug("no thread to join the cluster", exc_info=True)
 
 
-#: ValueError: a name that no node can have, or a key that is not UTF-8.
-_FAILURES: tuple[type[Exception], ...] = (ConfigError, UnavailableError, OSError, RuntimeError)
-_FAILURES += (msgspec.MsgspecError, ValueError)
-
-
 def _attempt(client: Client, settings: ClusterSettings, store: Any, rank: int, world: int) -> None:
     try:
         if store is None:
             join_listed(client, settings, rank, world)
         else:
             _join(client, store, rank, world)
-    except _FAILURES as e:
+    except (  # ValueError: a name that no node can have, or a key that is not UTF-8
+        ConfigError,
+        UnavailableError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        msgspec.MsgspecError,
+    ) as e:
         level = logging.WARNING if store is None else logging.INFO  # a list was asked for
         _log.log(level, "this node shares no cache with the job's others: %s", e)
     finally:

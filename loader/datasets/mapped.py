@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from creel.limits import may_keep
 from creel.policies.arrays import Ints
 
-#: Batches in sequence that the page cache must have had, before a file is mapped: a mapping takes
-#: as long as several batches, which a file that is written to all the time would not pay back.
+#: Batches in sequence that the page cache must have had, before a file is mapped: to map a file and
+#: to end that takes more than a batch, and a file that is written to would not pay it back.
 BATCHES = 16
 #: Each mapping costs a descriptor.
 _MAX_FILES = 16
@@ -120,7 +120,7 @@ class _Vectors:
 
     def address(self, i: int) -> int:
         """Where the i-th lies."""
-        return self._address + i * 16
+        return self._address + i * self._array.strides[0]
 
 
 def _address_of(writable: Any) -> int:

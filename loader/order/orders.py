@@ -46,7 +46,7 @@ class OrderState(TypedDict, total=False):
     kind: str  # class of the sampler
     base_seed: int
     total: int  # items of the epoch, -1 where unknown
-    batch: int  # items of a batch, where torch's BatchSampler makes them
+    batch: int  # `batch_of` its sampler
     before: int  # CRC-32 of the global generator's state before the epoch's first draw
     stream: StreamState
     loader_rng: str  # state of the loader's generator after the base seed
@@ -146,8 +146,7 @@ class EpochOrder:
         """
         state = OrderState(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
         state["before"] = self._before
-        if type(self._sampler) is BatchSampler:
-            state["batch"] = self._sampler.batch_size
+        state["batch"] = batch_of(self._sampler)
         if self._loader_rng:
             self._encoded_rng = self._encoded_rng or encode_state(self._loader_rng)
             state["loader_rng"] = self._encoded_rng
@@ -317,7 +316,7 @@ class KnownOrder(EpochOrder):
         stream = self._stream
         if stream is None:
             stream = open_stream(self.inner, self._copies(), self._given)
-        state["total"], state["batch"] = stream.total, self._divided().size
+        state["total"] = stream.total
         state["stream"] = stream.state()
         if "rng" in state["stream"] and self._loader.generator is getattr(
             self.inner, "generator", None
@@ -409,6 +408,11 @@ def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
 def inner_of(sampler: object) -> object:
     """Return the sampler that draws: what torch's BatchSampler wraps, else `sampler` itself."""
     return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
+def batch_of(sampler: object) -> int:
+    """Return the items of a batch; 1 where torch's BatchSampler does not make them."""
+    return sampler.batch_size if type(sampler) is BatchSampler else 1
 
 
 def kind_of(sampler: object) -> str:

@@ -51,6 +51,7 @@ from creel.loader.order.orders import (
     KnownOrder,
     OrderState,
     StateBefore,
+    batch_of,
     index_sampler,
     inner_of,
     kind_of,
@@ -124,14 +125,14 @@ def without_batches(
     wanted = sorted({k for k in given if isinstance(k, int) and k >= 0})
     if len(wanted) < len(set(given)):
         raise ConfigError(f"batches to leave out are numbers from 0 on, not {given}")
-    if "batch" not in state or "stream" not in state:
+    if "stream" not in state:
         raise ConfigError("batches can be left out only of an epoch of one of torch's samplers")
     _check_total(loader, state, state["stream"])
     stream = state["stream"].copy()
     gone = np.array(stream.get("without", []), np.int64)
     if stream.get("each", state["batch"]) != state["batch"]:
         raise ConfigError(
-            "an epoch that was resumed with another batch_size ends with that one, and whole"
+            "an epoch that was resumed with another batch_size must be read to its end with it"
         )
     more = in_whole(np.array([k for k in wanted if k >= batches], np.int64), gone)
     if len(more):
@@ -198,7 +199,7 @@ def resized(
             `without_batches`.
     """
     sampler = index_sampler(loader)
-    size = sampler.batch_size if type(sampler) is BatchSampler else 1
+    size = batch_of(sampler)
     was = state.get("batch", size)
     if over or not batches or was == size:
         return state, batches

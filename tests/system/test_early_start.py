@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +111,22 @@ def test_a_daemon_that_dies_at_once_is_not_waited_for(
     monkeypatch.setattr(embed, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     assert connect_or_start(config(daemon_name)) is None
     assert "the daemon did not start" in caplog.text
+
+
+@pytest.mark.usefixtures("daemon_name")
+def test_a_log_record_that_is_kept_keeps_no_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As handlers of pytest and Sentry do; the frames of an error in it would hold the loader."""
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    (tmp_path / "a").write_bytes(b"some")
+    loader = creel.DataLoader(creel.FileDataset([tmp_path / "a"], nbytes=[4]))
+    assert len([*loader]) == 1
+    assert "reads directly" in caplog.text
+    ended = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert ended() is None
 
 
 def test_no_worker_is_forked_that_would_keep_open_what_a_start_waits_for(

@@ -340,14 +340,6 @@ def sought(path: str) -> list[Any]:
     return found
 
 
-@pytest.mark.usefixtures("daemon")
-def test_seeks_lead_where_those_of_a_file_lead(tmp_path: Path) -> None:
-    bare = Plain(tmp_path, sought)
-    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
-    for _ in range(3):
-        assert list(ours) == list(theirs)
-
-
 def descriptors(path: str) -> list[Any]:
     """What may be done with descriptors that are for reading, of `os.open` and of a file object."""
     found: list[Any] = []
@@ -370,8 +362,11 @@ def descriptors(path: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_descriptors_are_for_reading_only(tmp_path: Path) -> None:
-    bare = Plain(tmp_path, descriptors)
+@pytest.mark.parametrize("use", [sought, descriptors])
+def test_a_served_file_does_what_a_file_does(
+    tmp_path: Path, use: Callable[[str], list[Any]]
+) -> None:
+    bare = Plain(tmp_path, use)
     ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
     for _ in range(3):
         assert list(ours) == list(theirs)

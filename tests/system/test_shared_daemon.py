@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,20 +63,6 @@ def stats_of(daemon: Running) -> Any:
 def reads(daemon: Running) -> int:
     """Of the source, by the daemon."""
     return sum(int(source["reads"]) for source in stats_of(daemon)["sources"])
-
-
-@pytest.mark.usefixtures("name")
-def test_a_log_record_that_is_kept_keeps_no_loader(
-    files: creel.FileDataset, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As handlers of pytest and Sentry do; the frames of an error in it would hold the loader."""
-    loader = creel.DataLoader(files, BATCH)
-    assert len([*loader]) == N // BATCH
-    assert "reads directly" in caplog.text
-    ended = weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert ended() is None
 
 
 # --- batches made by workers out of rows -----------------------------------------------------

@@ -88,7 +88,7 @@ def _memfd() -> Finding:
     """Check sealed anonymous memory: every kernel since 3.17 has it, some sandboxes forbid it."""
     try:
         fd = memfd("creel-doctor", sealable=True)
-    except (AttributeError, OSError) as e:
+    except OSError as e:
         return Finding(
             "memfd", "bad", str(e), "creel needs memfd_create: Linux 3.17+, not filtered"
         )
