@@ -22,12 +22,12 @@ from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.state import LoaderState, only_copies
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
+from creel.loader.pinning import Pinning
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     DatasetKind,
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
-    pin_memory,
 )
 from creel.loader.workers.stages import BatchTimes
 from creel.policies.direct import DirectReads
@@ -71,18 +71,20 @@ class ReaderThreads:
     this object is deleted.
     """
 
-    def __init__(self, readers: list[BatchReader], meters: list[Meter], device: str | None) -> None:
+    def __init__(
+        self, readers: list[BatchReader], meters: list[Meter], pinning: Pinning | None
+    ) -> None:
         """Start one thread per reader.
 
         Args:
             readers: one for each thread.
             meters: the meter of each reader.
-            device: pin the batches' memory for this kind of accelerator; None: do not pin.
+            pinning: how batches are pinned; None: they are not.
         """
         self._tasks: queue.SimpleQueue[tuple[Task, Batch] | None] = queue.SimpleQueue()
         self._count = len(readers)
         for i, (reader, meter) in enumerate(zip(readers, meters, strict=True)):
-            args = (self._tasks, reader, meter, device)
+            args = (self._tasks, reader, meter, pinning)
             threading.Thread(target=_serve, args=args, daemon=True, name=f"creel-read-{i}").start()
 
     def read(self, task: Task) -> Batch:
@@ -104,21 +106,22 @@ def _serve(
     tasks: queue.SimpleQueue[tuple[Task, Batch] | None],
     reader: BatchReader,
     meter: Meter,
-    device: str | None,
+    pinning: Pinning | None,
 ) -> None:
     torch.set_num_threads(1)  # as in a worker
-    pin = _pin_for(device)
+    if pinning is not None:
+        pinning.use_device()
     while (given := tasks.get()) is not None:
         task, batch = given
         if batch.set_running_or_notify_cancel():
-            batch.set_result(_read(task, reader, meter, pin))
+            batch.set_result(_read(task, reader, meter, pinning))
         del given, task, batch  # otherwise the last batch would live until the next one comes
 
 
-def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], Any]) -> ReadBatch:
+def _read(task: Task, reader: BatchReader, meter: Meter, pinning: Pinning | None) -> ReadBatch:
     began = time.monotonic_ns()
     meter.unreported()  # count from here on
-    data = _data(task, reader, pin)
+    data = _data(task, reader, pinning)
     spent = meter.unreported()
     source, decode, collate, lost = (
         spent.get(f"stall_{cause}_ns", 0) for cause in ("source", "decode", "collate", "daemon")
@@ -129,23 +132,14 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], An
     return ReadBatch(data, times, (source, decode, collate, 0, *direct))
 
 
-def _data(task: Task, reader: BatchReader, pin: Callable[[Any], Any]) -> Any:
+def _data(task: Task, reader: BatchReader, pinning: Pinning | None) -> Any:
     """Return the batch, or an ExceptionWrapper as a worker would send it."""
     try:
-        return pin(reader.read_ids(task.stream, task.step, task.index, task.ids))
+        data = reader.read_ids(task.stream, task.step, task.index, task.ids)
+        return data if pinning is None else pinning.pin(data)
     except Exception:  # noqa: BLE001  see torch's note on reference cycles
         where = f"in DataLoader worker process {task.worker}"
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-
-
-def _pin_for(device: str | None) -> Callable[[Any], Any]:
-    if device is None:
-        return lambda data: data
-    from creel.loader.workers.pinner import device_of
-
-    number, use = device_of(device)
-    use(number)
-    return lambda data: pin_memory(data, device)  # type: ignore[no-untyped-call]  # torch's
 
 
 class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
@@ -174,24 +168,29 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         assert run.stream is not None  # noqa: S101  see `can`
         frozen = run.stream.binding.frozen()
 
+        pinning = self._pinning = Pinning.of(self)
+
         def reader(meter: Meter | None, direct: DirectReads | None) -> BatchReader:
             fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
                 DatasetKind.Map, loader.dataset, True, self._collate_fn, self._drop_last
             )
             return BatchReader(
-                *(loader, loader_state, run, fetcher), frozen=frozen, meter=meter, direct=direct
+                *(loader, loader_state, run, fetcher),
+                frozen=frozen,
+                meter=meter,
+                direct=direct,
+                pinning=pinning,
             )
 
-        device = self._pin_memory_device if self._pin_memory else None
         if _is_large(loader, run):
             cores = len(os.sched_getaffinity(0))
             meters = [Meter() for _ in range(min(self._num_workers, cores))]
             # Large objects fill fresh memory: threads that read them, too, only take processors.
             waits = DirectReads(allowed=False)
             readers = [reader(meter, waits) for meter in meters]
-            self._threads = ReaderThreads(readers, meters, device)
+            self._threads = ReaderThreads(readers, meters, pinning)
         else:
-            self._reader, self._pin = reader(None, None), _pin_for(device)
+            self._reader = reader(None, None)
         self._reset(loader, first_iter=True)
 
     @staticmethod
@@ -230,7 +229,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             raise StopIteration
         asked = self._queue[0]  # stays first if Ctrl-C or a timeout ends the wait
         if isinstance(asked, Task):
-            data = _data(asked, self._reader, self._pin)
+            data = _data(asked, self._reader, self._pinning)
         else:
             data = self._awaited(asked)
         self._queue.popleft()

@@ -19,9 +19,10 @@ from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
+from creel.loader.pinning import Pinning, pinned
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
-from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
+from creel.loader.torch_private import SingleProcessDataLoaderIter
 from creel.loader.workers.follower import ReplicaReader
 from creel.loader.workers.leader import Leader, LeaderReader
 from creel.loader.workers.stages import StallWarning
@@ -52,6 +53,7 @@ class BatchReader(StepReader):
         frozen: Binding | None = None,
         meter: Meter | None = None,
         direct: DirectReads | None = None,
+        pinning: Pinning | None = None,
     ) -> None:
         """Make a reader for one thread.
 
@@ -61,12 +63,16 @@ class BatchReader(StepReader):
                 later changes to the user's dataset.
             meter: receives the times and counts; by default the loader's own meter.
             direct: says when not to wait for the daemon; by default the loader's own choice.
+            pinning: how batches are pinned afterwards, which are built in pinned memory already if
+                they are bytes of the arena; None: they are not.
         """
         self._run = run
         self._fetcher = fetcher
         self._as_worker = frozen is not None
         self._meter = meter or loader_state.meter
-        self._buffers = loader_state.buffers
+        self._memory = loader_state.buffers.take
+        if pinning is not None and pinning.for_cuda():
+            self._memory = pinned
         self._wait_s = loader_state.config.loader.wait_s
         self._warn_after_s = loader_state.config.loader.hung_s
         self._direct = direct or loader_state.direct
@@ -136,8 +142,7 @@ class BatchReader(StepReader):
             self._gatherer_stream = stream
             self._gatherer = None
             if self._gather is not None:
-                memory = self._buffers.take
-                self._gatherer = Gatherer(self._gather, stream.session, memory)
+                self._gatherer = Gatherer(self._gather, stream.session, self._memory)
         return self._gatherer
 
     def _changed(self, binding: Binding) -> bool:
@@ -244,7 +249,10 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         self._tolerance = loader_state.tolerance
         self._given = 0
         run = self._run = EpochRun(loader_state, loader)
-        reader = BatchReader(loader, loader_state, run, self._dataset_fetcher)
+        self._pinning = Pinning.of(self)
+        reader = BatchReader(
+            *(loader, loader_state, run, self._dataset_fetcher), pinning=self._pinning
+        )
         options, role = loader_state.config.loader, loader_state.role(loader)
         self._reader: BatchReader | LeaderReader | ReplicaReader = reader
         if isinstance(role, Leader):
@@ -269,8 +277,8 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         finally:
             run.done(i + 1)
             run.note_bad(self._tolerance.take_new())
-        if self._pin_memory:
-            data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        if self._pinning is not None:
+            data = self._pinning.pin(data)
         run.deliver(i + 1)
         return data
 

@@ -18,6 +18,7 @@ from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
+from creel.loader.pinning import Pinning
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -81,8 +82,9 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._pool = self._new_pool(loader)
         self._tag = self._pool.tag
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
-        if self._pin_memory:
-            self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
+        pinning = Pinning.of(self)
+        if pinning is not None:
+            self._pool.pinner = Pinner(self._pool, pinning)
         self._reset(loader, first_iter=True)
 
     def _new_pool(self, loader: DataLoader[Any]) -> WorkerPool | ReplicaPool:

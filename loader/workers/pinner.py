@@ -8,17 +8,17 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from creel.loader.torch_private import ExceptionWrapper, pin_memory
+from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.events import BatchResult, WorkerEvent
 from creel.loader.workers.unpacking import discard, unpack
 
 if TYPE_CHECKING:
+    from creel.loader.pinning import Pinning
     from creel.loader.reading.bad_samples import BadSample
 
 
@@ -54,11 +54,10 @@ class BatchPool(ABC):
 class Pinner:
     """A thread that receives events from the workers and copies batches to pinned memory."""
 
-    def __init__(self, pool: BatchPool, device: str | None) -> None:
-        """Start the thread; `device` is the accelerator's type."""
+    def __init__(self, pool: BatchPool, pinning: Pinning) -> None:
+        """Start the thread."""
         self._pool = weakref.proxy(pool)
-        self._device = device
-        self._device_index, self._use = device_of(device)
+        self._pinning = pinning
         self._queue: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="pt_data_pin")
@@ -81,7 +80,7 @@ class Pinner:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        self._use(self._device_index)
+        self._pinning.use_device()
         with contextlib.suppress(ReferenceError):
             while not self._stop.is_set():
                 event = self._pool.receive(0.1)
@@ -96,21 +95,8 @@ class Pinner:
         try:
             data = unpack(event.packed, event.inbox)
             if not isinstance(data, ExceptionWrapper):
-                data = pin_memory(data, self._device)  # type: ignore[no-untyped-call]  # torch's
+                data = self._pinning.pin(data)
         except Exception:  # noqa: BLE001  whatever a user's pin_memory() raises is the result
-            where = f"in pin memory thread for device {self._device_index}"
+            where = f"in pin memory thread for device {self._pinning.index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
         return replace(event, packed=data)
-
-
-def device_of(kind: str | None) -> tuple[int, Callable[[int], object]]:
-    """(index of the present device, function that sets a thread's device), in any torch."""
-    known = getattr(torch, "accelerator", None)
-    for ask, use in (
-        ("current_device_index", "set_device_index"),
-        ("current_device_idx", "set_device_idx"),  # torch 2.6 and 2.7
-    ):
-        if hasattr(known, ask):
-            return getattr(known, ask)(), getattr(known, use)
-    module = getattr(torch, kind or "cuda")
-    return module.current_device(), module.set_device

@@ -157,6 +157,7 @@ def test_without_a_descriptor_a_long_message_goes_in_pieces(
     theirs.close()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11's
 def test_indices_that_are_tensors_take_no_others_along() -> None:
     """A sampler may give out a permutation's elements: `yield from torch.randperm(n)`."""
     permutation = torch.randperm(1 << 16)  # 512 KiB

@@ -1,0 +1,100 @@
+"""Batches in pinned memory, and their copies on a CUDA device, are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+import creel
+from creel.loader.pinning import Pinning
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+RECORDS, NBYTES = 600, 40_000
+
+
+def halved(record: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"half": record // 2, "sum": record.sum()}
+
+
+def of_records(path: Path, **how: Any) -> Dataset[Any]:
+    return creel.RecordDataset(path, torch.uint8, (NBYTES,), **how)
+
+
+DATASETS: dict[str, Callable[[Path], Dataset[Any]]] = {
+    "records": of_records,
+    "labelled": lambda path: of_records(path, labels=list(range(RECORDS))),
+    "converted": lambda path: of_records(path, to=torch.float32),
+    "transformed": lambda path: of_records(path, transform=halved),
+    "in batches": lambda path: of_records(path, batch_transform=lambda batch: batch // 2),
+}
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.parametrize("batch", [8, 128])  # 128: threads copy ahead of use
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", DATASETS)
+def test_what_reaches_the_device_is_torchs(
+    tmp_path: Path, kind: str, workers: int, batch: int
+) -> None:
+    """Each batch is let go while its copy is under way: its memory must not be reused too early."""
+    path = tmp_path / "records.bin"
+    np.random.default_rng(0).integers(0, 256, RECORDS * NBYTES, np.uint8).tofile(path)
+    dataset = DATASETS[kind](path)
+    torch.manual_seed(0)
+    orders = [torch.randperm(RECORDS).tolist() for _ in range(3)]
+    expected = [
+        default_collate([dataset[i] for i in order[at : at + batch]])
+        for order in orders
+        for at in range(0, RECORDS, batch)
+    ]
+    order: list[int] = []
+    loader = creel.DataLoader(dataset, batch, sampler=order, num_workers=workers, pin_memory=True)
+    found: list[Any] = []
+    for order[:] in orders:
+        for data in loader:
+            assert all(t.is_pinned() for t in tensors(data))
+            found.append(on_device(data))
+            del data
+    torch.cuda.synchronize()
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        pairs = list(zip(tensors(one), tensors(other), strict=True))
+        assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in pairs)
+
+
+def tensors(data: Any) -> list[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        return [data]
+    return [
+        t for part in (data.values() if isinstance(data, dict) else data) for t in tensors(part)
+    ]
+
+
+def on_device(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to("cuda", non_blocking=True)
+    if isinstance(data, dict):
+        return {key: on_device(part) for key, part in data.items()}
+    return [on_device(part) for part in data]
+
+
+def test_an_iterator_that_leaves_the_kind_open_pins_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Older torch names no device unless it is told one."""
+    accelerator = SimpleNamespace(current_device_index=lambda: 3, set_device_index=print)
+    monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
+    iterator: Any = SimpleNamespace(_pin_memory=True, _pin_memory_device=None)
+    assert Pinning.of(iterator) == Pinning(None, 3)
+    assert Pinning.of(SimpleNamespace(_pin_memory=False, _pin_memory_device=None)) is None  # type: ignore[arg-type]
