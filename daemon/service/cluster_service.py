@@ -165,7 +165,9 @@ class ClusterService:
             raise MalformedError("nodes that are twice there, or too many ranks")
         if min(request.ranks) < 0 or max(request.ranks) >= len(nodes):
             raise MalformedError("a rank on a node that is no member")
-        if self._server is None or not (self.node in nodes or 0 <= request.me < len(nodes)):
+        if request.me >= len(nodes):
+            raise MalformedError("a place outside the list of nodes")
+        if self._server is None or not (self.node in nodes or request.me >= 0):
             raise UnavailableError("this node is not one of the cluster's")
 
     def _enter(self, request: Join) -> Cluster:

@@ -95,23 +95,24 @@ def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: ClusterService)
 
 
 @pytest.mark.parametrize(
-    "key, others, ranks",
+    "key, others, ranks, me",
     [
-        (KEY[:8], [other()], [0, 1]),
-        (KEY, [], [0]),
-        (KEY, [other(), other()], [0, 1]),
-        (KEY, [other(i) for i in range(1024)], [0]),
-        (KEY, [other()], []),
-        (KEY, [other()], [0, 2]),
-        (KEY, [other()], [-1]),
+        (KEY[:8], [other()], [0, 1], -1),
+        (KEY, [], [0], -1),
+        (KEY, [other(), other()], [0, 1], -1),
+        (KEY, [other(i) for i in range(1024)], [0], -1),
+        (KEY, [other()], [], -1),
+        (KEY, [other()], [0, 2], -1),
+        (KEY, [other()], [-1], -1),
+        (KEY, [other()], [0, 1], 2),
     ],
 )
 def test_an_impossible_cluster_is_refused(
-    clusters: ClusterService, key: bytes, others: list[Member], ranks: list[int]
+    clusters: ClusterService, key: bytes, others: list[Member], ranks: list[int], me: int
 ) -> None:
     mine = clusters.host("127.0.0.1")
     with pytest.raises(CreelError):
-        clusters.join("token", Join("c", key, [mine, *others], ranks))
+        clusters.join("token", Join("c", key, [mine, *others], ranks, me))
     assert clusters.view("c") is None
 
 
