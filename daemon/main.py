@@ -37,7 +37,7 @@ from creel.daemon.service.control_socket import ControlSocket, released
 from creel.daemon.service.node import BEAT_S, Node
 from creel.daemon.service.request_socket import RequestSocket
 from creel.errors import ConfigError, CreelError, UnavailableError
-from creel.peers import holder
+from creel.unix_peers import owner_of
 
 if TYPE_CHECKING:
     from creel.daemon.reporting.page import PageServer
@@ -123,7 +123,7 @@ class Daemon:
         control_socket = self._listen(name, first)
         if control_socket is not None:
             return control_socket
-        uid = holder(first)
+        uid = owner_of(first)
         second = second_address(name, make=True)
         control_socket = None if second is None else self._listen(name, second)
         if control_socket is None:
@@ -142,7 +142,7 @@ class Daemon:
             except OSError as e:
                 if e.errno != errno.EADDRINUSE:
                     raise
-            uid = holder(address)
+            uid = owner_of(address)
             if uid == os.getuid():
                 raise UnavailableError(f"your daemon named {name!r} is already running")
             if uid is not None:

@@ -46,7 +46,7 @@ from creel.messages import (
     decode,
     encode,
 )
-from creel.peers import peer_of, why_apart
+from creel.unix_peers import peer_of, why_apart
 
 log = logging.getLogger("creel.control_socket")
 

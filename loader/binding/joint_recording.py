@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from creel.forks import forget_in_child
 from creel.loader.cluster.ranks import job_name
-from creel.peers import known_apart, peer_of, view_of
+from creel.unix_peers import known_apart, listener_at, view_of
 
 _log = logging.getLogger("creel.loader")
 
@@ -181,13 +181,10 @@ def _listening(address: str) -> socket.socket | None:
 
 def _holder(address: str) -> int:
     """The process that listens at the address, if it is one of ours and sees our files; else 0."""
-    kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-    with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as asking:
-        asking.connect(address)
-        pid, uid = peer_of(asking)
-        if uid == os.getuid() and pid and not known_apart(pid):
-            return pid
-    return 0
+    peer = listener_at(address)
+    if peer is None or peer.uid != os.getuid() or known_apart(peer.pid):
+        return 0
+    return peer.pid
 
 
 def _memfds_of(pid: int, links: Mapping[str, int]) -> list[int]:

@@ -49,7 +49,7 @@ from creel.loader.client.packets import (
 )
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
-from creel.peers import holder
+from creel.unix_peers import owner_of
 
 if TYPE_CHECKING:
     import zmq
@@ -484,7 +484,7 @@ def _connect_socket(control_socket: socket.socket, where: str, timeout_s: float)
     while error := control_socket.connect_ex(where):
         if error != errno.EAGAIN or time.monotonic() > deadline:
             raise OSError(error, os.strerror(error))
-        if not checked and (uid := holder(where)) not in {None, os.getuid()}:
+        if not checked and (uid := owner_of(where)) not in {None, os.getuid()}:
             raise NoDaemonError(
                 f"a process of user {uid} holds {where.replace(chr(0), '@')} and does not answer"
             )

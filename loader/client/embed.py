@@ -27,7 +27,7 @@ from creel.errors import NoDaemonError, UnavailableError
 from creel.forks import no_fork
 from creel.limits import few_descriptors
 from creel.loader.client.client import Client
-from creel.peers import holder
+from creel.unix_peers import owner_of
 
 log = logging.getLogger("creel.embed")
 
@@ -133,14 +133,14 @@ def _take(turn: socket.socket, name: str) -> bool:
     try:
         turn.bind(address)
     except OSError:
-        return holder(address) not in {None, os.getuid()}
+        return owner_of(address) not in {None, os.getuid()}
     return True
 
 
 def started_elsewhere(name: str) -> bool:
     """Whether another process of this user starts a daemon that does not answer yet."""
     try:
-        return startable(name) and holder(_turn_address(name)) == os.getuid()
+        return startable(name) and owner_of(_turn_address(name)) == os.getuid()
     except UnavailableError:
         return False
 

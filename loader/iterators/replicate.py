@@ -22,7 +22,7 @@ from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_na
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.follower import Follower
 from creel.loader.workers.leader import Leader
-from creel.peers import peer_of
+from creel.unix_peers import peer_of
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader

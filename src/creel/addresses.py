@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import socket
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from creel.errors import NoDaemonError, UnavailableError
 from creel.messages import control_address
-from creel.peers import bound, holder, peer_of, view_of
+from creel.unix_peers import bound, listener_at, owner_of, view_of
 
 _SECRET = "creel-secret"  # noqa: S105  the name of a file
 
@@ -73,7 +72,7 @@ def held_by_another(name: str) -> int | None:
     Raises:
         UnavailableError: as `first_address`.
     """
-    uid = holder(first_address(name))
+    uid = owner_of(first_address(name))
     return None if uid == os.getuid() else uid
 
 
@@ -83,12 +82,9 @@ def elsewhere(name: str) -> list[int]:
     before, after = control_address(os.getuid(), name, "*").split("*")
     ours = {first_address(name), second_address(name)}
     for address in set(bound(before, after)) - ours:
-        kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as knocking:
-            knocking.connect(address)
-            peer = peer_of(knocking)
-            if peer.uid == os.getuid():
-                found.append(peer.pid)
+        peer = listener_at(address)
+        if peer is not None and peer.uid == os.getuid():
+            found.append(peer.pid)
     return found
 
 
@@ -98,11 +94,11 @@ def startable(name: str) -> bool:
     Raises:
         UnavailableError: as `first_address`.
     """
-    uid = holder(first_address(name))
+    uid = owner_of(first_address(name))
     if uid in {None, os.getuid()}:
         return uid is None
     second = second_address(name)
-    return runtime_folder() is not None and (second is None or holder(second) is None)
+    return runtime_folder() is not None and (second is None or owner_of(second) is None)
 
 
 def _digest(secret: str = "") -> str:

@@ -163,7 +163,7 @@ def test_a_root_directory_that_is_the_same_bound_elsewhere_is_another(tmp_path: 
     """Other file systems may be mounted below it."""
     code = f"""
 import os, signal, subprocess
-from creel.peers import view_of
+from creel.unix_peers import view_of
 subprocess.run(["mount", "--bind", "/", {str(tmp_path)!r}], check=True)
 for root in ("/", {str(tmp_path)!r}):
     ready, says = os.pipe()

@@ -29,7 +29,7 @@ from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.client import connections
 from creel.loader.client.session import Session
 from creel.loader.datasets.files import FileDataset
-from creel.peers import holder
+from creel.unix_peers import owner_of
 from daemons import Running
 from folders import folder as torchvision
 from kit import daemon_of, gone, until
@@ -530,6 +530,6 @@ def test_a_fork_starts_and_asks_nothing(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert not asked
-    assert holder(first_address(daemon_name)) is None
+    assert owner_of(first_address(daemon_name)) is None
     assert files[0] == (tmp_path / "data/000.raw").read_bytes()
     assert asked == [os.getpid()]

@@ -1,4 +1,4 @@
-"""The peer of a unix socket, and whether it sees the same files as this process.
+"""The process at the other end of a unix socket, and whether both see the same files.
 
 A path identifies a file only within a mount namespace and a root directory, and a uid a user only
 within a user namespace. Abstract addresses belong to a network namespace, which processes with
@@ -122,16 +122,24 @@ def _pidfd_of(connection: socket.socket) -> int:
     return int(struct.unpack("i", raw)[0])
 
 
-def holder(address: str) -> int | None:
-    """Uid of the owner of this abstract SOCK_SEQPACKET address; None: unbound, or unknown."""
+def listener_at(address: str) -> Peer | None:
+    """The process that listens at this SOCK_SEQPACKET address; None: none, or a full backlog."""
     kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-    with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as knocking:
-        knocking.connect(address)
-        return peer_of(knocking).uid
+    with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as connection:
+        connection.connect(address)
+        return peer_of(connection)
+    return None
+
+
+def owner_of(address: str) -> int | None:
+    """Uid of the owner of this abstract SOCK_SEQPACKET address; None: unbound, or unknown."""
+    peer = listener_at(address)
+    if peer is not None:
+        return peer.uid
     # It does not listen, or its backlog is full. The kernel still knows the owner.
     with suppress(OSError, ValueError, struct.error):
         inode = _bound().get(address)
-        return None if inode is None else _owner(inode)
+        return None if inode is None else _owner_of_socket(inode)
     return None
 
 
@@ -158,7 +166,7 @@ def bound(prefix: str, suffix: str) -> list[str]:
     return []
 
 
-def _owner(inode: int) -> int | None:
+def _owner_of_socket(inode: int) -> int | None:
     """Uid of the owner of a unix socket, or None where this kernel does not say."""
     anything = 0xFFFFFFFF  # any state; any cookie
     request = struct.pack(
