@@ -32,7 +32,7 @@ class Both:
     def __init__(self, folder: str, nbytes: int, threads: int) -> None:
         self._count, self._nbytes, self._threads = TOTAL_NBYTES // nbytes, nbytes, threads
         self._data = memoryview(np.random.default_rng(0).bytes(nbytes))
-        self._store = DiskStore(folder, 2 * TOTAL_NBYTES)
+        self._store = DiskStore(folder, 2 * TOTAL_NBYTES, keep_free=0)
         self._store.attach("data", self._count)
         self._fd = os.open(Path(folder) / "plain", os.O_RDWR | os.O_CREAT, 0o600)
         self._rng = np.random.default_rng(1)

@@ -170,7 +170,9 @@ def measure(place: str, o: argparse.Namespace) -> list[dict[str, object]]:
         holder = stack.enter_context(holding(prefix, host, folder, o.nbytes, o.memory))
         assert holder.stdout is not None
         node, port, name = json.loads(holder.stdout.readline())
-        source = PeerSource((host, port), node, name, Credentials("reader", "cluster", KEY))
+        source = PeerSource(
+            (host, port), node, name, Credentials("reader", "cluster", KEY, encrypt=False)
+        )
         arena = stack.enter_context(Arena.create(OBJECTS_NBYTES))
         stack.callback(source.close)
         before = asked_hits(holder)

@@ -64,13 +64,13 @@ def serve(host: str, nbytes: int) -> None:
     with filled() as arena, socket.create_server((host, 0)) as raw:
         threading.Thread(target=accept_raw, args=(raw, arena, place, nbytes), daemon=True).start()
         asked: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        server = PeerServer(host, 0, "server", arena, asked.put, no_beats)
+        server = PeerServer(host, 0, "server", arena, asked.put, no_beats, encrypt=False)
         secret_asked: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         secret = PeerServer(host, 0, "server", arena, secret_asked.put, no_beats, encrypt=True)
         servers = [(server, asked), (secret, secret_asked)]
         loops = [threading.Thread(target=answer, args=(*one, place, nbytes)) for one in servers]
         for (one, _), loop in zip(servers, loops, strict=True):
-            one.admit("cluster", KEY)
+            one.admit("cluster", KEY, "server")
             loop.start()
         ports = [server.address[1], raw.getsockname()[1], secret.address[1]]
         print(json.dumps(ports), flush=True)
@@ -138,7 +138,7 @@ class Reading:
         self.place = places(nbytes)
         self.arena = filled()
         self.host, self.ports = host, ports
-        who = Credentials("client", "cluster", KEY)
+        who = Credentials("client", "cluster", KEY, encrypt=False)
         self.source = PeerSource((host, ports[0]), "server", "dataset", who)
         secret = who._replace(encrypt=True)
         self.secret = PeerSource((host, ports[2]), "server", "dataset", secret)

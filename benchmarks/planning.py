@@ -59,6 +59,7 @@ from creel.daemon.core.events import (
     Publish,
     SessionOpened,
 )
+from creel.daemon.core.versions import Versions
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 
@@ -223,8 +224,9 @@ def core_s() -> tuple[list[float], list[float]]:
                 fetches.append(action)
         return time.perf_counter() - start
 
-    feed(DatasetAdded("d", offset, length, Lengths.of(length)), 0.0)
-    feed(SessionOpened(1, "d", "", 0, 1), 0.0)
+    lengths = Lengths.of(length, np.ones(len(length), np.int64))
+    feed(DatasetAdded("d", offset, length, lengths, Versions(len(length))), 0.0)
+    feed(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
     steps = -(-IMAGENET // BATCH)
     extends, spent = [], []
     for epoch in range(2):
@@ -232,7 +234,9 @@ def core_s() -> tuple[list[float], list[float]]:
         for at in range(0, IMAGENET, _PIECE):
             piece = drawn[at : at + _PIECE]
             ends = np.append(np.arange(BATCH, len(piece), BATCH), len(piece))
-            event = PlanExtended(1, epoch, epoch * steps + at // BATCH, piece, ends)
+            event = PlanExtended(
+                1, epoch, epoch * steps + at // BATCH, piece, ends, unplanned=False
+            )
             extends.append(feed(event, 0.0))
     for step in range(2 * steps - 1600):
         while fetches:

@@ -59,17 +59,17 @@ class Daemon:
     def __init__(
         self,
         config: Config,
-        flags: Mapping[str, object] | None = None,
+        flags: Mapping[str, object],
         *,
-        embedded: bool = False,
-        ready_fd: int = -1,
+        embedded: bool,
+        ready_fd: int,
     ) -> None:
         """Bind the address and create the arena.
 
         Args:
             flags: settings from the command line, which survive a reload.
             embedded: whether to end with the last client.
-            ready_fd: a pipe; while its other end is open, its holder may still become a client.
+            ready_fd: a pipe, or -1; while its other end is open, its holder may become a client.
 
         Raises:
             UnavailableError: another daemon of this name already serves this user.
@@ -77,7 +77,7 @@ class Daemon:
         """
         name = config.daemon.name
         self._config = config
-        self._flags = {**(flags or {}), "daemon.name": name}
+        self._flags = {**flags, "daemon.name": name}
         self._embedded = embedded
         self._ready_fd = ready_fd
         self._calls: deque[Callable[[], None]] = deque()
@@ -355,19 +355,14 @@ _AT_ONCE = frozenset(
 )
 
 
-def serve(
-    config: Config,
-    flags: Mapping[str, object] | None = None,
-    *,
-    embedded: bool = False,
-    ready_fd: int = -1,
-) -> int:
+def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_fd: int) -> int:
     """Run the daemon until stopped; return the exit code.
 
     Args:
         flags: see Daemon.
         embedded: whether to end `daemon.linger_s` after the last client has left.
-        ready_fd: a pipe that gets "1" once clients may connect, or "0" and the reason why not.
+        ready_fd: a pipe, or -1; it gets "1" once clients may connect, or "0" and the reason why
+            not.
     """
     set_up_logging(config.daemon.log_level, as_json=config.daemon.log_json)
     sys.setswitchinterval(_SWITCH_S)

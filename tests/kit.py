@@ -15,9 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 
+from creel.cache.memory.allocator import Lengths
 from creel.loader.client.client import Client
 from creel.loader.reading import storage
 from creel.settings import FetchSettings
@@ -31,6 +34,11 @@ def unique_name() -> str:
 def seeds(count: int) -> range:
     """Seeds of a random test: `count`, and as many times more as SEEDS says (`make stress`)."""
     return range(count * int(os.environ.get("SEEDS", "1")))
+
+
+def lengths_of(length: NDArray[np.integer]) -> Lengths:
+    """Summary of (n,) lengths, each of one object."""
+    return Lengths.of(length, np.ones(len(length), np.int64))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:

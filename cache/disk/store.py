@@ -53,7 +53,7 @@ class DiskStore:
         OSError: there can be no store in this folder.
     """
 
-    def __init__(self, path: str, budget: int, keep_free: int = 0) -> None:
+    def __init__(self, path: str, budget: int, keep_free: int) -> None:
         self._lock = threading.RLock()  # of the index; never held while the disk works
         self._writing = threading.Lock()
         self._scratch = AlignedScratch()

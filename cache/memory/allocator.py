@@ -40,22 +40,21 @@ class Lengths(NamedTuple):
     max_nbytes: int
 
     @classmethod
-    def of(cls, length: NDArray[np.integer], count: NDArray[np.integer] | None = None) -> Lengths:
+    def of(cls, length: NDArray[np.integer], count: Ints) -> Lengths:
         """Summarize `count[i]` objects of `length[i]` bytes each (negative: unknown).
 
-        >>> Lengths.of(np.array([5, -1, 3]))
+        >>> Lengths.of(np.array([5, -1, 3]), np.array([1, 1, 1]))
         Lengths(objects=3, known=2, nbytes=8, min_nbytes=3, max_nbytes=5)
         >>> Lengths.of(np.array([5, 7]), np.array([1000, 0]))
         Lengths(objects=1000, known=1000, nbytes=5000, min_nbytes=5, max_nbytes=5)
         """
-        counts = np.ones(len(length), np.int64) if count is None else np.asarray(count, np.int64)
-        known_lengths = (length >= 0) & (counts > 0)
-        of_each, counts_known = length[known_lengths].astype(np.int64), counts[known_lengths]
+        known_lengths = (length >= 0) & (count > 0)
+        of_each, counts_known = length[known_lengths].astype(np.int64), count[known_lengths]
         min_nbytes, max_nbytes = (
             (int(of_each.min()), int(of_each.max())) if len(of_each) else (0, 0)
         )
         known, nbytes = int(counts_known.sum()), int((of_each * counts_known).sum())
-        return cls(int(counts.sum()), known, nbytes, min_nbytes, max_nbytes)
+        return cls(int(count.sum()), known, nbytes, min_nbytes, max_nbytes)
 
     @property
     def only(self) -> int | None:
@@ -104,7 +103,7 @@ class Allocator:
     """The bytes [0, nbytes) of one arena, allocated by pools.
 
     >>> space = Allocator(10_000)
-    >>> pool = space.pool(Lengths.of(np.full(50, 3_000)))
+    >>> pool = space.pool(Lengths.of(np.array([3_000]), np.array([50])))
     >>> pool.alloc(np.full(4, 3_000)).tolist()
     [0, 3000, 6000, -1]
     >>> space.free_bytes

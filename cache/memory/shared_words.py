@@ -102,7 +102,7 @@ class LocationTable:
     of an open session: those are pinned.
     """
 
-    def __init__(self, fd: int, objects: int, record: int = 0, *, write: bool = False) -> None:
+    def __init__(self, fd: int, objects: int, record: int, *, write: bool = False) -> None:
         """Map the table behind `fd`; the caller keeps `fd`. A new table is zeroed.
 
         record: bytes of each object, which is at a multiple of them (`record_of`); 0: they vary.
@@ -118,7 +118,7 @@ class LocationTable:
             self.offset, self.length = Offsets(words[:objects], 1), words[objects:]
 
     @staticmethod
-    def nbytes(objects: int, record: int = 0) -> int:
+    def nbytes(objects: int, record: int) -> int:
         """Size of the memfd for this many objects (a mapping of 0 bytes is impossible)."""
         return max((4 if record else 16) * objects, 16)
 

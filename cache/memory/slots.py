@@ -5,7 +5,7 @@ into it. The trainer wraps it as tensors without a copy; when the last of them d
 goes back to the worker, which writes the next batch there. Fresh shared memory costs a page fault
 for every 4 KiB, far more than the copy itself, so slots must be reused.
 
-The policy: a worker keeps at most `max_slots` slots of at most `max_nbytes` together. When all are
+The policy: a worker keeps at most `max_slots` slots of at most `MAX_NBYTES` together. When all are
 in use, a batch goes into a *one-off* slot, freed with its last tensor: slower, but nothing waits.
 Slots much larger than any recent batch are freed.
 
@@ -34,6 +34,7 @@ from creel.forks import at_fork
 ALIGN = 64  # bytes: a cache line, and the alignment of torch's own allocator
 _MEMORY = 64  # number of recent batches that a slot's size is compared with
 _TOO_LARGE = 4  # a slot of more than this many times the largest of them is freed
+MAX_NBYTES = 1 << 30  # of all slots that a worker keeps; one-offs come on top
 # Windows has neither; it imports this module but makes no slots.
 _POPULATE = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
@@ -101,15 +102,12 @@ class SlotWriter:
     `abandon` instead of `seal` after an error.
     """
 
-    def __init__(
-        self, *, max_slots: int = 8, max_nbytes: int = 1 << 30, inherited: Sequence[mmap.mmap] = ()
-    ) -> None:
-        """Keep at most `max_slots` slots, of at most `max_nbytes` together.
+    def __init__(self, *, max_slots: int, inherited: Sequence[mmap.mmap] = ()) -> None:
+        """Keep at most `max_slots` slots.
 
         inherited: the first slots, as given to this worker's `SlotReader`, too.
         """
         self._max_slots = max_slots
-        self._max_nbytes = max_nbytes
         self._ids = itertools.count(len(inherited))
         self._slots: dict[int, Slot] = {}
         for number, mapping in enumerate(inherited[:max_slots]):
@@ -227,9 +225,9 @@ class SlotWriter:
         """A new slot to keep, in place of idle smaller ones if needed; None beyond the limits."""
         size = _rounded(nbytes)
         small = self._idle()
-        if self.nbytes - sum(s.nbytes for s in small) + size > self._max_nbytes:
+        if self.nbytes - sum(s.nbytes for s in small) + size > MAX_NBYTES:
             return None
-        while len(self._slots) >= self._max_slots or self.nbytes + size > self._max_nbytes:
+        while len(self._slots) >= self._max_slots or self.nbytes + size > MAX_NBYTES:
             if not small:
                 return None
             self._retire(small.pop())
@@ -299,7 +297,7 @@ class SlotReader:
     """
 
     def __init__(
-        self, *, max_leased: int = 4, inherited: Sequence[mmap.mmap] = (), private: bool = False
+        self, *, max_leased: int, inherited: Sequence[mmap.mmap] = (), private: bool = False
     ) -> None:
         """Copy batches out once `max_leased` slots are leased.
 

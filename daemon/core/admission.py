@@ -70,9 +70,7 @@ class Admission:
         """Bytes that are neither held nor expected."""
         return self.space.free_bytes - self.expected
 
-    def place(
-        self, residency: Residency, sizes: Ints, due: int, urgency: Urgency = Urgency.AHEAD
-    ) -> Ints:
+    def place(self, residency: Residency, sizes: Ints, due: int, urgency: Urgency) -> Ints:
         """(k,) places for objects of these sizes; NOWHERE (-1) where no room can be made.
 
         Evicts what `urgency` allows. `due`: the step that reads them, on the eviction policy's
@@ -115,7 +113,7 @@ class Admission:
         return out
 
     def room(
-        self, residency: Residency, length: Ints, due: int, urgency: Urgency = Urgency.AHEAD
+        self, residency: Residency, length: Ints, due: int, urgency: Urgency
     ) -> tuple[Ints, Mask]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
         unknown = length < 0

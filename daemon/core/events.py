@@ -40,7 +40,7 @@ class DatasetAdded(Event, frozen=True):
     offset: Places
     length: Ints
     lengths: Lengths
-    versions: Versions | None = None
+    versions: Versions
 
 
 class SessionOpened(Event, frozen=True):
@@ -54,7 +54,7 @@ class SessionOpened(Event, frozen=True):
     job: str
     rank: int
     world: int
-    recheck: str = "never"
+    recheck: str
 
 
 class PlanExtended(Event, frozen=True):
@@ -65,7 +65,7 @@ class PlanExtended(Event, frozen=True):
     step: int
     objects: Ids
     ends: Ints
-    unplanned: bool = False
+    unplanned: bool
 
 
 class EpochDealt(Event, frozen=True):
@@ -180,7 +180,7 @@ class PeerAsked(Event, frozen=True):
     request: int
     dataset: str
     ids: Ids
-    wait_s: float = 1.0
+    wait_s: float
 
 
 class PeerServed(Event, frozen=True):

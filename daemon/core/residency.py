@@ -73,8 +73,8 @@ class Residency:
         lengths: Lengths,
         space: Allocator,
         emit: Callable[[Action], None],
-        versions: Versions | None = None,
-        tier: DiskTier | None = None,
+        versions: Versions,
+        tier: DiskTier,
     ) -> None:
         """Does no work per object and takes no memory: zeroed pages are allocated on first write.
 
@@ -82,11 +82,11 @@ class Residency:
             offset: (n,) NOWHERE; a live view, written by the shell alone.
             emit: takes the next action.
             length: (n,) bytes, or -1 where unknown; `lengths` summarizes them.
-            versions: of its files; None: each object is a local file.
+            versions: of its files.
             tier: the node's disk.
         """
         n = len(offset)
-        self.versions = versions or Versions(n)
+        self.versions = versions
         self.name = name
         self.offset = offset
         self.emit = emit
@@ -94,7 +94,7 @@ class Residency:
         self.fresh: list[tuple[Index, Ints]] = []
         self.length = length
         self.space = space
-        self.disk = DiskCopies(self, DiskTier(space.nbytes) if tier is None else tier)
+        self.disk = DiskCopies(self, tier)
         self.state = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
         self.pool: ObjectPool = space.pool(lengths)
@@ -360,8 +360,8 @@ class Residency:
         rank: int,
         world: int,
         now: float,
-        recheck: str = "never",
-        generation: int = 0,
+        recheck: str,
+        generation: int,
     ) -> RankStream:
         """Open a session of this rank, in a group with the other local ranks of its job."""
         for group in self.groups:

@@ -77,8 +77,8 @@ class RankStream:
         group: JobGroup,
         rank: int,
         now: float,
-        recheck: str = "never",
-        generation: int = 0,
+        recheck: str,
+        generation: int,
     ) -> None:
         """`recheck`: see `messages.Open`; `generation`: that in which the session opens."""
         self.id = number

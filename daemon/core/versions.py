@@ -86,7 +86,7 @@ class Versions:
             return column[files] >= since
         return column[files] >= np.where(self._remote[files], since_remote, since)
 
-    def answered(self, files: Files, version: Ints, generation: int, asked: float = 0.0) -> Files:
+    def answered(self, files: Files, version: Ints, generation: int, asked: float) -> Files:
         """Enter the versions (k,) that the storage gave for distinct `files` in `generation`.
 
         Args:

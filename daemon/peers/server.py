@@ -88,7 +88,7 @@ class PeerServer:
         post: Callable[[Event], None],
         on_beat: Callable[[str, wire.PeerBeat], None],
         *,
-        encrypt: bool = False,
+        encrypt: bool,
     ) -> None:
         self.nbytes = 0  # payload sent
         self.traffic = Traffic()
@@ -123,14 +123,14 @@ class PeerServer:
 
     # --- for the loop -------------------------------------------------------------------------
 
-    def admit(self, cluster: str, key: bytes, name: str = "") -> None:
+    def admit(self, cluster: str, key: bytes, name: str) -> None:
         """Serve the nodes of a cluster; another key than before ends their connections.
 
-        name: of this node among them, if it is not the server's.
+        name: of this node among them.
         """
         if len(key) != wire.KEY_NBYTES:
             raise ValueError(f"a key has {wire.KEY_NBYTES} bytes")
-        self._order(partial(self._names.__setitem__, cluster, name or self._name))
+        self._order(partial(self._names.__setitem__, cluster, name))
         self._order(partial(self._set_key, cluster, key))
 
     def expel(self, cluster: str) -> None:

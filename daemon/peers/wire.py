@@ -78,7 +78,7 @@ class Credentials(NamedTuple):
     name: str
     cluster: str
     key: bytes
-    encrypt: bool = False
+    encrypt: bool
 
 
 class Greeting(Message, frozen=True):

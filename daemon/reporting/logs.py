@@ -57,7 +57,7 @@ def _json(record: logging.LogRecord) -> str:
     return json.dumps(fields)
 
 
-def set_up_logging(level: str, *, as_json: bool = False) -> None:
+def set_up_logging(level: str, *, as_json: bool) -> None:
     """Send `creel.*` to standard error, replacing earlier handlers."""
     logger = logging.getLogger("creel")
     for old in list(logger.handlers):

@@ -86,7 +86,7 @@ class ClusterService:
 
     # --- serving ------------------------------------------------------------------------------
 
-    def host(self, address: str, port: int = 0) -> Member:
+    def host(self, address: str, port: int) -> Member:
         """Serve peers at this address of this node, unless that was begun; return how to reach it.
 
         Nobody gets anything before a cluster and its key are known. Port 0: any.

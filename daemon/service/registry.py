@@ -107,7 +107,7 @@ class DatasetRecord:
         os.close(self.table_fd)
 
 
-def tables_nbytes(manifest: Manifest, record: int, *, disk: bool = False) -> int:
+def tables_nbytes(manifest: Manifest, record: int, *, disk: bool) -> int:
     """Bytes that a daemon keeps per object and per row of this manifest, in all.
 
     disk: whether there is a disk tier.
@@ -178,7 +178,7 @@ class SessionRecord:
         self.words[TRUNCATED] = self.truncates
 
     def set_ready(
-        self, ready: int, failed: int, early: Sequence[int] = ()
+        self, ready: int, failed: int, early: Sequence[int]
     ) -> list[tuple[bytes, int, int]]:
         """Publish READY and the early steps; return (client, call, step) of waits that are over."""
         lost = [k for k in self.early if k >= ready and k not in early]
@@ -255,7 +255,7 @@ class Registry:
         return sorted(idle, key=lambda d: d.used_at)
 
     def expired(
-        self, now: float, linger_s: float, max_idle: int, *, tables_limit: int, room: int = 0
+        self, now: float, linger_s: float, max_idle: int, *, tables_limit: int, room: int
     ) -> list[DatasetRecord]:
         """Idle datasets to remove: unused for `linger_s`, or beyond `max_idle` of them.
 

@@ -57,7 +57,7 @@ class Outbox(SlotWriter):
 
     def without_slots(self, data: object, lost: BatchMessage) -> BatchMessage:
         """The batch again, all in the message: the trainer got none of the new slots of `lost`."""
-        message = BatchMessage((), pack(data, _NoSlots()))
+        message = BatchMessage((), pack(data, _NoSlots(max_slots=0)))
         self.give_back([~number for number, _ in lost.new])
         return message
 

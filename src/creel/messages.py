@@ -176,7 +176,7 @@ class Opened(Message, frozen=True):
 
     session: int
     objects: int
-    record: int = 0
+    record: int
 
 
 class Hosting(Message, frozen=True):
@@ -188,7 +188,7 @@ class Hosting(Message, frozen=True):
 class Joined(Message, frozen=True):
     """`ready`: all nodes have answered, or are given up; if not, ask again."""
 
-    ready: bool = True
+    ready: bool
 
 
 class Refused(Message, frozen=True):

@@ -44,7 +44,7 @@ def rounds(seed: int) -> Iterator[tuple[int, list[int], list[int]]]:
 
 def churn(path: str, seed: int, told: Connection) -> None:
     """Store and drop until killed; tell what was stored after each round."""
-    store = DiskStore(path, BUDGET)
+    store = DiskStore(path, BUDGET, keep_free=0)
     store.attach("data", OBJECTS)
     for version, gone, ids in rounds(seed):
         store.drop("data", np.array(gone))
@@ -93,7 +93,7 @@ def test_killed_again_and_again_it_gives_no_wrong_byte_and_finds_nearly_all(tmp_
     kills = seeds(15)
     for kill in kills:
         held = killed_after(tmp_path, kill, int(rng.integers(1, 12)))
-        store = DiskStore(str(tmp_path), BUDGET)
+        store = DiskStore(str(tmp_path), BUDGET, keep_free=0)
         ids, nbytes = store.attach("data", OBJECTS)
         store.check()
         right = set()
@@ -127,7 +127,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_holds_what_it_can_and_stops_nobody(small_disk: Path) -> None:
-    store = DiskStore(str(small_disk), 64 * MIB)
+    store = DiskStore(str(small_disk), 64 * MIB, keep_free=0)
     store.attach("data", 1000)
     data = [[memoryview(content(i, 1, 50_000))] for i in range(400)]
     stored, full = store.write("data", np.arange(400), data, np.ones(400, np.int64))
@@ -146,7 +146,7 @@ def test_a_full_disk_holds_what_it_can_and_stops_nobody(small_disk: Path) -> Non
 def test_a_disk_without_room_for_the_index_ends_the_tier_once(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = DiskStore(str(small_disk), 4 * MIB)
+    store = DiskStore(str(small_disk), 4 * MIB, keep_free=0)
     store.attach("data", 10)
     assert store.write("data", np.array([0]), [[memoryview(b"x")]], np.ones(1, np.int64))[0].all()
     rest = os.statvfs(small_disk)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.allocator import Allocator
 from creel.daemon.core.cluster.members import Members, SilenceLimits
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
@@ -46,6 +46,8 @@ from creel.daemon.core.versions import Versions
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import authority, differing
+from creel.settings import ClusterSettings
+from kit import lengths_of
 
 _VERSION = 5 << 40 | 1
 _CLUSTER = "c"
@@ -98,7 +100,8 @@ class Nodes:
         self.cores: list[Core] = []
         self._known = 0  # epochs
         self._began = [0] * nodes  # the epoch with which each core began
-        self.members = [Members(node, nodes, -10.0, SilenceLimits()) for node in range(nodes)]
+        self._limits = SilenceLimits.among(nodes, ClusterSettings().lost_s)
+        self.members = [Members(node, nodes, -10.0, self._limits) for node in range(nodes)]
         for node in range(nodes):
             self.cores.append(Core(Allocator(self.capacity)))
             self._begin(node)
@@ -111,7 +114,7 @@ class Nodes:
         seen.flags.writeable = False
         self._now += _STEP_S
         remote = np.full(samples, self._remote)
-        added = Lengths.of(length), Versions(samples, remote=remote)
+        added = lengths_of(length), Versions(samples, remote=remote)
         if self._disks[node]:
             self._feed(node, DiskOpened(self._disks[node], 1))
         self._feed(node, DatasetAdded("d", seen, length, *added))
@@ -177,7 +180,7 @@ class Nodes:
         self.cores[node] = Core(Allocator(self.capacity))
         self.ready[node], self._began[node] = 0, epoch
         self._begin(node)
-        self.members[node] = Members(node, len(self.cores), self._now - 10, SilenceLimits())
+        self.members[node] = Members(node, len(self.cores), self._now - 10, self._limits)
         for other in self.alive:
             for one in self.alive:
                 self.members[other].heard(one, self._now)
@@ -239,7 +242,9 @@ class Nodes:
         first, ids = number * order.steps, order.by_rank(range(len(self.cores)))[node]
         for other in self.alive:
             self.members[node].heard(other, self._now)
-        self._feed(node, PlanExtended(1, number, first, ids.copy(), ends.astype(np.int64)))
+        self._feed(
+            node, PlanExtended(1, number, first, ids.copy(), ends.astype(np.int64), unplanned=False)
+        )
         if node not in self.late:
             self._feed(node, EpochDealt(1, number, order, self._view(node)))
 
@@ -331,7 +336,7 @@ class Nodes:
     def _ask(self, peer: int, node: int, action: FetchObjects) -> None:
         self._requests += 1
         self._asked[self._requests] = node, action, self._now
-        self._feed(peer, PeerAsked(self._requests, action.dataset, action.ids))
+        self._feed(peer, PeerAsked(self._requests, action.dataset, action.ids, 1.0))
 
     def _served(self, node: int, answer: ServeObjects) -> None:
         """The answer of `node` goes to whoever asked it, before anything else happens there."""

@@ -11,11 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.allocator import Allocator
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
+from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Ids, Ints
 from creel.policies.prefetch import Window
+from kit import lengths_of
 
 
 class Started(NamedTuple):
@@ -57,11 +59,12 @@ class CoreNode:
         self.disk_reads = self.spilled = 0
         self._offset = np.full(len(lengths), -1, np.int64)
         length = lengths.astype(np.int64)
-        self._feed(events.DatasetAdded("data", self._offset, length, Lengths.of(length)), 0.0)
+        columns = self._offset, length, lengths_of(length), Versions(len(length))
+        self._feed(events.DatasetAdded("data", *columns), 0.0)
         if disk:
             self._feed(events.DiskOpened(disk, 1), 0.0)
         for rank, job in zip(ranks, jobs or ["job"] * len(ranks), strict=True):
-            self._feed(events.SessionOpened(rank, "data", job, rank, world), 0.0)
+            self._feed(events.SessionOpened(rank, "data", job, rank, world, "never"), 0.0)
 
     def extend(
         self, rank: int, epoch: int, objects: Ids, ends: NDArray[np.int64], now: float
@@ -69,7 +72,9 @@ class CoreNode:
         """Append steps to a rank's plan."""
         step = self._steps[rank]
         self._steps[rank] += len(ends)
-        return self._feed(events.PlanExtended(rank, epoch, step, objects, ends), now)
+        return self._feed(
+            events.PlanExtended(rank, epoch, step, objects, ends, unplanned=False), now
+        )
 
     def progress(self, rank: int, done: int, wanted: int, now: float) -> list[Started]:
         """A rank has done `done` steps and waits for step wanted-1 (or for none)."""

@@ -36,7 +36,9 @@ class Followers(Nodes):
             self.members[node].heard(other, self._now)
         if node not in self.late:
             self._feed(node, EpochFollowed(1, self._view(node)))
-        self._feed(node, PlanExtended(1, number, number * self.order.steps, ids, ends))
+        self._feed(
+            node, PlanExtended(1, number, number * self.order.steps, ids, ends, unplanned=False)
+        )
 
 
 @pytest.mark.parametrize("nodes", [2, 3])

@@ -108,7 +108,7 @@ class JobSets(Nodes):
             ends, first = np.arange(1, order.steps + 1) * BATCH, epoch * order.steps
             for rank, node in enumerate(nodes):
                 ids = order.by_rank(range(len(nodes)))[rank].copy()
-                self._feed(node, PlanExtended(job + 2, epoch, first, ids, ends))
+                self._feed(node, PlanExtended(job + 2, epoch, first, ids, ends, unplanned=False))
                 if len(nodes) > 1:
                     view = self.view_of(job, node)
                     self._feed(
@@ -145,7 +145,9 @@ class JobSets(Nodes):
             self.running.add(job)
             nodes = self.sets[job]
             for rank, node in enumerate(nodes):
-                self._feed(node, SessionOpened(job + 2, "d", f"job{job}", rank, len(nodes)))
+                self._feed(
+                    node, SessionOpened(job + 2, "d", f"job{job}", rank, len(nodes), "never")
+                )
 
     def end(self, job: int) -> None:
         """A job ends on all of its nodes."""

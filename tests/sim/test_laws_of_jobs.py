@@ -39,7 +39,7 @@ class Jobs(Nodes):
 
     def _begin(self, node: int) -> None:
         super()._begin(node)
-        self._feed(node, SessionOpened(2, "d", "another", node, len(self.cores)))
+        self._feed(node, SessionOpened(2, "d", "another", node, len(self.cores), "never"))
 
     def _tell(self, node: int, epoch: int) -> None:
         ends = np.arange(1, self.order.steps + 1) * BATCH
@@ -49,7 +49,7 @@ class Jobs(Nodes):
             ids = order.by_rank(range(len(self.cores)))[node]
             for other in self.alive:
                 self.members[node].heard(other, self._now)
-            self._feed(node, PlanExtended(job, epoch, first, ids.copy(), ends))
+            self._feed(node, PlanExtended(job, epoch, first, ids.copy(), ends, unplanned=False))
             self._feed(node, EpochDealt(job, epoch, order, self._view(node)))
 
     def _do(self, node: int, action: Action) -> None:

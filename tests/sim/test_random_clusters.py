@@ -100,7 +100,7 @@ class Anything(Nodes):
             self.plans[node, job] = np.empty(0, np.int32)
         super()._begin(node)
         for job in self.jobs[1:]:
-            self._feed(node, SessionOpened(job, "d", f"j{job}", node, len(self.cores)))
+            self._feed(node, SessionOpened(job, "d", f"j{job}", node, len(self.cores), "never"))
 
     def _tell(self, node: int, epoch: int) -> None:
         number = epoch - self._began[node]
@@ -114,7 +114,12 @@ class Anything(Nodes):
             ids = order.by_rank(range(len(self.cores)))[node]
             self.plans[node, job] = np.concatenate([self.plans[node, job], ids])
             first = number * self.order.steps
-            self._feed(node, PlanExtended(job, number, first, ids.copy(), ends.astype(np.int64)))
+            self._feed(
+                node,
+                PlanExtended(
+                    job, number, first, ids.copy(), ends.astype(np.int64), unplanned=False
+                ),
+            )
             if node in self.late:
                 continue
             if self.kind == "dealt":

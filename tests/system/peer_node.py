@@ -26,7 +26,7 @@ from creel.daemon.peers.wire import Credentials
 from kit import until
 
 KEY = bytes(range(32))
-WHO = Credentials("reader", "cluster", KEY)
+WHO = Credentials("reader", "cluster", KEY, encrypt=False)
 SECRET = WHO._replace(encrypt=True)
 ARENA_NBYTES = 48 << 20
 I64 = NDArray[np.int64]
@@ -58,7 +58,7 @@ class Node:
             encrypt=encrypt,
         )
         self.credentials = WHO._replace(encrypt=encrypt)
-        self.server.admit("cluster", KEY)
+        self.server.admit("cluster", KEY, "node")
         self._loop = threading.Thread(target=self._answer)
         self._loop.start()
 

@@ -71,7 +71,7 @@ class Peer:
             call_soon=self._calls.put,
             unreachable=self.ended.append,
         )
-        self.member = self.clusters.host("127.0.0.1")
+        self.member = self.clusters.host("127.0.0.1", 0)
 
     def _handle(self, event: Event) -> bool:
         self.events.append(event)
@@ -287,4 +287,8 @@ def test_a_daemon_without_a_key_serves_nobody(stack: ExitStack) -> None:
     address = started(stack).member
     for key in KEY, bytes(32):
         with pytest.raises(ConnectionError):
-            PeerLink((address.host, address.port), address.node, Credentials("x", "c", key))
+            PeerLink(
+                (address.host, address.port),
+                address.node,
+                Credentials("x", "c", key, encrypt=False),
+            )

@@ -94,19 +94,19 @@ def test_who_does_not_encrypt_is_sent_nothing_whatever_it_says(stack: ExitStack)
 @pytest.mark.parametrize(
     "credentials",
     [
-        Credentials("reader", "cluster", KEY[::-1]),
-        Credentials("reader", "another", KEY),
-        Credentials("reader", "removed", KEY),
-        Credentials("reader", "renewed", KEY),
+        Credentials("reader", "cluster", KEY[::-1], encrypt=False),
+        Credentials("reader", "another", KEY, encrypt=False),
+        Credentials("reader", "removed", KEY, encrypt=False),
+        Credentials("reader", "renewed", KEY, encrypt=False),
     ],
 )
 def test_without_the_key_there_is_nothing(stack: ExitStack, credentials: Credentials) -> None:
     """Wrong, of another cluster, of one that was removed, or old."""
     node = node_of(stack, data_of(1000))
     for name in "removed", "renewed":
-        node.server.admit(name, KEY)
+        node.server.admit(name, KEY, "node")
     node.server.expel("removed")
-    node.server.admit("renewed", KEY[::-1])
+    node.server.admit("renewed", KEY[::-1], "node")
     with pytest.raises(ConnectionError):
         node.link(credentials)
     source = PeerSource(node.server.address, "node", "data", credentials)
@@ -126,14 +126,14 @@ def test_a_server_without_the_key_is_told_nothing(stack: ExitStack) -> None:
 @pytest.mark.parametrize("change", ["expel", "admit"])
 def test_a_removed_key_ends_its_connections(stack: ExitStack, change: str) -> None:
     node = node_of(stack, data_of(1000))
-    node.server.admit("other", KEY)
-    gone, stays = node.link(), node.link(Credentials("reader", "other", KEY))
+    node.server.admit("other", KEY, "node")
+    gone, stays = node.link(), node.link(Credentials("reader", "other", KEY, encrypt=False))
     stack.callback(gone.socket.close)
     stack.callback(stays.socket.close)
     if change == "expel":
         node.server.expel("cluster")
     else:
-        node.server.admit("cluster", KEY[::-1])
+        node.server.admit("cluster", KEY[::-1], "node")
     assert gone.socket.recv(1) == b""
     stays.ask(1, "data", np.zeros(1, np.int32), 1.0)
     assert stays.answer(soon())[0] == 1

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
@@ -46,6 +46,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
+from kit import lengths_of
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Rig:
         versions = Versions(len(size), bounds, remote)
         shared = self.offset[name].view()
         shared.flags.writeable = False  # whatever is written there, an action says
-        self.feed(DatasetAdded(name, shared, length, Lengths.of(length), versions))
+        self.feed(DatasetAdded(name, shared, length, lengths_of(length), versions))
 
     def open(
         self,
@@ -245,7 +246,7 @@ class Rig:
     def peer_asks(self, request: int, name: str, ids: list[int]) -> None:
         """A peer asks for objects; `sending` has the answer once there is one."""
         self.asked_for[request] = name, np.array(ids, np.int32)
-        self.feed(PeerAsked(request, *self.asked_for[request]))
+        self.feed(PeerAsked(request, *self.asked_for[request], wait_s=1.0))
 
     def sent(self, request: int) -> None:
         """The bytes of an answer have left."""

@@ -20,9 +20,9 @@ from creel.loader.workers.unpacking import Packed, unpack
 class Road:
     """A worker's and a trainer's end in one process."""
 
-    def __init__(self, **limits: Any) -> None:
-        self.writer = SlotWriter(**limits)
-        self.reader = SlotReader()
+    def __init__(self, max_slots: int = 8) -> None:
+        self.writer = SlotWriter(max_slots=max_slots)
+        self.reader = SlotReader(max_leased=4)
 
     def send(self, batch: object) -> Packed:
         packed = pack(batch, self.writer)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator, Lengths, page_size
+from creel.cache.memory.allocator import Allocator, page_size
 from creel.cache.memory.fixed_pool import FixedPool
 from creel.cache.memory.free_ranges import NOWHERE, FreeRanges
 from creel.cache.memory.paged_pool import PagedPool
 from creel.cache.memory.runs import HEADER, chained, headers, pieces
 from creel.errors import IllegalEventError
-from kit import seeds
+from kit import lengths_of, seeds
 
 Sizes = NDArray[np.int64]
 
@@ -37,7 +37,7 @@ def lognormal(rng: np.random.Generator, n: int) -> Sizes:
 @pytest.mark.parametrize("record", [1, 7, 3072, 3073, 150_528])
 def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
     space = Allocator(400_000)
-    pool = space.pool(Lengths.of(np.full(9, record)))
+    pool = space.pool(lengths_of(np.full(9, record)))
     assert isinstance(pool, FixedPool)
     n = 400_000 // record
     got = pool.alloc(np.full(n + 5, record))
@@ -49,21 +49,21 @@ def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
 
 def test_a_record_larger_than_the_space_finds_no_room() -> None:
     space = Allocator(1000)
-    pool = space.pool(Lengths.of(np.full(3, 1001)))
+    pool = space.pool(lengths_of(np.full(3, 1001)))
     assert pool.alloc(np.full(3, 1001)).tolist() == [NOWHERE] * 3
     space.check()
 
 
 def test_in_a_fixed_pool_a_longer_object_finds_no_room_and_a_shorter_takes_a_record() -> None:
     space = Allocator(1000)
-    pool = space.pool(Lengths.of(np.full(3, 100)))
+    pool = space.pool(lengths_of(np.full(3, 100)))
     assert pool.alloc(sizes(100, 101, 40, 100)).tolist() == [0, NOWHERE, 100, 200]
     assert pool.used == 300
 
 
 def test_empty_objects_have_room() -> None:
     space = Allocator(100)
-    pool = space.pool(Lengths.of(np.zeros(5, np.int64)))
+    pool = space.pool(lengths_of(np.zeros(5, np.int64)))
     got = pool.alloc(np.zeros(5, np.int64))
     assert len(set(got.tolist())) == 5
     pool.free(got, np.zeros(5, np.int64))
@@ -76,7 +76,7 @@ def test_freeing_what_is_not_in_use_is_our_bug_and_changes_nothing(
     offsets: list[int], lengths: list[int]
 ) -> None:
     space = Allocator(1000)
-    pool = space.pool(Lengths.of(sizes(*lengths)))
+    pool = space.pool(lengths_of(sizes(*lengths)))
     pool.alloc(np.full(2, 100))
     used = pool.used
     with pytest.raises(IllegalEventError):
@@ -87,8 +87,8 @@ def test_freeing_what_is_not_in_use_is_our_bug_and_changes_nothing(
 
 def test_an_empty_slab_goes_to_another_pool() -> None:
     space = Allocator(1_000_000)
-    first, second = space.pool(Lengths.of(np.full(2, 1000))), space.pool(Lengths.of(sizes(5, 6)))
-    third = space.pool(Lengths.of(np.full(2, 777)))
+    first, second = space.pool(lengths_of(np.full(2, 1000))), space.pool(lengths_of(sizes(5, 6)))
+    third = space.pool(lengths_of(np.full(2, 777)))
     everything = first.alloc(np.full(1000, 1000))
     assert second.alloc(sizes(5))[0] == NOWHERE
     assert third.alloc(sizes(777))[0] == NOWHERE
@@ -100,7 +100,7 @@ def test_an_empty_slab_goes_to_another_pool() -> None:
 
 def test_a_pool_goes_when_it_holds_nothing() -> None:
     space = Allocator(10_000)
-    pool = space.pool(Lengths.of(np.full(2, 10)))
+    pool = space.pool(lengths_of(np.full(2, 10)))
     got = pool.alloc(sizes(10))
     with pytest.raises(IllegalEventError):
         space.discard(pool)
@@ -115,7 +115,7 @@ def test_a_pool_goes_when_it_holds_nothing() -> None:
 
 @pytest.mark.parametrize("lengths", [[], [-1, -1], [10, -1], [10, 11]])
 def test_lengths_that_differ_or_are_unknown_make_a_paged_pool(lengths: list[int]) -> None:
-    assert isinstance(Allocator(1000).pool(Lengths.of(sizes(*lengths))), PagedPool)
+    assert isinstance(Allocator(1000).pool(lengths_of(sizes(*lengths))), PagedPool)
 
 
 @pytest.mark.parametrize("mean", [100, 3_000, 110_000, 10**6])
@@ -127,7 +127,7 @@ def test_a_page_wastes_at_most_a_twentieth_or_one_page(mean: int) -> None:
 
 def test_a_large_object_without_room_does_not_keep_out_a_small_one() -> None:
     space = Allocator(10_000)
-    pool = space.pool(Lengths.of(sizes(1000, 9000)))
+    pool = space.pool(lengths_of(sizes(1000, 9000)))
     got = pool.alloc(sizes(5000, 9000, 1000))
     assert got[1] == NOWHERE
     assert (got[[0, 2]] != NOWHERE).all()
@@ -135,7 +135,7 @@ def test_a_large_object_without_room_does_not_keep_out_a_small_one() -> None:
 
 def test_freed_neighbours_become_one() -> None:
     space = Allocator(64 * 100)
-    pool = space.pool(Lengths.of(sizes(64, 65)))
+    pool = space.pool(lengths_of(sizes(64, 65)))
     got = pool.alloc(np.full(100, 64))
     for i in np.random.default_rng(0).permutation(100):
         pool.free(got[i : i + 1], sizes(64))
@@ -147,7 +147,7 @@ def test_of_very_many_neighbours_go_back_together() -> None:
     """A dataset of a million files is forgotten in a moment: the daemon's loop waits for it."""
     rng = np.random.default_rng(0)
     space = Allocator(1 << 30)
-    pool = space.pool(Lengths.of(sizes(100_000, 90_000)))
+    pool = space.pool(lengths_of(sizes(100_000, 90_000)))
     nbytes = rng.integers(1000, 100_000, 9_000)
     held = pool.alloc(nbytes)
     kept, gone = np.arange(0, 9_000, 3_000), rng.permutation(9_000)
@@ -163,7 +163,7 @@ def test_of_very_many_neighbours_go_back_together() -> None:
 
 def test_best_fit_takes_the_smallest_hole() -> None:
     space = Allocator(64 * 20)
-    pool = space.pool(Lengths.of(sizes(64, 65)))
+    pool = space.pool(lengths_of(sizes(64, 65)))
     got = np.concatenate([pool.alloc(sizes(n * 64)) for n in (5, 1, 3, 1, 10)])
     pool.free(got[[0, 2]], np.array([5, 3]) * 64)
     assert pool.alloc(sizes(3 * 64))[0] == got[2]
@@ -179,7 +179,7 @@ def test_random_use_by_three_pools_never_gives_a_byte_to_two(seed: int) -> None:
         lambda n: rng.integers(0, 9000, n),
         lambda n: np.full(n, 50_000) - rng.integers(0, 2, n) * 300,
     ]
-    pools = [space.pool(Lengths.of(np.sort(make(50)))) for make in makes]
+    pools = [space.pool(lengths_of(np.sort(make(50)))) for make in makes]
     held: list[list[tuple[int, int]]] = [[], [], []]
     owner = np.full(space.nbytes, -1, np.int8)
     for _ in range(150):
@@ -219,7 +219,7 @@ class Memory:
 
     def __init__(self, nbytes: int, lengths: Sizes) -> None:
         self.space = Allocator(nbytes)
-        self.pool = self.space.pool(Lengths.of(lengths))
+        self.pool = self.space.pool(lengths_of(lengths))
         self.bytes = bytearray(nbytes)
         self.held: dict[int, bytes] = {}  # place -> content
 
@@ -337,7 +337,7 @@ def test_all_memory_stays_usable_under_churn_of_image_sizes_in_few_runs(seed: in
     n, batch = 800, 64
     lengths = lognormal(rng, 4000)
     space = Allocator(n * 110_000)
-    pool = space.pool(Lengths.of(lengths))
+    pool = space.pool(lengths_of(lengths))
     places, held, shares = np.empty(0, np.int64), np.empty(0, np.int64), []
     for turn in range(24 * n // batch):
         new = rng.choice(lengths, batch)

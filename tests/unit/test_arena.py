@@ -10,14 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.arena import Arena, ArenaView
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.memfd import sealed_memfd
 from creel.cache.memory.offsets import Offsets
 from creel.cache.memory.shared_words import LocationTable
 from creel.errors import MalformedError
-from kit import descriptors
+from kit import descriptors, lengths_of
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_a_table_is_what_an_array_of_offsets_would_be(record: int) -> None:
 def test_only_records_of_one_length_have_a_small_table(
     lengths: list[int], arena: int, record: int
 ) -> None:
-    assert LocationTable.record_of(Lengths.of(np.array(lengths, np.int64)), arena) == record
+    assert LocationTable.record_of(lengths_of(np.array(lengths, np.int64)), arena) == record
 
 
 def test_a_client_sees_what_the_daemon_writes(arena: Arena) -> None:

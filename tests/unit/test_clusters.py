@@ -54,8 +54,8 @@ def other(number: int = 0) -> Member:
 
 
 def test_a_node_knows_itself_among_the_others(clusters: ClusterService) -> None:
-    mine = clusters.host("127.0.0.1")
-    assert clusters.host("127.0.0.1") == mine
+    mine = clusters.host("127.0.0.1", 0)
+    assert clusters.host("127.0.0.1", 0) == mine
     clusters.join("token", Join("c", KEY, [other(), mine], [1, 0, 0]))
     view = clusters.view("c")
     assert view is not None
@@ -67,7 +67,7 @@ def test_a_node_knows_itself_among_the_others(clusters: ClusterService) -> None:
 
 
 def test_it_leaves_with_its_last_client(clusters: ClusterService) -> None:
-    joined = Join("c", KEY, [clusters.host("127.0.0.1"), other()], [0, 1])
+    joined = Join("c", KEY, [clusters.host("127.0.0.1", 0), other()], [0, 1])
     for token in ("a", "b", "a"):
         clusters.join(token, joined)
     clusters.client_left("a")
@@ -80,7 +80,7 @@ def test_it_leaves_with_its_last_client(clusters: ClusterService) -> None:
 
 
 def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: ClusterService) -> None:
-    mine = clusters.host("127.0.0.1")
+    mine = clusters.host("127.0.0.1", 0)
     clusters.join("long", Join("long", KEY, [mine, other()], [0, 1]))
     for turn in range(3):
         name = f"short{turn}"
@@ -110,7 +110,7 @@ def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: ClusterService)
 def test_an_impossible_cluster_is_refused(
     clusters: ClusterService, key: bytes, others: list[Member], ranks: list[int], me: int
 ) -> None:
-    mine = clusters.host("127.0.0.1")
+    mine = clusters.host("127.0.0.1", 0)
     with pytest.raises(CreelError):
         clusters.join("token", Join("c", key, [mine, *others], ranks, me))
     assert clusters.view("c") is None
@@ -120,11 +120,11 @@ def test_a_cluster_without_this_node_is_refused(clusters: ClusterService) -> Non
     for _ in range(2):  # before it serves anybody, and after
         with pytest.raises(CreelError):
             clusters.join("token", Join("c", KEY, [other(0), other(1)], [0, 1]))
-        clusters.host("127.0.0.1")
+        clusters.host("127.0.0.1", 0)
 
 
 def test_one_name_is_one_cluster(clusters: ClusterService) -> None:
-    mine = clusters.host("127.0.0.1")
+    mine = clusters.host("127.0.0.1", 0)
     clusters.join("a", Join("c", KEY, [mine, other()], [0, 1]))
     with pytest.raises(CreelError):
         clusters.join("b", Join("c", KEY[::-1], [mine, other()], [0, 1]))
@@ -132,7 +132,7 @@ def test_one_name_is_one_cluster(clusters: ClusterService) -> None:
 
 def test_an_address_of_another_node_is_refused(clusters: ClusterService) -> None:
     with pytest.raises(CreelError):
-        clusters.host("203.0.113.1")
+        clusters.host("203.0.113.1", 0)
 
 
 def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
@@ -142,5 +142,5 @@ def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
     with Arena.create(1 << 20) as arena:
         secret = service(arena, ClusterSettings(encrypt=True))
         with pytest.raises(CreelError, match="cryptography"):
-            secret.host("127.0.0.1")
+            secret.host("127.0.0.1", 0)
         secret.close()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from core_rig import Rig, absent
 
-from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.fixed_pool import FixedPool
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.events import (
@@ -26,9 +25,10 @@ from creel.daemon.core.events import (
     Unregistered,
     Warm,
 )
+from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.prefetch import SourceRate, Window
-from kit import seeds
+from kit import lengths_of, seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -240,15 +240,16 @@ def test_a_truncated_plan_is_void_and_its_pins_are_given_back(rig: Rig) -> None:
 def test_a_plan_with_a_gap_is_refused_and_changes_nothing(rig: Rig) -> None:
     rig.open(1, "d")
     with pytest.raises(MalformedError):
-        rig.feed(PlanExtended(1, 0, 5, np.array([1], np.int32), np.array([1])))
+        rig.feed(PlanExtended(1, 0, 5, np.array([1], np.int32), np.array([1]), unplanned=False))
     rig.extend(1, 0, [[1]])
 
 
 def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
     with pytest.raises(IllegalEventError):
-        rig.feed(SessionOpened(1, "nothing", "", 0, 1))
+        rig.feed(SessionOpened(1, "nothing", "", 0, 1, "never"))
+    columns = rig.offset["d"], rig.length["d"], lengths_of(rig.length["d"])
     with pytest.raises(IllegalEventError):
-        rig.feed(DatasetAdded("d", rig.offset["d"], rig.length["d"], Lengths.of(rig.length["d"])))
+        rig.feed(DatasetAdded("d", *columns, Versions(len(rig.length["d"]))))
 
 
 def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
@@ -260,7 +261,8 @@ def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
         Dropped("x"),
     ):
         assert rig.feed(event) == []
-    assert rig.feed(PlanExtended(9, 0, 0, np.empty(0, np.int32), np.empty(0, np.int64))) == []
+    nothing = np.empty(0, np.int32), np.empty(0, np.int64)
+    assert rig.feed(PlanExtended(9, 0, 0, *nothing, unplanned=False)) == []
 
 
 def test_warming_fills_free_room_in_order_and_evicts_nothing(rig: Rig) -> None:
@@ -526,7 +528,7 @@ def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str,
 
     def both() -> None:
         ids = later.ravel().astype(np.int32)
-        rig.core.handle(PlanExtended(3, 1, 12, ids, np.arange(5, 65, 5)), rig.now)
+        rig.core.handle(PlanExtended(3, 1, 12, ids, np.arange(5, 65, 5), unplanned=False), rig.now)
         rig.core.handle(Progressed(3, rig.readers[3].ready, 12), rig.now)
 
     with mock.patch(where, side_effect=MemoryError), pytest.raises(MemoryError):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from core_rig import Bytes, Chaos, Images, Rig, absent
 
-from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
@@ -33,7 +33,7 @@ from creel.daemon.core.versions import Versions
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.recent import MostRecentFirst
 from creel.policies.prefetch import Window
-from kit import seeds
+from kit import lengths_of, seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -207,12 +207,12 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
             elif isinstance(action, FetchObjects):
                 fetches.append(action)
 
-    feed(DatasetAdded("d", offset, length, Lengths.of(length)), 0.0)
-    feed(SessionOpened(1, "d", "", 0, 1), 0.0)
+    feed(DatasetAdded("d", offset, length, lengths_of(length), Versions(n)), 0.0)
+    feed(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
     ends = np.arange(batch, n + 1, batch)
     plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]
     for epoch, plan in enumerate(plans):
-        feed(PlanExtended(1, epoch, epoch * len(ends), plan, ends), 0.0)
+        feed(PlanExtended(1, epoch, epoch * len(ends), plan, ends, unplanned=False), 0.0)
     took = []
     tracemalloc.start()
     for step in range(len(ends) + 200):
@@ -233,7 +233,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
     n, batch = 200_000, 250
     rng = np.random.default_rng(0)
     length = np.full(n, 1000) if alike else rng.integers(500, 1500, n)
-    offset, lengths = np.full(n, NOWHERE), Lengths.of(length)
+    offset, lengths = np.full(n, NOWHERE), lengths_of(length)
     one_file = Versions(n, np.array([0, n]))
     ends = np.arange(batch, n + 1, batch)
     plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]
@@ -241,9 +241,9 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
     try:
         core = Core(Allocator(2_000_000))
         core.handle(DatasetAdded("d", offset, length, lengths, one_file), 0.0)
-        core.handle(SessionOpened(1, "d", "", 0, 1), 0.0)
+        core.handle(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
         for epoch, ids in enumerate(plans):
-            told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends)
+            told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends, unplanned=False)
             asked = [a for a in core.handle(told, 0.0) if isinstance(a, PlanRetention)]
         (question,) = asked
         core.handle(RetentionPlanned("d", question.boundary, question.boundary.plan()), 0.0)

@@ -452,7 +452,7 @@ def test_versions_of_files_that_hold_many_objects() -> None:
     assert versions.unasked(ids, 1, 1).tolist() == []
     assert versions.unasked(ids, 2, 2).tolist() == [0, 1]
     two = np.array([0, 1], np.int32)
-    assert versions.answered(two, np.array([7, 9]), 2).tolist() == [1]
+    assert versions.answered(two, np.array([7, 9]), 2, 0.0).tolist() == [1]
     late, changed = versions.read(ids, np.array([7, 8, 9]), 1, np.zeros(3))
     assert late.tolist() == [False, True, False]
     assert changed.tolist() == []

@@ -42,7 +42,7 @@ def get(store: DiskStore, name: str, object_id: int, nbytes: int) -> tuple[bytes
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DiskStore]:
-    store = DiskStore(str(tmp_path), 4 * MIB)
+    store = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     yield store
     store.check()
     store.close()
@@ -74,13 +74,13 @@ def test_an_object_of_another_size_than_asked_for_is_not_there(store: DiskStore)
 
 def test_the_next_store_finds_what_the_last_one_stored(tmp_path: Path) -> None:
     objects = {i: content(i, n) for i, n in enumerate(SIZES)}
-    first = DiskStore(str(tmp_path), 4 * MIB)
+    first = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     first.attach("a", 20)
     first.attach("b", 20)
     put(first, "a", objects, version=3)
     put(first, "b", {9: b"nine"}, version=4)
     first.close()
-    second = DiskStore(str(tmp_path), 4 * MIB)
+    second = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     ids, nbytes = second.attach("a", 20)
     assert dict(zip(ids.tolist(), nbytes.tolist(), strict=True)) == dict(enumerate(SIZES))
     assert all(get(second, "a", i, len(d)) == (d, 3) for i, d in objects.items())
@@ -92,11 +92,11 @@ def test_the_next_store_finds_what_the_last_one_stored(tmp_path: Path) -> None:
 
 
 def test_a_dataset_of_fewer_objects_finds_no_others(tmp_path: Path) -> None:
-    first = DiskStore(str(tmp_path), 4 * MIB)
+    first = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     first.attach("a", 20)
     put(first, "a", {3: b"three", 15: b"fifteen"})
     first.close()
-    second = DiskStore(str(tmp_path), 4 * MIB)
+    second = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     assert second.attach("a", 10)[0].tolist() == [3]
     second.check()
     second.close()
@@ -109,7 +109,7 @@ class Twin:
         self._path, self._rng, self._same = path, rng, same
         self._held: dict[str, dict[int, tuple[int, int]]] = {"a": {}, "b": {}}
         self._version = 0
-        self.store = DiskStore(str(path), MIB)
+        self.store = DiskStore(str(path), MIB, keep_free=0)
         for name in self._held:
             self.store.attach(name, 100)
 
@@ -144,7 +144,7 @@ class Twin:
     def reopen(self) -> None:
         """What left before may be found again, as it was."""
         self.store.close()
-        self.store = DiskStore(str(self._path), MIB)
+        self.store = DiskStore(str(self._path), MIB, keep_free=0)
         for name, held in self._held.items():
             found = self.store.attach(name, 100)[0].tolist()
             assert set(held) <= set(found)
@@ -187,12 +187,12 @@ def test_a_full_store_keeps_what_it_has_and_says_no(store: DiskStore) -> None:
 def test_datasets_that_nobody_uses_make_room_the_one_written_to_first_goes_first(
     tmp_path: Path,
 ) -> None:
-    first = DiskStore(str(tmp_path), 4 * MIB)
+    first = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     for name in ("old", "young"):
         first.attach(name, 40)
         put(first, name, {i: content(i, 50_000) for i in range(39)})
     first.close()
-    second = DiskStore(str(tmp_path), 4 * MIB)
+    second = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     second.attach("new", 40)
     assert all(put(second, "new", {i: content(i, 50_000) for i in range(30)}))
     assert len(second.attach("young", 40)[0]) == 39
@@ -202,11 +202,11 @@ def test_datasets_that_nobody_uses_make_room_the_one_written_to_first_goes_first
 
 
 def test_a_smaller_budget_cuts_off_the_end_and_nothing_else(tmp_path: Path) -> None:
-    first = DiskStore(str(tmp_path), 4 * MIB)
+    first = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     first.attach("a", 40)
     put(first, "a", {i: content(i, 100_000) for i in range(40)})
     first.close()
-    second = DiskStore(str(tmp_path), 2 * MIB)
+    second = DiskStore(str(tmp_path), 2 * MIB, keep_free=0)
     assert data_file(tmp_path).stat().st_size == 2 * MIB
     found = second.attach("a", 40)[0].tolist()
     assert len(found) == 2 * MIB // 102_400
@@ -218,7 +218,7 @@ def test_a_smaller_budget_cuts_off_the_end_and_nothing_else(tmp_path: Path) -> N
 @pytest.mark.parametrize("seed", range(20))
 def test_a_flipped_bit_is_a_miss_and_the_others_are_right(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    store = DiskStore(str(tmp_path), MIB)
+    store = DiskStore(str(tmp_path), MIB, keep_free=0)
     store.attach("a", 30)
     put(store, "a", {i: content(i, 20_000 + i) for i in range(30)})
     with data_file(tmp_path).open("r+b") as file:
@@ -238,13 +238,13 @@ def test_a_flipped_bit_is_a_miss_and_the_others_are_right(tmp_path: Path, seed: 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9])
 def test_a_truncated_file_gives_what_is_left(tmp_path: Path, share: float) -> None:
-    first = DiskStore(str(tmp_path), 4 * MIB)
+    first = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     first.attach("a", 100)
     put(first, "a", {i: content(i, 20_000) for i in range(100)})
     os.truncate(data_file(tmp_path), int(share * 100 * 20_480) // 4096 * 4096)
     assert sum(get(first, "a", i, 20_000) is not None for i in range(100)) == int(share * 100)
     first.close()
-    second = DiskStore(str(tmp_path), 4 * MIB)
+    second = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     assert len(second.attach("a", 100)[0]) == int(share * 100)
     second.check()
     second.close()
@@ -253,7 +253,7 @@ def test_a_truncated_file_gives_what_is_left(tmp_path: Path, share: float) -> No
 @pytest.mark.parametrize("seed", range(10))
 def test_a_damaged_index_loses_the_objects_it_names_and_no_byte(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    store = DiskStore(str(tmp_path), 4 * MIB)
+    store = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     store.attach("a", 100)
     for round_ in range(6):  # so that rooms are used again
         put(store, "a", {i: content(i, 30_000, round_) for i in rng.permutation(100)[:60].tolist()})
@@ -264,7 +264,7 @@ def test_a_damaged_index_loses_the_objects_it_names_and_no_byte(tmp_path: Path, 
     for at in rng.integers(len(damaged), size=2).tolist():
         damaged[at] ^= 255
     index.write_bytes(damaged[: len(damaged) - int(rng.integers(3000))])
-    store = DiskStore(str(tmp_path), 4 * MIB)
+    store = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     for i in store.attach("a", 100)[0].tolist():
         found = get(store, "a", i, 30_000)
         assert found is None or found[0] in {content(i, 30_000, v) for v in range(6)}
@@ -274,20 +274,20 @@ def test_a_damaged_index_loses_the_objects_it_names_and_no_byte(tmp_path: Path, 
 
 def test_the_index_stays_short(tmp_path: Path) -> None:
     """Of 100 objects that are written again and again; and it is right when it was rewritten."""
-    store = DiskStore(str(tmp_path), MIB)
+    store = DiskStore(str(tmp_path), MIB, keep_free=0)
     store.attach("a", 100)
     put(store, "a", dict.fromkeys(range(50), b"first"))
     for _ in range(1100):
         put(store, "a", {77: b"again"})
     assert data_file(tmp_path).with_name("index").stat().st_size < 1100 * 4096
     store.close()
-    store = DiskStore(str(tmp_path), MIB)
+    store = DiskStore(str(tmp_path), MIB, keep_free=0)
     assert store.attach("a", 100)[0].tolist() == [*range(50), 77]
     store.close()
 
 
 def test_a_forgotten_dataset_is_not_found_again(tmp_path: Path) -> None:
-    store = DiskStore(str(tmp_path), MIB)
+    store = DiskStore(str(tmp_path), MIB, keep_free=0)
     store.attach("a", 10)
     store.attach("b", 10)
     put(store, "a", {1: b"one"})
@@ -295,7 +295,7 @@ def test_a_forgotten_dataset_is_not_found_again(tmp_path: Path) -> None:
     store.forget("a")
     store.check()
     store.close()
-    store = DiskStore(str(tmp_path), MIB)
+    store = DiskStore(str(tmp_path), MIB, keep_free=0)
     assert store.attach("a", 10)[0].tolist() == []
     assert store.attach("b", 10)[0].tolist() == [2]
     store.close()
@@ -303,7 +303,7 @@ def test_a_forgotten_dataset_is_not_found_again(tmp_path: Path) -> None:
 
 def test_the_state_per_object_is_six_bytes(tmp_path: Path) -> None:
     """By the system's count: what is touched when all of a million objects are entered."""
-    first = DiskStore(str(tmp_path), 16 * MIB)
+    first = DiskStore(str(tmp_path), 16 * MIB, keep_free=0)
     first.attach("a", 1000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     first.attach("b", 1_000_000)
@@ -314,21 +314,21 @@ def test_the_state_per_object_is_six_bytes(tmp_path: Path) -> None:
 
 def test_two_stores_never_share_a_folder(tmp_path: Path, store: DiskStore) -> None:
     with pytest.raises(BlockingIOError, match="another daemon"):
-        DiskStore(str(tmp_path), MIB)
+        DiskStore(str(tmp_path), MIB, keep_free=0)
     store.attach("a", 1)
     assert put(store, "a", {0: b"still"}) == [True]
 
 
 def test_a_folder_that_is_about_to_be_left_is_waited_for(tmp_path: Path) -> None:
-    first = DiskStore(str(tmp_path), MIB)
+    first = DiskStore(str(tmp_path), MIB, keep_free=0)
     first.attach("a", 1)
     put(first, "a", {0: b"still"})
     first.leave()
     with mock.patch("creel.cache.disk.folder.time.sleep", side_effect=lambda _: first.close()):
-        second = DiskStore(str(tmp_path), MIB)
+        second = DiskStore(str(tmp_path), MIB, keep_free=0)
     assert second.attach("a", 1)[0].tolist() == [0]
     with pytest.raises(BlockingIOError, match="another daemon"):  # nobody leaves any more
-        DiskStore(str(tmp_path), MIB)
+        DiskStore(str(tmp_path), MIB, keep_free=0)
     second.close()
 
 
@@ -347,24 +347,22 @@ def test_a_folder_that_others_may_look_into_is_refused(tmp_path: Path) -> None:
     own = data_file(tmp_path).parent
     own.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="0700"):
-        DiskStore(str(tmp_path), MIB)
+        DiskStore(str(tmp_path), MIB, keep_free=0)
     own.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="creel"):
-        DiskStore(str(tmp_path), MIB)
+        DiskStore(str(tmp_path), MIB, keep_free=0)
 
 
 def test_a_missing_folder_is_no_disk(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        DiskStore(str(tmp_path / "not mounted"), MIB)
+        DiskStore(str(tmp_path / "not mounted"), MIB, keep_free=0)
 
 
 def test_what_must_stay_free_limits_the_store(tmp_path: Path) -> None:
     stats = os.statvfs(tmp_path)
-    store = DiskStore(
-        str(tmp_path), 64 * MIB, keep_free=stats.f_bavail * stats.f_frsize + (1 << 40)
-    )
+    store = DiskStore(str(tmp_path), 64 * MIB, stats.f_bavail * stats.f_frsize + (1 << 40))
     assert store.nbytes == 0
     store.attach("a", 1)
     assert put(store, "a", {0: b"no"}) == [False]
@@ -378,7 +376,7 @@ def test_an_io_error_ends_the_tier_with_one_warning(
     caplog: pytest.LogCaptureFixture,
     what: str,
 ) -> None:
-    store = DiskStore(str(tmp_path), MIB)
+    store = DiskStore(str(tmp_path), MIB, keep_free=0)
     store.attach("a", 10)
     if what == "read":
         put(store, "a", dict.fromkeys(range(10), b"lost"))

@@ -44,7 +44,7 @@ class Shell:
         self.ids = np.arange(len(contents), dtype=np.int32)
         self.length = np.array([len(data) for data in contents])
         self.arena, self.done = Arena.create(nbytes), queue.SimpleQueue[Any]()
-        self.fetcher = Fetcher(self.arena, self.done.put, no_peers)
+        self.fetcher = Fetcher(self.arena, self.done.put, no_peers, threads=4)
         self.source = Source(Manifest.of_files([str(path) for path in paths]))
         self.fetcher.add("d", self.source)
 
@@ -88,7 +88,7 @@ def test_who_opened_a_source_closes_it_and_the_fetcher_what_it_made(tmp_path: Pa
         shell.fetcher.remove("d")
     assert not closed
     peer = mock.Mock(spec=PeerSource, close=lambda: closed.append("peer"))
-    fetcher = Fetcher(shell.arena, shell.done.put, lambda origin, dataset: peer)  # noqa: ARG005
+    fetcher = Fetcher(shell.arena, shell.done.put, lambda origin, dataset: peer, threads=4)  # noqa: ARG005
     fetcher.add("d", shell.source)
     one = np.ones(1, np.int64)
     fetcher.submit(FetchObjects(9, "d", shell.ids[:1], one, one, 0.0, origin=5))
@@ -226,11 +226,11 @@ def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, Arena.create(8192) as arena:
 
         def peer(origin: int, dataset: str) -> PeerSource:
-            who = Credentials("me", "cluster", bytes(32))
+            who = Credentials("me", "cluster", bytes(32), encrypt=False)
             made.append(PeerSource(silent.getsockname(), str(origin), dataset, who))
             return made[-1]
 
-        fetcher = Fetcher(arena, done.put, peer)
+        fetcher = Fetcher(arena, done.put, peer, threads=4)
         numbers = range(20)
         for i in numbers:
             ids, ones = np.arange(10, dtype=np.int32), np.ones(10, np.int64)

@@ -11,10 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from creel.cache.memory.allocator import Lengths
 from creel.cache.storage.manifest import MAX_OBJECTS, UNKNOWN, Manifest
 from creel.errors import ConfigError, MalformedError
-from kit import seeds
+from kit import lengths_of, seeds
 
 Location = tuple[str, int, int]
 
@@ -240,7 +239,7 @@ def test_the_sum_of_the_lengths_is_that_of_all_objects(seed: int) -> None:
     zeros = np.zeros(rows, np.int64)
     manifest = Manifest.of_runs([f"{i}" for i in range(rows)], zeros, length, count)
     assert manifest.lengths().tolist() == np.repeat(length, count).tolist()
-    assert manifest.summed == Lengths.of(manifest.lengths())
+    assert manifest.summed == lengths_of(manifest.lengths())
 
 
 def test_no_pandas_is_imported_where_it_is_installed() -> None:

@@ -11,7 +11,7 @@ from creel.daemon.core.cluster.members import Members, SilenceLimits
 from creel.policies.cluster.members import BEGINNING, Change, after, latest, merged, packed
 
 NODES = 4
-LIMITS = SilenceLimits(lost_s=3.5)
+LIMITS = SilenceLimits(0.5, 2.0, 3.5)
 LOST, SUSPECTED = LIMITS.lost_s, LIMITS.suspect_s
 
 

@@ -136,7 +136,7 @@ def test_without_a_slot_the_batch_goes_in_the_message(
         return real(name, flags)
 
     monkeypatch.setattr(os, "memfd_create", scarce)
-    writer, reader = SlotWriter(), SlotReader()
+    writer, reader = SlotWriter(max_slots=8), SlotReader(max_leased=4)
     base = torch.arange(400_000)
     samples = [{"a": base[i:][:300_000], "b": torch.full((50_000,), i)} for i in range(3)]
     for _ in range(3):
@@ -366,7 +366,7 @@ def test_batches_cross_processes() -> None:
             os._exit(1)
     theirs_end.close()
     ours.settimeout(20)
-    reader = SlotReader()
+    reader = SlotReader(max_leased=4)
     used: set[int] = set()
     for i in range(20):
         ours.send(pickle.dumps(reader.returned()))
@@ -386,7 +386,7 @@ def serve(sock: socket.socket) -> None:
     """What a worker does; OpenMP's threads did not come along through the fork."""
     torch.set_num_threads(1)
     sock.settimeout(20)
-    writer = SlotWriter()
+    writer = SlotWriter(max_slots=8)
     for i in range(20):
         writer.give_back(pickle.loads(sock.recv(1 << 16)))
         stack = slot_collate([torch.full((50_000,), i)] * 4, writer)

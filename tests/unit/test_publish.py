@@ -40,7 +40,7 @@ class Daemon:
         words = dict.fromkeys((KNOWN, STATE, TRUNCATED, WANTED), 0) | {HEARTBEAT: sys.maxsize}
         self.words = words
         table = cast(Any, type("Table", (), {"offset": np.zeros(2 * N)}))
-        self.session = Session(cast(Any, self), Opened(1, 2 * N), cast(Any, words), table, True)
+        self.session = Session(cast(Any, self), Opened(1, 2 * N, 0), cast(Any, words), table, True)
         self.sending = False
         self.during: Any = lambda: None
         self.after: Any = lambda: None

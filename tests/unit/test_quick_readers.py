@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core_rig import Rig
 
-from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.allocator import Allocator
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     Action,
@@ -22,6 +22,7 @@ from creel.daemon.core.events import (
     SetReady,
 )
 from creel.daemon.core.versions import Versions
+from kit import lengths_of
 
 N, STEP = 6_400, 64
 #: Seconds per object, about those of 20 KB files: read by the trainer itself, and out of the arena.
@@ -42,7 +43,7 @@ class Model:
         table.flags.writeable = False
         length = np.broadcast_to(np.int64(100), N)
         self.do(
-            self.core.handle(DatasetAdded("d", table, length, Lengths.of(sizes), Versions(N)), 0)
+            self.core.handle(DatasetAdded("d", table, length, lengths_of(sizes), Versions(N)), 0)
         )
         self.do(self.core.handle(SessionOpened(1, "d", "j", 0, 1, "never"), 0))
 
@@ -77,7 +78,11 @@ class Model:
         orders = [rng.permutation(N).astype(np.int32) for _ in range(count + 1)]
         ends = np.arange(STEP, N + 1, STEP)
         for epoch, order in enumerate(orders):
-            self.do(self.core.handle(PlanExtended(1, epoch, epoch * steps, order, ends), 0))
+            self.do(
+                self.core.handle(
+                    PlanExtended(1, epoch, epoch * steps, order, ends, unplanned=False), 0
+                )
+            )
         for epoch, order in enumerate(orders[:count]):
             hits = 0
             for i, ids in enumerate(order.reshape(-1, STEP)):

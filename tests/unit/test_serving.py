@@ -64,13 +64,13 @@ class Node(Rig):
             self.feed(Checked(check.check, np.array(found)))
 
     def ask(self, *ids: int) -> ServeObjects:
-        self.feed(PeerAsked(len(self.answers), "d", np.array(ids, np.int32)))
+        self.feed(PeerAsked(len(self.answers), "d", np.array(ids, np.int32), 1.0))
         return self.answers[-1]
 
     def ask_peer(self, *ids: int) -> None:
         """As `ask`, where the answer takes its time."""
         self.requests += 1
-        self.feed(PeerAsked(self.requests, "d", np.array(ids, np.int32)))
+        self.feed(PeerAsked(self.requests, "d", np.array(ids, np.int32), 1.0))
 
     def land_all(self) -> None:
         while self.fetches:
@@ -117,7 +117,7 @@ def test_what_has_changed_keeps_its_room_until_it_has_left(sizes: list[int]) -> 
 
 def test_a_dataset_that_is_unknown_and_a_request_that_ended_twice_are_no_harm() -> None:
     node = Node(2, held=2)
-    node.feed(PeerAsked(0, "other", np.array([0], np.int32)))
+    node.feed(PeerAsked(0, "other", np.array([0], np.int32), 1.0))
     assert node.answers[-1].nbytes.tolist() == [-1]
     node.feed(PeerServed(0))
     node.feed(PeerServed(5))
@@ -326,7 +326,7 @@ def test_a_peers_version_counts_once_a_check_here_has_found_the_same() -> None:
     versions, ids = Versions(2), np.array([0, 1])
     assert not versions.received(ids, np.array([OLD, OLD]), np.zeros(2), []).any()
     assert not versions.current(ids, 1, 1).any()
-    changed = versions.answered(ids.astype(np.int32), np.array([OLD, NEW]), 1)
+    changed = versions.answered(ids.astype(np.int32), np.array([OLD, NEW]), 1, 0.0)
     assert changed.tolist() == [1]
     assert versions.current(ids, 1, 1).all()
 

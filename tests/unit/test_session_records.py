@@ -47,9 +47,9 @@ def _record(steps: int) -> SessionRecord:
 
 def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:
     session = _record(10)
-    session.set_ready(5, 0)
+    session.set_ready(5, 0, early=())
     revoked = session.words[REVOKED]
-    session.set_ready(3, 0)
+    session.set_ready(3, 0, early=())
     assert session.words[READY] == session.ready == 3
     assert session.words[REVOKED] == revoked + 1
 

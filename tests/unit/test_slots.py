@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from creel.cache.memory import slots
 from creel.cache.memory.slots import ALIGN, Buffer, Slot, SlotReader, SlotWriter
 from creel.errors import IllegalEventError
 from kit import descriptors
@@ -26,15 +27,16 @@ MB = 1 << 20
 
 
 @pytest.fixture
-def writer() -> Iterator[SlotWriter]:
-    writer = SlotWriter(max_slots=3, max_nbytes=16 * MB)
+def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlotWriter]:
+    monkeypatch.setattr(slots, "MAX_NBYTES", 16 * MB)
+    writer = SlotWriter(max_slots=3)
     yield writer
     writer.close()
 
 
 @pytest.fixture
 def reader() -> Iterator[SlotReader]:
-    reader = SlotReader()
+    reader = SlotReader(max_leased=4)
     yield reader
     reader.close()
 
@@ -54,12 +56,12 @@ def tensor_of(buffer: Buffer, nbytes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("leased", [True, False])
-@pytest.mark.parametrize("slots", [3, 0])
+@pytest.mark.parametrize("max_slots", [3, 0])
 def test_what_cannot_be_mapped_is_copied_once(
-    reader: SlotReader, monkeypatch: pytest.MonkeyPatch, slots: int, *, leased: bool
+    reader: SlotReader, monkeypatch: pytest.MonkeyPatch, max_slots: int, *, leased: bool
 ) -> None:
     """A mapping takes a descriptor, too. Nobody would see what is written there later."""
-    writer = SlotWriter(max_slots=slots)
+    writer = SlotWriter(max_slots=max_slots)
     slot, at = writer.room(MB)
     slot.mapping[at : at + MB] = b"x" * MB
     writer.seal()
@@ -154,7 +156,7 @@ def test_tensors_may_die_in_any_thread_or_in_a_cycle(
 
 
 def test_tensors_outlive_reader_and_writer() -> None:
-    writer, reader = SlotWriter(), SlotReader()
+    writer, reader = SlotWriter(max_slots=8), SlotReader(max_leased=4)
     slot = send(writer, reader, b"a" * 4096)
     tensor = tensor_of(reader.lease(slot.id), 4096)
     writer.close()
@@ -177,7 +179,7 @@ def test_a_closed_reader_gives_nothing_back(writer: SlotWriter, reader: SlotRead
 def test_a_tensor_alive_at_exit_does_no_harm() -> None:
     code = (
         "import atexit, sys, torch; from creel.cache.memory.slots import *\n"
-        "w, r = SlotWriter(), SlotReader(); s, _ = w.room(9999); w.seal()\n"
+        "w, r = SlotWriter(max_slots=8), SlotReader(max_leased=4); s, _ = w.room(9999); w.seal()\n"
         "[r.adopt(*one) for one in w.unsent()]\n"
         "t = torch.frombuffer(r.lease(s.id), dtype=torch.uint8)\n"
         "sys.modules['keep'] = [t, r]; u = [t]; u.append(u)\n"
@@ -190,23 +192,26 @@ def test_a_tensor_alive_at_exit_does_no_harm() -> None:
 
 def test_another_writer_goes_on_with_the_slots_that_nobody_uses() -> None:
     """As the worker of the next epoch does: nothing is sent, and no slot made."""
-    writer, reader = SlotWriter(), SlotReader()
+    writer, reader = SlotWriter(max_slots=8), SlotReader(max_leased=4)
     held, first, second = (send(writer, reader, bytes([c]) * MB) for c in b"abc")
     buffer = reader.lease(held.id)
     writer.close()
     spare = reader.unused(16 * MB)
     reader.close()
     assert len(spare) == 2
-    heir, after = SlotWriter(inherited=spare), SlotReader(inherited=spare)
-    slots = [heir.take(MB) for _ in range(2)]
-    for slot in slots:
+    heir, after = (
+        SlotWriter(max_slots=8, inherited=spare),
+        SlotReader(max_leased=4, inherited=spare),
+    )
+    taken = [heir.take(MB) for _ in range(2)]
+    for slot in taken:
         slot.mapping[:MB] = b"z" * MB
-    assert heir.seal() == slots
+    assert heir.seal() == taken
     assert heir.unsent() == []
-    assert [bytes(after.view(slot.id)[:MB]) for slot in slots] == [b"z" * MB] * 2
+    assert [bytes(after.view(slot.id)[:MB]) for slot in taken] == [b"z" * MB] * 2
     assert bytes(memoryview(buffer)[:MB]) == b"a" * MB
     new = send(heir, after, b"n" * MB)
-    assert new.id not in {slot.id for slot in slots}
+    assert new.id not in {slot.id for slot in taken}
     assert after.view(new.id)[:MB] == b"n" * MB
     heir.close()
     after.close()
@@ -359,7 +364,7 @@ def test_misuse_is_refused(writer: SlotWriter, reader: SlotReader) -> None:
 
 def test_nothing_stays_open() -> None:
     before = descriptors()
-    writer, reader = SlotWriter(max_slots=1), SlotReader()
+    writer, reader = SlotWriter(max_slots=1), SlotReader(max_leased=4)
     for _ in range(5):
         slot = send(writer, reader, b"a" * 9999)
         buffer = reader.lease(slot.id, once=slot.once)

@@ -230,7 +230,7 @@ def extended(rig: One, ahead: int) -> None:
     ids, ends = np.zeros(1, np.int32), np.ones(1, np.int64)
     if reader and not ahead:
         reader.objects.append([0])
-    rig.feed(PlanExtended(1, 0, at, ids, ends))
+    rig.feed(PlanExtended(1, 0, at, ids, ends, unplanned=False))
 
 
 def truncated(rig: One) -> None:
@@ -253,7 +253,7 @@ def closed(rig: One) -> None:
 
 
 def opened(rig: One) -> None:
-    rig.feed(SessionOpened(1, "d", "j", 0, 1))
+    rig.feed(SessionOpened(1, "d", "j", 0, 1, "never"))
     idle_reader = idle().readers[1]
     rig.readers.setdefault(1, idle_reader)
 

@@ -31,9 +31,9 @@ class SilenceLimits(NamedTuple):
     planned anew, and all of it read again. A short cut of the network is not worth that.
     """
 
-    beat_s: float = 0.5
-    suspect_s: float = 2.0
-    lost_s: float = 30.0
+    beat_s: float
+    suspect_s: float
+    lost_s: float
 
     @classmethod
     def among(cls, nodes: int, lost_s: float) -> SilenceLimits:

@@ -110,7 +110,7 @@ class Serving:
         ]
         if len(absent):
             length = residency.length[absent]
-            place, lack = self._admission.room(residency, length, FOR_PEERS)
+            place, lack = self._admission.room(residency, length, FOR_PEERS, Urgency.AHEAD)
             absent, place, length = absent[~lack], place[~lack], length[~lack]
             for origin, of in residency.origins(absent, 0):
                 room = absent[of], place[of], length[of]

@@ -127,7 +127,7 @@ class Disk:
         """What reads a dataset from disk, in a queue of the fetcher."""
         return DiskSource(self._store, dataset)
 
-    def close(self, last: Callable[[], Sequence[Action]] = list) -> None:
+    def close(self, last: Callable[[], Sequence[Action]]) -> None:
         """Carry out what is left to do, end the writer, and let the folder go.
 
         Takes `_LAST_WRITES_S` and a second at most; a disk that hangs keeps writer and folder until

@@ -71,7 +71,7 @@ class Fetcher:
         post: Callable[[Fetched | Checked], None],
         other: Callable[[int, str], PeerSource | DiskSource],
         *,
-        threads: int = 32,
+        threads: int,
     ) -> None:
         self._writer = ArenaWriter(arena)
         self._post = post
