@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def measure(place: str, o: argparse.Namespace) -> list[dict[str, object]]:
         source = PeerSource(
             (host, port), node, name, Credentials("reader", "cluster", KEY, encrypt=False)
         )
-        arena = stack.enter_context(Arena.create(OBJECTS_NBYTES))
+        arena = stack.enter_context(closing(Arena.create(OBJECTS_NBYTES)))
         stack.callback(source.close)
         before = asked_hits(holder)
         for threads in o.threads:

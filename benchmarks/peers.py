@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -61,7 +61,7 @@ def filled() -> Arena:
 def serve(host: str, nbytes: int) -> None:
     """Serve until standard input ends; prints both ports."""
     place = places(nbytes)
-    with filled() as arena, socket.create_server((host, 0)) as raw:
+    with closing(filled()) as arena, socket.create_server((host, 0)) as raw:
         threading.Thread(target=accept_raw, args=(raw, arena, place, nbytes), daemon=True).start()
         asked: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         server = PeerServer(host, 0, "server", arena, asked.put, no_beats, encrypt=False)

@@ -12,7 +12,6 @@ from creel.policies.arrays import Ints
 
 #: Units of a record in one run from which on it is listed as a chain: its column has 16 bits.
 MANY_UNITS = (1 << 16) - 1
-_WORD = (1 << 64) - 1
 
 
 @dataclass(eq=False)
@@ -52,7 +51,7 @@ class DatasetIndex:
 
 
 def half(identity: bytes) -> int:
-    return int.from_bytes(identity[:8], "little") & _WORD
+    return int.from_bytes(identity[:8], "little")
 
 
 def runs_of(entries: Entries) -> Ints:

@@ -24,8 +24,8 @@ class AlignedScratch(threading.local):
 class PieceWriter:
     """Gathers records in a buffer and writes them in large pieces."""
 
-    def __init__(self, file: DataFile, view: memoryview, unit: int) -> None:
-        self._file, self._view, self._unit = file, view, unit
+    def __init__(self, file: DataFile, view: memoryview) -> None:
+        self._file, self._view = file, view
         self._at = 0  # where the buffer's first byte goes
         self._used = 0
 

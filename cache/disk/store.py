@@ -286,7 +286,7 @@ class DiskStore:
         rooms: dict[int, Ints],
     ) -> None:
         """Write records to their rooms, and only then their entries."""
-        out = PieceWriter(self._file, self._scratch.view, self.unit)
+        out = PieceWriter(self._file, self._scratch.view)
         entries = []
         for i, runs in rooms.items():
             identity = Identity(index.identity, int(ids[i]), int(nbytes[i]), int(versions[i]))

@@ -99,12 +99,6 @@ class Arena:
             self.fd = self._fd = -1
         _release(self)
 
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 class ArenaView:
     """A client's side: the whole arena, read-only. `view` and `array` as in `Arena`."""

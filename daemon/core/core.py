@@ -408,7 +408,7 @@ class Core:
         }
 
     def check(self) -> None:
-        """Raise IllegalEventError unless all tables are consistent; for tests."""
+        """Raise IllegalEventError unless all tables are consistent; `recover` may not suffice."""
         space = self._admission.space
         space.check()
         self._inflight.check()

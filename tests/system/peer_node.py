@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from queue import SimpleQueue
 
 import numpy as np
@@ -157,7 +157,7 @@ def check_read(source: PeerSource, objects: list[bytes | None], ids: NDArray[np.
     """Read objects into an arena, and compare; those that are absent are reported so."""
     wanted = [objects[i] for i in ids.tolist()]
     length = np.array([len(data or b"") for data in wanted], np.int64)
-    with Arena.create(max(int(length.sum()), 1)) as arena:
+    with closing(Arena.create(max(int(length.sum()), 1))) as arena:
         parts = arena.parts(length.cumsum() - length, length)
         read = source.read_parts(ids, length, parts)
         for data, part, nbytes in zip(wanted, parts, read.nbytes.tolist(), strict=True):

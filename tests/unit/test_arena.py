@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from kit import descriptors, lengths_of
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with Arena.create(1 << 20) as arena:
+    with closing(Arena.create(1 << 20)) as arena:
         yield arena
 
 
@@ -145,7 +146,7 @@ def test_nothing_stays_open() -> None:
 def test_what_was_written_is_known_by_page() -> None:
     rng = np.random.default_rng(0)
     pages = 50
-    with Arena.create(pages << 12) as arena:
+    with closing(Arena.create(pages << 12)) as arena:
         model = np.zeros(pages, np.bool_)
         for _ in range(12):
             offset = rng.integers(0, pages << 12, 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Asked:
 def fill(length: Any) -> list[list[int]]:
     """Fill a new arena with objects of these lengths; those of each read."""
     source: Any = Asked()
-    with Arena.create(int(length.sum())) as arena:
+    with closing(Arena.create(int(length.sum()))) as arena:
         place = length.cumsum() - length
         ArenaWriter(arena).fill(source, np.arange(len(length), dtype=np.int32), place, length)
     reads: list[list[int]] = source.reads
@@ -42,7 +43,7 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
     source: Any = Asked()
     length = np.append(np.full(200, 4096), 1 << 28)
     place = length.cumsum() - length
-    with Arena.create(1 << 29) as arena:
+    with closing(Arena.create(1 << 29)) as arena:
         for at in place.tolist():  # the first page of each, all of it but for the large one
             arena.write(at, memoryview(b"x"))
         writer = ArenaWriter(arena)
@@ -60,7 +61,7 @@ def test_neighbours_are_one_read_though_some_go_to_pages_that_exist(tmp_path: Pa
     (tmp_path / "records").write_bytes(content)
     run = np.array([0]), np.array([100]), np.array([100])
     source = Source(Manifest.of_runs([str(tmp_path / "records")], *run))
-    with Arena.create(1 << 14) as arena:
+    with closing(Arena.create(1 << 14)) as arena:
         writer = ArenaWriter(arena)
         for ids in np.split(np.arange(100, dtype=np.int32), 4):
             writer.fill(source, ids, 100 * ids.astype(np.int64), np.full(25, 100))
@@ -74,7 +75,7 @@ def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Pat
     source = Source(Manifest.of_files([str(tmp_path / "empty")], lengths=[0]))
     nothing = np.zeros(1, np.int64)
     other: Any = Asked()  # also one that takes no read-only memory, even where it writes nothing
-    with Arena.create(4096) as arena:
+    with closing(Arena.create(4096)) as arena:
         ArenaWriter(arena).fill(other, np.zeros(1, np.int32), nothing, nothing)
         read = ArenaWriter(arena).fill(source, np.zeros(1, np.int32), nothing, nothing)
     assert read.nbytes.tolist() == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
@@ -41,7 +42,7 @@ def service(arena: Arena, settings: ClusterSettings) -> ClusterService:
 
 @pytest.fixture
 def clusters() -> Iterator[ClusterService]:
-    with Arena.create(1 << 20) as arena:
+    with closing(Arena.create(1 << 20)) as arena:
         one = service(arena, ClusterSettings())
         yield one
         one.close()
@@ -139,7 +140,7 @@ def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sealing, "find_spec", lambda _: None)
-    with Arena.create(1 << 20) as arena:
+    with closing(Arena.create(1 << 20)) as arena:
         secret = service(arena, ClusterSettings(encrypt=True))
         with pytest.raises(CreelError, match="cryptography"):
             secret.host("127.0.0.1", 0)

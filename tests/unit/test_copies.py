@@ -181,7 +181,9 @@ def test_a_manifest_brings_what_it_knows_of_copies(tmp_path: Path) -> None:
     kept = given(copies, paths)
     bare = Manifest.of_files(list(map(str, paths)))
     with_salt = Manifest(bare.table, "", kept.salt, kept)
-    again = Manifest.from_arrow(with_salt.to_arrow(copies=True), copies.fd)
+    file = io.BytesIO()
+    with_salt.write_arrow(file, copies=True)
+    again = Manifest.from_arrow(file.getvalue(), copies.fd)
     assert again.key == with_salt.key != bare.key
     assert Manifest.concat([with_salt]).copies is kept
     assert again.copies is not None

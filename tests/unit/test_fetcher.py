@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -32,6 +33,14 @@ def no_peers(origin: int, dataset: str) -> PeerSource:
 
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def end(fetcher: Fetcher) -> None:
+    """Close a fetcher; fail unless all its threads end."""
+    began = time.monotonic()
+    fetcher.close()
+    fetcher.join(60)
+    assert time.monotonic() - began < 60  # it returns earlier only once all have ended
 
 
 class Shell:
@@ -182,8 +191,7 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     assert sum(Quick.parts) == 2000
     assert Quick.parts[0] < Quick.parts[-2]
     assert bytes(arena.view[:2000]) == b"x" * 2000
-    fetcher.close()
-    assert fetcher.join(60)
+    end(fetcher)
 
 
 def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
@@ -214,8 +222,7 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
     assert (first.fetch, last.fetch) == (1, 3)
     assert 0 < np.count_nonzero(first.nbytes == 1) < 2000
     assert (last.nbytes == 1).all()
-    fetcher.close()
-    assert fetcher.join(60)
+    end(fetcher)
 
 
 def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
@@ -223,7 +230,7 @@ def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     made: list[PeerSource] = []
 
-    with socket.create_server(("127.0.0.1", 0)) as silent, Arena.create(8192) as arena:
+    with socket.create_server(("127.0.0.1", 0)) as silent, closing(Arena.create(8192)) as arena:
 
         def peer(origin: int, dataset: str) -> PeerSource:
             who = Credentials("me", "cluster", bytes(32), encrypt=False)
@@ -245,5 +252,4 @@ def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
         assert all((a.nbytes == -1).all() for a in answers)
         fetcher.submit(FetchObjects(99, "d", ids, np.arange(10), ones, 0.0, origin=0))
         until(lambda: len(made) == 3, what="the number stands for another peer")
-        fetcher.close()
-        assert fetcher.join(60)
+        end(fetcher)

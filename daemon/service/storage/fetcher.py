@@ -181,13 +181,11 @@ class Fetcher:
         for queue in self._all():
             queue.close()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for threads after `close`; return whether all ended (a dead mount may hold one)."""
+    def join(self, timeout_s: float) -> None:
+        """Wait for threads after `close`, no longer than that: a dead mount may hold one."""
         deadline = time.monotonic() + timeout_s
-        threads = [t for queue in self._all() for t in queue.threads]
-        for thread in threads:
+        for thread in [t for queue in self._all() for t in queue.threads]:
             thread.join(max(deadline - time.monotonic(), 0))
-        return not any(thread.is_alive() for thread in threads)
 
     def _run(self, source: Readable, job: FetchJob, part: slice) -> int:
         """Read or copy one part, in a queue's thread; return the objects that tell its speed."""
