@@ -29,11 +29,11 @@ import numpy as np
 from measure import Round, measured, median, report
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.buffers import cut
+from creel.cache.memory.buffers import MAX_BUFFERS, cut
 from creel.daemon.core.events import Event, PeerAsked, ServeObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
-from creel.daemon.peers.wire import MAX_BUFFERS, Credentials, PeerBeat
+from creel.daemon.peers.wire import Credentials, PeerBeat
 
 KEY = bytes(range(32))
 OBJECTS_NBYTES = 256 << 20  # of the objects in each arena

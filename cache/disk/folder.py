@@ -184,14 +184,19 @@ class DataFile:
         return got
 
     def write(self, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._fd, view[done:], offset + done)
+        write_all(self._fd, view, offset)
         if not self.direct:  # what is not written back yet is not forgotten, but the rest is
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to a file; one system call may write less."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
 
 
 def buffer(nbytes: int) -> memoryview:

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from creel.cache.disk.folder import write_all
 from creel.policies.arrays import Index
 
 #: One run of a record. `serial` numbers records in the order of writing; `start` and `units` are in
@@ -64,7 +65,7 @@ class Journal:
     def append(self, entries: Entries) -> None:
         """Append entries; `entries` are of records that are on the disk already."""
         data = _pack(entries, self._unit)
-        _write_all(self._fd, data, self._blocks * _BLOCK_NBYTES)
+        write_all(self._fd, memoryview(data), self._blocks * _BLOCK_NBYTES)
         self._blocks += len(data) // _BLOCK_NBYTES
 
     def too_long(self, live: int) -> bool:
@@ -76,7 +77,7 @@ class Journal:
         fd = self._open(_NEW, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             data = _pack(entries, self._unit)
-            _write_all(fd, data, 0)
+            write_all(fd, memoryview(data), 0)
             os.fdatasync(fd)
             os.rename(_NEW, _NAME, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except BaseException:
@@ -114,12 +115,6 @@ def _unpack(block: memoryview, unit: int) -> Entries:
     if not good or xxhash.xxh3_64_intdigest(body, seed=count) != checksum:
         return np.empty(0, ENTRY)
     return np.frombuffer(body, ENTRY, count)
-
-
-def _write_all(fd: int, data: bytes, offset: int) -> None:
-    view, done = memoryview(data), 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def intact(entries: Entries, units: int) -> Entries:

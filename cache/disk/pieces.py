@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from creel.cache.disk.folder import DataFile, buffer
 from creel.policies.arrays import Ints
 
-Part = Sequence[memoryview]
-
 #: Bytes read or written at once.
 _PIECE_NBYTES = 1 << 20
 

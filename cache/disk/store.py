@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from creel.cache.disk.folder import DataFile, mark_leaving, open_folder
 from creel.cache.disk.index import MANY_UNITS, DatasetIndex, entries_of, half, runs_of
 from creel.cache.disk.journal import ENTRY, Entries, Journal, intact
-from creel.cache.disk.pieces import AlignedScratch, Part, PieceWriter
+from creel.cache.disk.pieces import AlignedScratch, PieceWriter
 from creel.cache.disk.records import (
     HEADER_NBYTES,
     Identity,
@@ -31,7 +31,7 @@ from creel.cache.disk.records import (
     header,
     room_nbytes,
 )
-from creel.cache.memory.buffers import copy_over, cut
+from creel.cache.memory.buffers import Part, copy_over, cut
 from creel.cache.memory.free_ranges import NOWHERE, FreeRanges, must
 from creel.policies.arrays import Ints, Mask
 
@@ -113,9 +113,9 @@ class DiskStore:
         index = DatasetIndex(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
         with self._lock:
             found = self._idle.pop(half(identity), np.empty(0, ENTRY))
-            strange = found["object"] >= objects
-            self._release(found[strange])
-            found = found[~strange]
+            outside = found["object"] >= objects
+            self._release(found[outside])
+            found = found[~outside]
             found = found[found["object"].argsort(kind="stable")]
             first = np.flatnonzero(np.append(True, np.diff(found["object"]) != 0)[: len(found)])
             single = np.diff(np.append(first, len(found))) == 1

@@ -5,8 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
+
+#: Where the bytes of an object go, or come from: one buffer, or several, one after the other.
+Part: TypeAlias = Sequence[memoryview]
+#: Most buffers of one system call (IOV_MAX of Linux).
+MAX_BUFFERS = 1024
 
 
 def cut(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:

@@ -9,19 +9,17 @@ import errno
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
 from creel.errors import SourceError
 from creel.policies.arrays import Floats, Ints
 
-#: Where an object goes: one buffer, or several to fill one after the other.
-Part: TypeAlias = Sequence[memoryview]
 #: Upper ends of the histogram's buckets, in seconds: page cache to a slow object store.
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 

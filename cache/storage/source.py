@@ -20,10 +20,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.buffers import MAX_BUFFERS, Part
 from creel.cache.storage import version
 from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
-from creel.cache.storage.reads import Counters, Part, Read, WholeObject
+from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.cache.storage.remote import open_store, store_key
 from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import (
@@ -50,8 +51,8 @@ T = TypeVar("T")
 _MANY = 8
 #: Read them separately if at most one in this many is another's neighbour.
 _MAX_SEPARATE = 8
-#: Most objects of one read: Linux takes 1024 buffers at once (IOV_MAX).
-_VECTOR = 512
+#: Most objects of one read: half the buffers of a system call, as an object may have several.
+_MAX_JOINED = MAX_BUFFERS // 2
 #: Errors of an open for lack of descriptors.
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 
@@ -450,8 +451,8 @@ def _files(file: NDArray[np.integer], offset: Ints, length: Ints) -> Iterator[li
     new_run = new_file.copy()
     new_run[1:] |= o[1:] != o[:-1] + n[:-1]
     cuts = [*np.flatnonzero(new_run).tolist(), len(order)]
-    if len(order) > _VECTOR:
-        cuts = [i for a, b in pairwise(cuts) for i in range(a, b, _VECTOR)] + cuts[-1:]
+    if len(order) > _MAX_JOINED:
+        cuts = [i for a, b in pairwise(cuts) for i in range(a, b, _MAX_JOINED)] + cuts[-1:]
     members, starts, ends = order.tolist(), o.tolist(), (o + n).tolist()
     reads = [
         _Neighbours(starts[a], ends[b - 1] - starts[a], members[a:b]) for a, b in pairwise(cuts)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from creel.cache.memory.buffers import cut
+from creel.cache.memory.buffers import MAX_BUFFERS, cut
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
 from creel.errors import SourceError
@@ -106,7 +106,6 @@ def check_size(stored: StoredFile, size: int, length: int) -> None:
 
 
 _PIECE_NBYTES = 1 << 20  # of a file that is not as long as its status says
-_VECTOR = 1024  # most buffers of one read (IOV_MAX)
 _TRIES = 3  # of a copy during which the file changed
 #: Bytes that are read with a small piece, as the kernel does for mapped files: all of a file that
 #: has room in memory is soon there, in fewer reads.
@@ -371,9 +370,9 @@ class TornError(OSError):
 
 def _preadv(fd: int, run: Run) -> int:
     """Fill all buffers; return bytes read, fewer than requested only at the end of the file."""
-    done = os.preadv(fd, run.buffers[:_VECTOR], run.offset) if run.length else 0
+    done = os.preadv(fd, run.buffers[:MAX_BUFFERS], run.offset) if run.length else 0
     while 0 < done < run.length:  # more buffers, or more than 2 GiB
-        more = os.preadv(fd, cut(list(run.buffers), done)[1][:_VECTOR], run.offset + done)
+        more = os.preadv(fd, cut(list(run.buffers), done)[1][:MAX_BUFFERS], run.offset + done)
         if not more:
             break
         done += more

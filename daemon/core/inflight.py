@@ -126,11 +126,11 @@ class Inflight:
         # Rooms of one size are interchangeable: sorted, neighbours are written in one go.
         offset = np.sort(offset) if residency.pool.same_size else offset[order]
         nbytes, small = residency.expected(length), ids.astype(np.int32)
-        strange = nbytes is not length
+        guesses = nbytes is not length
         for part in portions(nbytes, self._window):
             self._last += 1
             total = int(nbytes[part].sum())
-            guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
+            guessed = int(nbytes[part][length[part] < 0].sum()) if guesses else 0
             room = offset[part], length[part]
             self._inflight[self._last] = InflightFetch(
                 *(residency, ids[part], *room, due),

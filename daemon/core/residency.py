@@ -121,8 +121,8 @@ class Residency:
 
     def expected(self, length: Ints) -> Ints:
         """Return the lengths with a guess in place of unknown ones."""
-        strange = length < 0
-        return np.where(strange, self.guess, length) if some(strange) else length
+        unknown = length < 0
+        return np.where(unknown, self.guess, length) if some(unknown) else length
 
     @property
     def guess(self) -> int:

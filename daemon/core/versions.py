@@ -57,6 +57,10 @@ class Versions:
             return np.zeros(len(ids), np.intp)
         return self._bounds.searchsorted(ids, side="right") - 1
 
+    def of(self, ids: Index) -> Ints:
+        """(k,) the version of each object's file, as far as it is known."""
+        return self.version[self.files(ids)]
+
     @property
     def number(self) -> int:
         return len(self.version)

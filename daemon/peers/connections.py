@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from creel.cache.memory.buffers import cut
+from creel.cache.memory.buffers import MAX_BUFFERS, cut
 from creel.daemon.peers import sealing, wire
 from creel.errors import MalformedError
 from creel.messages import Message
@@ -151,12 +151,12 @@ class PeerConnection:
 
     def send(self, request: Request, nbytes: int) -> bool:
         """Send about `nbytes` of the current answer; return whether the socket took them all."""
-        ready = sum(map(len, request.left[: wire.MAX_BUFFERS])) if self.sealer else nbytes
+        ready = sum(map(len, request.left[:MAX_BUFFERS])) if self.sealer else nbytes
         while self.sealer is not None and request.plain and ready < nbytes:
             record, request.plain = self.sealer.record(request.plain)
             request.left.append(record)
             ready += len(record)
-        portion, _ = cut(request.left[: wire.MAX_BUFFERS], nbytes)
+        portion, _ = cut(request.left[:MAX_BUFFERS], nbytes)
         wanted = sum(map(len, portion))
         try:
             sent = self.socket.sendmsg(portion, [], socket.MSG_NOSIGNAL)

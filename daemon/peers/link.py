@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.buffers import cut
+from creel.cache.memory.buffers import MAX_BUFFERS, cut
 from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import watch
 from creel.daemon.peers.wire import Credentials
@@ -163,7 +163,7 @@ class PeerLink:
     def _fill(self, buffers: list[memoryview]) -> None:
         while buffers:
             self._set_limit(socket.SO_RCVTIMEO, STALL_S)
-            some = buffers[: wire.MAX_BUFFERS]
+            some = buffers[:MAX_BUFFERS]
             received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
             if not received:
                 raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")

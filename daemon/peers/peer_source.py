@@ -18,7 +18,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.reads import Counters, Part, Read, WholeObject
+from creel.cache.memory.buffers import Part
+from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.daemon.peers import wire
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.wire import LATER, Credentials

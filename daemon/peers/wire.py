@@ -60,8 +60,6 @@ LATER = -2
 #: Bytes about each object in an answer, and the age of one whose version is not known to be new.
 _OBJECT_NBYTES = 8 + 8 + 4
 _AGELESS = (1 << 32) - 1
-#: Most buffers of one system call (IOV_MAX).
-MAX_BUFFERS = 1024
 
 #: Bytes of the body, of the arrays, and the MAC.
 HEADER = struct.Struct(f"<II{_MAC_NBYTES}s")

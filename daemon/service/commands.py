@@ -32,10 +32,11 @@ def answer(node: Node, ask: Command) -> dict[str, Any]:
 
 
 def status_and_stats(node: Node) -> dict[str, Any]:
-    return {**_status(node), **stats.stats(node)}
+    counted = stats.stats(node)
+    return {**_status(node, counted["memory"]), **counted}
 
 
-def _status(node: Node) -> dict[str, Any]:
+def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
     return {
         "name": node.config.daemon.name,
         "pid": os.getpid(),
@@ -43,7 +44,7 @@ def _status(node: Node) -> dict[str, Any]:
         "embedded": node.embedded,
         "state": node.state,
         "uptime_s": time.monotonic() - node.started,
-        "memory": stats.memory(node, node.core.snapshot()),
+        "memory": memory,
         "clients": node.clients(),
         "sessions": len(node.registry.sessions),
         "datasets": len(node.registry.datasets),
@@ -86,7 +87,7 @@ def _named(node: Node, args: Args) -> DatasetRecord:
 
 
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
-    "status": lambda node, _: _status(node),
+    "status": lambda node, _: _status(node, stats.memory(node, node.core.snapshot())),
     "stats": lambda node, _: stats.stats(node),
     "datasets": lambda node, _: {"datasets": stats.datasets(node)},
     "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},

@@ -28,6 +28,7 @@ from creel.daemon.service.registry import SessionRecord
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
     MAX_BODY,
+    MAX_FDS,
     PROTOCOL,
     Attach,
     Close,
@@ -50,7 +51,6 @@ from creel.unix_peers import peer_of, why_apart
 
 log = logging.getLogger("creel.control_socket")
 
-_MAX_FDS = 4
 _ROLES = frozenset({"trainer", "worker", "cli", "service"})
 _REFUSALS = 32  # refused connections that get a reason; further ones are just closed
 _HELLO_S = 5.0  # a connection that sends nothing is closed after this
@@ -199,7 +199,7 @@ class ControlSocket:
         fds: list[int] = []
         try:
             flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            body, fds, got, _ = socket.recv_fds(connection.socket, MAX_BODY, _MAX_FDS, flags)
+            body, fds, got, _ = socket.recv_fds(connection.socket, MAX_BODY, MAX_FDS, flags)
             if connection.refusal is not None:
                 # Only now: closing with the hello unread would discard the answer.
                 self._send(connection, Answer(connection.refusal))

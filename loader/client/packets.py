@@ -18,8 +18,6 @@ M = TypeVar(
     "M", messages.Welcome, messages.Registered, messages.Opened, messages.Hosting, messages.Joined
 )
 
-_MAX_FDS = 4
-
 
 def exchange(
     control_socket: socket.socket,
@@ -36,7 +34,7 @@ def exchange(
     """
     socket.send_fds(control_socket, [messages.encode(request)], fds)
     body, got, _, _ = socket.recv_fds(
-        control_socket, messages.MAX_BODY, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+        control_socket, messages.MAX_BODY, messages.MAX_FDS, socket.MSG_CMSG_CLOEXEC
     )
     try:
         return _expected(body, kind), got

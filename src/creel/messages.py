@@ -29,6 +29,8 @@ PROTOCOL = 8
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
 MAX_BODY = 1 << 20
+#: Most descriptors with a packet.
+MAX_FDS = 4
 
 
 def control_address(uid: int, name: str, view: str) -> str:

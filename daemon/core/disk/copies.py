@@ -219,10 +219,13 @@ class DiskCopies:
         residency = self._residency
         found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == NOT_STORED)
         found &= residency.pins[at] == 0
-        ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(residency)))
         where = np.flatnonzero(found)
-        found[where] = residency.versions.version[residency.versions.files(ids[where])] > 0
+        found[where] = residency.versions.of(self._ids(at)[where]) > 0
         return found
+
+    def _ids(self, at: Index | slice) -> Index:
+        """(k,) ids of the objects that a predicate is asked about."""
+        return np.arange(*at.indices(len(self.state))) if isinstance(at, slice) else at
 
     def _fitting(self, ids: Index, nbytes: int, room: int) -> int:
         """How many objects, from the first on, are `nbytes` at most and fit into `room`."""
@@ -255,9 +258,8 @@ class DiskCopies:
 
         def idle(at: Index | slice) -> Mask:
             found = self._settled(at)
-            ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(self._residency)))
             where = np.flatnonzero(found)
-            found[where] = ~policy.keeps(ids[where])
+            found[where] = ~policy.keeps(self._ids(at)[where])
             return found
 
         return self._leave(nbytes, self._idle, idle, self._residency.policy.due)
@@ -269,7 +271,7 @@ class DiskCopies:
         """
         residency = self._residency
         ids = np.flatnonzero((residency.state == RESIDENT) & (self.state == NOT_STORED))
-        ids = ids[residency.versions.version[residency.versions.files(ids)] > 0]
+        ids = ids[residency.versions.of(ids) > 0]
         ids = ids[residency.policy.due(ids).argsort(kind="stable")]
         kept = residency.policy.keeps(ids)
         return ids[kept], ids[~kept]

@@ -177,8 +177,7 @@ class Spilling:
         self._tier.writing += spill.nbytes
         self._last += 1
         self._spills[self._last] = spill
-        version = residency.versions.version[residency.versions.files(ids)]
-        what = ids.astype(np.int32), residency.places(ids), length, version
+        what = ids.astype(np.int32), residency.places(ids), length, residency.versions.of(ids)
         residency.emit(SpillObjects(self._last, residency.name, *what))
 
     def write_rest(self) -> None:

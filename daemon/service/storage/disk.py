@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from creel.cache.disk.store import DiskStore
 from creel.cache.disk.traces import drop_traces
 from creel.cache.memory.arena import Arena
-from creel.cache.storage.reads import Part, Read, WholeObject
+from creel.cache.memory.buffers import Part
+from creel.cache.storage.reads import Read, WholeObject
 from creel.config import disk_budget
 from creel.daemon.core.events import (
     Action,

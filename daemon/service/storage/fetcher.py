@@ -247,13 +247,13 @@ class Fetcher:
             return 0
         if known.any():
             read.enter(known, self._writer.fill(source, ids[known], offset[known], lengths[known]))
-        strange = np.flatnonzero(~known)
-        whole = _copied(source, ids[strange])
+        unknown = np.flatnonzero(~known)
+        whole = _copied(source, ids[unknown])
         lacking = [i for i, found in enumerate(whole) if found is None]
-        came = source.read_whole(ids[strange[lacking]])
+        came = source.read_whole(ids[unknown[lacking]])
         for i, found in zip(lacking, came, strict=True):
             whole[i] = found
-        for i, found in zip(strange.tolist(), whole, strict=True):
+        for i, found in zip(unknown.tolist(), whole, strict=True):
             if found is not None:
                 read.nbytes[i], read.version[i] = len(found.data), found.version
                 read.asked[i] = found.asked
