@@ -33,6 +33,7 @@ from creel.cache.memory.shared_words import (
     SharedWords,
 )
 from creel.forks import forget_in_child
+from creel.loader.backoff import pauses
 from creel.policies.cluster.job_order import JobOrder
 
 if TYPE_CHECKING:  # the two modules import each other
@@ -187,13 +188,12 @@ class Session:
 
         A daemon that is found lost here is lost for good, since its READY could mean either plan.
         """
-        pause = 2e-5
+        waits = pauses(2e-5, 0.001)
         while not self._settled():
             if self._dead():
                 self._lost = True
                 return False
-            time.sleep(pause)
-            pause = min(pause * 2, 0.001)
+            time.sleep(next(waits))
         return not self._lost
 
     def _settled(self) -> bool:

@@ -21,6 +21,7 @@ import msgspec
 
 from creel.errors import ConfigError, UnavailableError
 from creel.loader import torch_private
+from creel.loader.backoff import pauses
 from creel.loader.client.client import Client
 from creel.loader.cluster.listed import address_towards, join_listed
 from creel.loader.cluster.ranks import on_one_node
@@ -30,8 +31,8 @@ from creel.settings import ClusterSettings
 _log = logging.getLogger("creel.loader")
 
 _PREFIX = "creel/cluster/"
-#: Pauses between two looks at the store, in seconds: the first, and the longest.
-_FIRST_S, _LONGEST_S = 0.05, 2.0
+#: The first and the longest pause between two looks at the store, in seconds.
+_PAUSES_S = 0.05, 2.0
 #: Ranks that make no creel.DataLoader would be waited for in vain.
 _GIVE_UP_S = 600.0
 #: Longest time that reading the next epoch ahead waits for the nodes to join.
@@ -128,12 +129,11 @@ def nodes_of(first: list[Member], later: dict[int, Member]) -> tuple[list[Member
 def _all_there(client: Client, store: Any, world: int) -> bool:
     """Wait until every rank has written to the store; False where that takes too long."""
     keys = [f"{_PREFIX}key", *(f"{_PREFIX}{r}" for r in range(world))]
-    pause_s, until = _FIRST_S, time.monotonic() + _GIVE_UP_S
+    waits, until = pauses(*_PAUSES_S), time.monotonic() + _GIVE_UP_S
     while not store.check(keys):
         if not client.alive or time.monotonic() > until:
             return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        time.sleep(next(waits))
     return True
 
 

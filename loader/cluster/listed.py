@@ -17,6 +17,7 @@ from pathlib import Path
 
 from creel.config import KEY_VARIABLE
 from creel.errors import ConfigError
+from creel.loader.backoff import pauses
 from creel.loader.client.client import Client
 from creel.loader.cluster.hostlist import hosts_of
 from creel.loader.cluster.ranks import job_name
@@ -24,8 +25,8 @@ from creel.messages import Join, Member
 from creel.settings import ClusterSettings
 
 _MIN_KEY = 16  # bytes
-#: Pauses between two questions whether all are there, in seconds: the first, and the longest.
-_FIRST_S, _LONGEST_S = 0.05, 1.0
+#: The first and the longest pause between two requests to the daemon, in seconds.
+_PAUSES_S = 0.05, 1.0
 
 
 def join_listed(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
@@ -48,10 +49,9 @@ def join_listed(client: Client, settings: ClusterSettings, rank: int, world: int
         )
     request = request_of(hosts, me, ranks, settings.port, secret_of(settings, os.environ))
     client.host(address_towards(hosts[me - 1]), settings.port)
-    pause_s = _FIRST_S
+    waits = pauses(*_PAUSES_S)
     while not client.join(request) and client.alive:
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        time.sleep(next(waits))
 
 
 def request_of(hosts: list[str], me: int, ranks: list[int], port: int, secret: bytes) -> Join:

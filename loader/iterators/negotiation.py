@@ -18,10 +18,11 @@ import msgspec
 
 from creel.errors import ConfigError
 from creel.loader import torch_private
+from creel.loader.backoff import pauses
 from creel.policies.cluster.remap import nodes_alike
 
-#: Pauses between two looks at the store, in seconds: the first, and the longest.
-_FIRST_S, _LONGEST_S = 0.001, 0.1
+#: The first and the longest pause between two looks at the store, in seconds.
+_PAUSES_S = 0.001, 0.1
 #: Ranks may come late to their first epoch, but not never.
 _GIVE_UP_S = 600.0
 
@@ -116,7 +117,7 @@ def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late
     call = secrets.token_hex(8)
     store.set(topic.key("call"), call)
     terms_of_all = [terms]
-    pause_s = _FIRST_S
+    waits = pauses(*_PAUSES_S)
     while len(terms_of_all) < world:
         answer = _read(store, topic.key(f"terms/{len(terms_of_all)}"), Terms)
         if answer is not None and answer.call == call:
@@ -127,8 +128,7 @@ def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late
             return decision  # another rank has given up
         if time.monotonic() > until:
             return _settled(topic, store, Decision(call, (), (), late))
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        time.sleep(next(waits))
     return _settled(topic, store, decide(topic, call, terms_of_all))
 
 
@@ -137,7 +137,7 @@ def _follow(
 ) -> Decision | None:
     """Another rank: answer the latest call, and await its decision; None: no call has come."""
     answered = ""
-    pause_s = _FIRST_S
+    waits = pauses(*_PAUSES_S)
     while True:
         # In this order: rank 0 calls again only after it has decided.
         raw = _get(store, topic.key("call"))
@@ -149,11 +149,10 @@ def _follow(
         if call not in {answered, decided}:
             answer = msgspec.structs.replace(terms, call=call)
             store.set(topic.key(f"terms/{rank}"), msgspec.msgpack.encode(answer))
-            answered, pause_s = call, _FIRST_S
+            answered, waits = call, pauses(*_PAUSES_S)
         if time.monotonic() > until:
             return _settled(topic, store, Decision(answered, (), (), late)) if answered else None
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        time.sleep(next(waits))
 
 
 def _settled(topic: Topic, store: Any, decision: Decision) -> Decision:
