@@ -154,9 +154,7 @@ class BatchReader(StepReader):
     def _inspect(self, binding: Binding) -> None:
         """Record the present labels, and how batches follow from bytes."""
         self._labels = binding.labels()
-        # Bytes alone would raise what the dataset would, but for all samples at once.
-        by_bytes = self._plainly and not self._tolerance.wanted
-        self._gather = binding.gather() if by_bytes else None
+        self._gather = binding.gather() if self._plainly else None
 
     def wait_for(self, session: Session, step: int, ids: Ids | None) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""

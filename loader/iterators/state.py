@@ -233,16 +233,20 @@ def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[s
 
 def only_copies(loader: DataLoader[Any], binding: Binding) -> bool:
     """Whether a batch is rows of the arena, with none of the person's code."""
-    if loader.worker_init_fn is not None or loader.on_error != "raise":
+    if loader.worker_init_fn is not None:
         return False
     gather = binding.gather() if collates_plainly(loader) else None
     return gather is not None and not gather.has_code and gather.nbytes > 0
 
 
 def collates_plainly(loader: DataLoader[Any]) -> bool:
-    """Whether a batch is exactly torch's default collation of its samples."""
+    """Whether a batch is torch's default collation of its samples, which are read together.
+
+    With `on_error` they are read one by one, since rows copied together fail together.
+    """
     return (
-        loader._auto_collation  # noqa: SLF001  torch's
+        loader.on_error == "raise"
+        and loader._auto_collation  # noqa: SLF001  torch's
         and loader.collate_fn is default_collate
         and collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn
     )

@@ -24,7 +24,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,11 +81,11 @@ class WorkerArgs:
     init_fn: Callable[[int], None] | None
     worker_id: int
     num_workers: int
-    binding: Binding | None = None
-    tolerance: Tolerance = field(default_factory=lambda: Tolerance("raise", 0))
-    plain: bool = False  # a batch is default_collate of its samples
-    wait_s: float = 60.0  # longest wait for the daemon
-    slots: int = 8
+    binding: Binding | None
+    tolerance: Tolerance
+    plain: bool  # a batch is default_collate of all its samples
+    wait_s: float  # longest wait for the daemon
+    slots: int
     inherited: tuple[mmap.mmap, ...] = ()  # slots from the worker before; only under fork
 
 
@@ -227,8 +227,7 @@ class _Worker(StepReader):
                 # The trainer saw its heartbeat: a daemon that does not answer has just stopped.
                 self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
             self._session = self._client.attach(session)
-            by_bytes = self._plain and not self._tolerance.wanted
-            gather = self._binding.gather() if self._binding is not None and by_bytes else None
+            gather = self._binding.gather() if self._binding is not None and self._plain else None
             if gather is not None:
                 memory = self._outbox.memory
                 self._gatherer = Gatherer(gather, self._session, memory)
