@@ -157,7 +157,7 @@ def tiers() -> dict[str, Any]:
     from creel.loader.client.client import Client
 
     try:
-        with Client.connect(role="cli") as client:
+        with Client.connect(os.environ["CREEL_SOCKET"], "cli") as client:
             return dict(client.ask("stats")["tiers"])
     except CreelError:
         return {}

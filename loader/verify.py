@@ -51,8 +51,12 @@ class Record(NamedTuple):
     leaves: list[Leaf]
 
 
-def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None) -> Report:
+def verify(target: str, arguments: Sequence[str], steps: int | None) -> Report:
     """Compare both loaders on `target`, a script or MODULE:LOADER.
+
+    Args:
+        arguments: the script's.
+        steps: how many batches to compare; None: all.
 
     Returns:
         equal, batches, loaders, torch_s, creel_s, difference, torch_repeats, raised: see

@@ -119,6 +119,19 @@ def folder(path: Path, sizes: Sequence[int], *, known: bool = True) -> Manifest:
     return Manifest.of_files(names, root=str(path), lengths=list(sizes) if known else None)
 
 
+def opened(
+    client: Client,
+    dataset: Manifest | str,
+    job: str = "",
+    rank: int = 0,
+    world: int = 1,
+    recheck: str = "never",
+) -> Session:
+    """A session over a dataset; a manifest is registered first."""
+    key = dataset if isinstance(dataset, str) else client.register(dataset)
+    return client.open(key, job, rank, world, recheck)
+
+
 def plan(
     session: Session, ids: NDArray[np.integer], batch: int, epoch: int = 0, at: int = 0
 ) -> int:

@@ -96,14 +96,14 @@ class Client:
     @classmethod
     def connect(
         cls,
-        name: str = "",
+        name: str,
         role: str = "trainer",
         token: str = "",
         *,
         trainer_pid: int = 0,
         timeout_s: float = _REPLY_TIMEOUT_S,
     ) -> Client:
-        """Connect to the daemon of that name; "": CREEL_SOCKET, or "default".
+        """Connect to the daemon of that name.
 
         Args:
             role: "trainer", "worker" (with its trainer's token) or "cli".
@@ -116,7 +116,6 @@ class Client:
             UnavailableError: the daemon refuses with a reason, speaks another protocol, or it is
                 unknown which files this process sees.
         """
-        name = name or os.environ.get("CREEL_SOCKET") or "default"
         try:
             return cls._connect(first_address(name), role, token, trainer_pid, timeout_s)
         except NoDaemonError:
@@ -192,16 +191,16 @@ class Client:
         """
         if manifest.copies is None or manifest.copies.given:
             with contextlib.suppress(UnavailableError):
-                return self.open(manifest.key, job, rank, world, recheck=recheck)
-        return self.open(self.register(manifest), job, rank, world, recheck=recheck)
+                return self.open(manifest.key, job, rank, world, recheck)
+        return self.open(self.register(manifest), job, rank, world, recheck)
 
     def open(
         self,
         dataset: str,
-        job: str = "",
-        rank: int = 0,
-        world: int = 1,
-        recheck: str = "never",
+        job: str,
+        rank: int,
+        world: int,
+        recheck: str,
     ) -> Session:
         """Open a session over a registered dataset; see `messages.Open`.
 

@@ -153,7 +153,7 @@ class Session:
         while first < len(ends):
             start = int(ends[first - 1]) if first else 0
             fresh = self._sent < len(self.table.offset) // SIZES.fresh_part
-            max_objects = max(min(SIZES.fresh, SIZES.limit) if fresh else SIZES.limit, min_objects)
+            max_objects = max(SIZES.fresh if fresh else SIZES.limit, min_objects)
             if fresh and not self._sent:
                 max_objects = 0
             last = max(int(np.searchsorted(ends, start + max_objects, side="right")), first + 1)

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_name
+from creel.loader.torch_private import default_store
 from creel.policies.cluster.remap import Exchange
 
 REMAP = Topic(
@@ -53,7 +54,7 @@ def agreed(index_sampler: Iterable[object]) -> Exchange:
     flags = int(sampler.shuffle), int(sampler.drop_last)
     alike = world, batch, sampler.seed, len(sampler.dataset), *flags  # type: ignore[arg-type]  # it has a length
     terms = Terms(secrets.token_hex(8), sampler.rank, node_name(), alike)
-    return Exchange(negotiated(REMAP, rank, world, terms).node_of, batch)
+    return Exchange(negotiated(REMAP, rank, world, terms, default_store()).node_of, batch)
 
 
 def check_unchanged(exchange: Exchange, index_sampler: Iterable[object]) -> None:

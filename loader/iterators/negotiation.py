@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from creel.errors import ConfigError
-from creel.loader import torch_private
 from creel.loader.backoff import pauses
 from creel.policies.cluster.remap import nodes_alike
 
@@ -77,27 +76,23 @@ def negotiated(
     rank: int,
     world: int,
     terms: Terms,
-    *,
-    store: Any = None,
-    give_up_s: float = _GIVE_UP_S,
+    store: Any,
 ) -> Decision:
     """The decision that all ranks find in `store`; each of them calls this once.
 
-    store: None: that of the process group.
+    store: of the process group (`torch_private.default_store`); None: there is none.
 
     Raises:
         ConfigError: there is no process group; or, on all ranks: they differ, or one comes
-            `give_up_s` seconds after another.
+            600 s after another.
     """
-    if store is None:
-        store = torch_private.default_store()
     if store is None:
         raise ConfigError(f"{topic.name} needs torch.distributed.init_process_group, in all ranks")
     late = (
-        f"{topic.name}: not all ranks have begun this loader's first epoch within {give_up_s:.0f}"
+        f"{topic.name}: not all ranks have begun this loader's first epoch within {_GIVE_UP_S:.0f}"
         f" s: all must make it, with {topic.name}, and none with CREEL_DISABLE"
     )
-    until = time.monotonic() + give_up_s
+    until = time.monotonic() + _GIVE_UP_S
     decision = (
         _follow(topic, store, rank, terms, until, late)
         if rank

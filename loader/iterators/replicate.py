@@ -19,6 +19,7 @@ import torch
 from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_name
+from creel.loader.torch_private import default_store
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.follower import Follower
 from creel.loader.workers.leader import Leader
@@ -98,7 +99,7 @@ def join_group(loader: DataLoader[Any], *, plain: bool) -> Role:
         listener.listen(len(ranks))
         terms = Terms(name, me, node_name(), _alike(loader, plain=plain))
         topic = Topic("replicate", _ALIKE, "/" + ",".join(map(str, ranks)))
-        decision = negotiated(topic, me, len(ranks), terms)
+        decision = negotiated(topic, me, len(ranks), terms, default_store())
         here = [i for i, node in enumerate(decision.node_of) if node == decision.node_of[me]]
         if plain or len(here) == 1:
             return None

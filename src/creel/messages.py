@@ -96,10 +96,10 @@ class Open(Message, frozen=True):
     """
 
     dataset: str
-    job: str = ""
-    rank: int = 0
-    world: int = 1
-    recheck: Literal["epoch", "open", "step", "never"] = "never"
+    job: str
+    rank: int
+    world: int
+    recheck: Literal["epoch", "open", "step", "never"]
 
 
 class Close(Message, frozen=True):

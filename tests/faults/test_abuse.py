@@ -29,6 +29,7 @@ from creel.errors import NoDaemonError, SourceError, UnavailableError
 from creel.loader.client.client import Client
 from creel.loader.client.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, encode
+from daemons import opened
 from kit import daemon_of, gone, knock, nothing_left, until
 from programs import Program
 from testbed.same import needs_fuse
@@ -243,7 +244,7 @@ def session(paths: list[str], served: str) -> Iterator[Session]:
     next(iter(batches))
     with Client.connect(served) as client:
         key = client.register(Manifest.of_files(paths))
-        session = client.open(key)
+        session = opened(client, key)
         session.extend(0, 0, np.arange(8), np.arange(1, 9))
         assert session.wait(7, 10)
         yield session

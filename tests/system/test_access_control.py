@@ -38,7 +38,7 @@ from creel.messages import (
     Welcome,
     encode,
 )
-from daemons import Running, content, folder, plan, read_steps, status
+from daemons import Running, content, folder, opened, plan, read_steps, status
 from kit import knock, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -96,7 +96,13 @@ sys.stdin.read()
 
 
 def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
-    for first in (Open("x"), Attach(1), Close(1), Register(5), Hello(PROTOCOL, "king", 1)):
+    for first in (
+        Open("x", "", 0, 1, "never"),
+        Attach(1),
+        Close(1),
+        Register(5),
+        Hello(PROTOCOL, "king", 1),
+    ):
         with knock(first_address(daemon.name)) as s:
             s.send(encode(first))
             assert s.recv(1000) == b""
@@ -112,14 +118,14 @@ def test_a_worker_may_only_attach(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as trainer:
         dataset = trainer.register(manifest)
-        session = trainer.open(dataset)
+        session = opened(trainer, dataset)
         with pytest.raises(UnavailableError, match="not connected"):
             daemon.client("worker", "no such token")
         with daemon.client("worker", trainer.token) as worker:
             with pytest.raises(UnavailableError, match="must not"):
                 worker.register(manifest)
             with pytest.raises(UnavailableError, match="must not"):
-                worker.open(dataset)
+                opened(worker, dataset)
             with pytest.raises(UnavailableError, match="no session"):
                 worker.attach(session.id + 1)
             same = worker.attach(session.id)
@@ -147,7 +153,7 @@ def test_the_arena_and_the_table_cannot_be_written_by_clients(
             assert refused.value.errno == error
         os.close(arena)
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [10])))
+        session = opened(client, folder(tmp_path, [10]))
         with pytest.raises(ValueError, match="read-only"):
             session.table.offset[0] = 5
         with pytest.raises(ValueError, match="read-only"):
@@ -157,7 +163,7 @@ def test_the_arena_and_the_table_cannot_be_written_by_clients(
 def test_a_sessions_owner_alone_commands_it(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as a, daemon.client() as b:
-        session = a.open(a.register(manifest))
+        session = opened(a, manifest)
         ids, ends = np.arange(10, dtype=np.int32), np.array([5, 10])
         b.send(Extend(b.token, session.id, 0, 0), ids, ends)
         b.send(Truncate(b.token, session.id, 0))
@@ -186,7 +192,7 @@ def test_an_impossible_plan_costs_its_sender_the_connection(
 ) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         where = Extend(client.token, session.id, 0, step)
         client.send(where, np.array(ids, "<i4"), np.array(ends, "<i8"))
         until(lambda: not client.alive, what="the daemon hangs up")
@@ -196,14 +202,14 @@ def test_an_impossible_plan_costs_its_sender_the_connection(
 def test_lies_in_shared_words_are_bounded(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 20)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         plan(session, np.arange(20, dtype=np.int32), 5)
         for lie in (1 << 62, -(1 << 62), -1):
             session.words[DONE] = session.words[WANTED] = lie
             time.sleep(0.15)
         assert session.alive
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         plan(session, np.arange(20, dtype=np.int32), 5)
         assert read_steps(session, manifest, np.arange(20), 5) == 20
 
@@ -220,14 +226,14 @@ def test_limits_refuse_and_hold(daemon_name: str, tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="max_datasets"):
             a.register(Manifest.of_files(["0001"], root=str(tmp_path)))
         assert b.register(manifest) == key
-        sessions = [a.open(key), b.open(key)]
+        sessions = [opened(a, key), opened(b, key)]
         with pytest.raises(UnavailableError, match="max_sessions"):
-            a.open(key)
+            opened(a, key)
         with daemon.client(), pytest.raises(UnavailableError, match="max_connections"):
             daemon.client()
         sessions[0].close()
         until(lambda: a.ask("status")["sessions"] == 1, what="closed")
-        a.open(key)
+        opened(a, key)
 
 
 # --- hostile bytes ----------------------------------------------------------------------------
@@ -259,7 +265,7 @@ def test_no_packet_at_the_control_socket_hurts_the_daemon(
     messages = [
         Hello(PROTOCOL, "cli", 5),
         Register(1000),
-        Open("x" * 30, "job", 1, 2),
+        Open("x" * 30, "job", 1, 2, "never"),
         Attach(1),
         Close(7),
     ]
@@ -332,7 +338,7 @@ def test_a_flood_at_the_request_socket_starves_nobody(daemon: Running, tmp_path:
     thread.start()
     try:
         with daemon.client() as client:
-            session = client.open(client.register(manifest))
+            session = opened(client, manifest)
             for epoch in range(5):
                 plan(session, np.arange(40, dtype=np.int32), 4, epoch, at=epoch * 10)
                 assert read_steps(session, manifest, np.arange(40), 4, at=epoch * 10) == 40
@@ -347,7 +353,7 @@ def _still_serves(daemon: Running, path: Path) -> None:
     (path / "after").mkdir()
     manifest = folder(path / "after", [300] * 20)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         plan(session, np.arange(20, dtype=np.int32), 5)
         assert read_steps(session, manifest, np.arange(20), 5) == 20
 

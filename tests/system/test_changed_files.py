@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import creel
 from creel.cache.storage.manifest import Manifest
-from daemons import Running, plan, read_steps
+from daemons import Running, opened, plan, read_steps
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -202,11 +202,11 @@ def test_what_was_ready_is_withdrawn_where_another_job_finds_a_change(
     ids = np.arange(N)
     with daemon.client() as client:
         dataset = client.register(manifest)
-        session = client.open(dataset, "a", recheck="open")
+        session = opened(client, dataset, "a", recheck="open")
         plan(session, ids, BATCH)
         assert session.wait(2, 20)
         in_place(folder / "07", content(7, 1))
-        other = client.open(dataset, "b", recheck="open")
+        other = opened(client, dataset, "b", recheck="open")
         plan(other, ids, BATCH)
         assert read_steps(other, manifest, ids, BATCH) == N
         assert read_steps(session, manifest, ids, BATCH) == N

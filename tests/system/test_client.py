@@ -28,7 +28,7 @@ from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
 from creel.loader.plan.batch_stream import open_batch_stream
-from daemons import Running, folder, plan, read_steps
+from daemons import Running, folder, opened, plan, read_steps
 from kit import descriptors, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -64,12 +64,7 @@ def test_a_line_is_not_begun_where_no_thread_can_be(
 
 def test_without_a_daemon_there_is_an_error_that_says_so(daemon_name: str) -> None:
     with pytest.raises(NoDaemonError, match=f"creel/{os.getuid()}/{daemon_name}"):
-        Client.connect()
-
-
-def test_the_name_comes_from_the_environment(daemon: Running) -> None:
-    with Client.connect() as client:
-        assert client.daemon_pid == daemon.pid
+        Client.connect(daemon_name)
 
 
 @pytest.mark.parametrize("nonsense", [b"\xc1", b"babble"])
@@ -100,7 +95,7 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
     """A wait of one feed must not be a wait of all feeds of the process."""
     manifest = folder(tmp_path, [100] * 40)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         assert client.ask("status")  # the line is made
         received, before = client.received, descriptors(eventfds=True)
         listening = threading.Thread(target=client.listen, args=(100.0, received))
@@ -120,7 +115,7 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
 def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 40)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         assert client.ask("status")  # the line is made
         before = descriptors(eventfds=True)
 
@@ -143,7 +138,7 @@ _FEW_DESCRIPTORS = """
 import os, resource, sys
 from creel.errors import DaemonLostError
 from creel.loader.client.client import Client
-client = Client.connect()
+client = Client.connect(os.environ["CREEL_SOCKET"])
 top = os.dup(0)
 while os.open("/dev/null", os.O_RDONLY) < top + 32:
     pass
@@ -214,7 +209,7 @@ def test_many_threads_may_use_one_client(daemon: Running, tmp_path: Path) -> Non
 
         def work(seed: int) -> None:
             try:
-                session = client.open(key, "job", seed, 4)
+                session = opened(client, key, "job", seed, 4)
                 ids = np.random.default_rng(seed).permutation(40).astype(np.int32)
                 plan(session, ids, 4)
                 assert read_steps(session, manifest, ids, 4) == 40
@@ -237,7 +232,7 @@ def test_a_client_leaves_nothing_behind(daemon_name: str, tmp_path: Path) -> Non
     with Running(daemon_name) as daemon:
         for _ in range(5):
             with daemon.client() as client:
-                session = client.open(client.register(manifest))
+                session = opened(client, manifest)
                 plan(session, np.arange(10, dtype=np.int32), 5)
                 assert read_steps(session, manifest, np.arange(10), 5) == 10
         daemon.end()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from creel.errors import DaemonLostError
-from daemons import Running, content, folder, plan, status
+from daemons import Running, content, folder, opened, plan, status
 from kit import gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -41,7 +41,7 @@ def test_a_client_is_dead_in_a_forked_child_and_alive_in_its_parent(
 ) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         plan(session, np.arange(10, dtype=np.int32), 5)
         assert session.wait(1, 10)
         pid = os.fork()
@@ -66,7 +66,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None
     code = (
         "import os, time\n"
         "from creel.loader.client.client import Client\n"
-        "client = Client.connect()\n"
+        "client = Client.connect(os.environ['CREEL_SOCKET'])\n"
         "pid = os.fork()\n"
         "print(pid, flush=True) if pid else None\n"
         "time.sleep(150)\n"
@@ -86,11 +86,11 @@ def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None
 
 
 _WORKER = """
-import json, sys
+import json, os, sys
 import numpy as np
 from creel.loader.client.client import Client
 token, session_id, first, last = json.loads(sys.argv[1])
-client = Client.connect("", "worker", token)
+client = Client.connect(os.environ["CREEL_SOCKET"], "worker", token)
 session = client.attach(session_id)
 assert "torch" not in sys.modules
 for step in range(first, last):
@@ -103,7 +103,7 @@ client.close()
 def test_a_worker_waits_for_its_trainers_steps(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         job = json.dumps([client.token, session.id, 0, 10])
         worker = subprocess.Popen(
             [sys.executable, "-c", _WORKER, job], stdout=subprocess.PIPE, text=True
@@ -120,7 +120,7 @@ def test_a_worker_waits_for_its_trainers_steps(daemon: Running, tmp_path: Path) 
 def test_a_worker_outlives_its_trainer_without_harm(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     trainer = daemon.client()
-    session = trainer.open(trainer.register(manifest))
+    session = opened(trainer, manifest)
     with daemon.client("worker", trainer.token) as worker:
         same = worker.attach(session.id)
         assert same.alive

@@ -18,7 +18,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
 from creel.loader.client.session import STALE_NS, Session
 from creel.messages import Extend
-from daemons import Running, folder, plan, read_steps, status
+from daemons import Running, folder, opened, plan, read_steps, status
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -80,7 +80,7 @@ def rows(objects: int, nbytes: int = 1) -> Manifest:
 
 def test_epoch_numbers_cost_no_memory(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with small(daemon_name, monkeypatch) as daemon, daemon.client() as client:
-        session = client.open(client.register(rows(400_000)))
+        session = opened(client, rows(400_000))
         before = resident(daemon)
         for epoch in range(200):
             assert session.extend(epoch, epoch, np.array([epoch]), np.array([1]))
@@ -91,10 +91,10 @@ def test_epoch_numbers_cost_no_memory(daemon_name: str, monkeypatch: pytest.Monk
 def test_a_dataset_of_millions_stops_nobody(daemon_name: str, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 20)
     with Running(daemon_name, memory="16MiB") as daemon, daemon.client() as a, daemon.client() as b:
-        other = a.open(a.register(manifest))
+        other = opened(a, manifest)
         before = resident(daemon)
         with beating(other):
-            huge = b.open(b.register(rows(8_000_000)))
+            huge = opened(b, rows(8_000_000))
             for epoch in range(20):
                 assert huge.extend(epoch, epoch, np.array([epoch]), np.array([1]))
             with pytest.raises(UnavailableError, match="split the dataset"):
@@ -111,7 +111,7 @@ def test_records_that_nobody_reads_take_no_memory(daemon_name: str) -> None:
     with Running(daemon_name, memory="16MiB") as daemon, daemon.client() as client:
         client.register(rows(10))
         before = resident(daemon)
-        session = client.open(client.register(rows(8_000_000)))
+        session = opened(client, rows(8_000_000))
         assert session.extend(0, 0, np.arange(1000), np.array([1000]))
         client.ask("status")
         assert resident(daemon) - before < 16 << 20
@@ -125,9 +125,9 @@ def test_idle_datasets_make_room_for_tables(
         keys = [client.register(rows(360_000, nbytes)) for nbytes in range(1, 4)]
         with pytest.raises(UnavailableError, match="memory for tables"):
             client.register(rows(360_000, 9))  # all are claimed
-        sessions = [client.open(key) for key in keys]
+        sessions = [opened(client, key) for key in keys]
         small_key = client.register(rows(10))
-        small_one = client.open(small_key)
+        small_one = opened(client, small_key)
         for session in (sessions[0], small_one):
             session.close()
         client.register(rows(360_000, 9))
@@ -145,7 +145,7 @@ def test_a_plan_without_end_ends_its_session(
         daemon.client() as a,
         daemon.client() as b,
     ):
-        other, greedy = a.open(a.register(manifest)), b.open(b.register(manifest))
+        other, greedy = opened(a, manifest), opened(b, manifest)
         before = resident(daemon)
         piece = np.zeros(100_000, np.int32), np.arange(1000, 100_001, 1000)
         with beating(other):
@@ -159,7 +159,7 @@ def test_a_plan_without_end_ends_its_session(
             assert read_steps(other, manifest, np.arange(20), 5) == 20
         assert resident(daemon) - before < (8 << 20) + SLACK_NBYTES
         assert "ends: " in daemon.log()
-        again = b.open(b.register(manifest))
+        again = opened(b, manifest)
         plan(again, np.arange(20), 5)
         assert read_steps(again, manifest, np.arange(20), 5) == 20
 
@@ -168,14 +168,14 @@ def test_too_much_at_once_costs_its_sender_the_connection(daemon_name: str, tmp_
     manifest = folder(tmp_path, [100] * 20)
     with Running(daemon_name) as daemon:
         with daemon.client() as client:
-            session = client.open(client.register(manifest))
+            session = opened(client, manifest)
             where = Extend(client.token, session.id, 0, 0)
             client.send(where, np.zeros((1 << 20) + 1, np.int32), np.array([(1 << 20) + 1]))
             until(lambda: not client.alive, what="the daemon hangs up")
         with daemon.client() as client:
             key = client.register(manifest)
             with pytest.raises(UnavailableError):
-                client.open(key, job="x" * 5000)
+                opened(client, key, job="x" * 5000)
         assert status(daemon)["sessions"] == 0
 
 
@@ -205,23 +205,23 @@ def test_whatever_fails_ends_the_session_it_was_about_and_no_other(
 ) -> None:
     manifest = folder(tmp_path, [100] * 40)
     with small(daemon_name, monkeypatch, BROKEN) as daemon, daemon.client() as other:
-        session = other.open(other.register(manifest), job="j", rank=0, world=2)
+        session = opened(other, manifest, job="j", rank=0, world=2)
         at = plan(session, np.arange(40), 5)
         with daemon.client() as client:
-            bad = client.open(client.register(manifest), job="j", rank=1, world=2)
+            bad = opened(client, manifest, job="j", rank=1, world=2)
             plan(bad, np.arange(20), 5)
             assert bad.wait(1, 10)
             bad.extend(1, 4, np.arange(13), np.array([13]))
             until(lambda: not bad.alive, what="its session ends")
             assert client.alive
         with daemon.client() as client:
-            bad = client.open(client.register(manifest))
+            bad = opened(client, manifest)
             bad.extend(0, 0, np.arange(7), np.array([7]))
             until(lambda: not client.alive, what="the daemon hangs up")
         with daemon.client() as client:
             key = client.register(manifest)
             with pytest.raises(UnavailableError):
-                client.open(key, job="boom")
+                opened(client, key, job="boom")
         assert read_steps(session, manifest, np.arange(40), 5) == 40
         plan(session, np.arange(40)[::-1], 5, 1, at=at)
         assert read_steps(session, manifest, np.arange(40)[::-1], 5, at=at) == 40

@@ -17,7 +17,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.errors import DaemonLostError
 from creel.loader.client import client as client_module
 from creel.loader.client.session import MessageSizes
-from daemons import Running, folder, plan
+from daemons import Running, folder, opened, plan
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 def test_waiting_has_a_deadline(daemon: Running, tmp_path: Path) -> None:
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [10])))
+        session = opened(client, folder(tmp_path, [10]))
         start = time.monotonic()
         assert not session.wait(0, 0.3)
         assert time.monotonic() - start > 0.25
@@ -39,7 +39,7 @@ def test_a_plan_that_never_reaches_the_daemon_is_not_waited_for(
     monkeypatch.setattr("creel.loader.client.session.ARRIVAL_S", 0.2)
     with daemon.client() as client:
         dataset = client.register(folder(tmp_path, [10] * 4))
-        session, other = client.open(dataset), client.open(dataset)
+        session, other = opened(client, dataset), opened(client, dataset)
         with monkeypatch.context() as patch:
             patch.setattr(client, "send", lambda *_: None)
             plan(session, np.arange(4), 2)
@@ -60,7 +60,7 @@ def test_a_finaliser_may_end_a_session_wherever_its_client_is(
     ids = np.arange(10, dtype=np.int32)
     with daemon.client() as client:
         dataset = client.register(folder(tmp_path, [10] * 10))
-        left, other = client.open(dataset), client.open(dataset)
+        left, other = opened(client, dataset), opened(client, dataset)
         plan(left, ids, 5)
         owner: Any = client_module if inside == "exchange" else zmq.Socket
         call = getattr(owner, inside)
@@ -74,7 +74,7 @@ def test_a_finaliser_may_end_a_session_wherever_its_client_is(
 
         monkeypatch.setattr(owner, inside, collecting)
         if inside == "exchange":
-            other = client.open(dataset)
+            other = opened(client, dataset)
         elif inside == "recv_multipart":
             assert not other.wait(0, 0.1)
         plan(other, ids, 5)
@@ -88,7 +88,7 @@ def test_a_plan_that_cannot_be_taken_back_is_not_believed_any_more(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [10] * 10)))
+        session = opened(client, folder(tmp_path, [10] * 10))
         plan(session, np.arange(10, dtype=np.int32), 5)
         assert session.wait(1, 20)
         with monkeypatch.context() as patch:
@@ -103,14 +103,14 @@ def test_a_session_that_cannot_be_mapped_is_not_left_open(daemon: Running) -> No
         none = OSError(errno.ENOMEM, "Cannot allocate memory")
         unmapped = mock.patch.object(client_module, "LocationTable", side_effect=none)
         with unmapped, pytest.raises(OSError):  # noqa: PT011
-            client.open(key)
-        client.open(key)  # the daemon has dealt with all that was said before
+            opened(client, key)
+        opened(client, key)  # the daemon has dealt with all that was said before
         assert client.ask("status")["sessions"] == 1
 
 
 def test_done_never_goes_back(daemon: Running, tmp_path: Path) -> None:
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [10])))
+        session = opened(client, folder(tmp_path, [10]))
         session.done(5)
         session.done(3)
         assert session.words[DONE] == 5
@@ -121,7 +121,7 @@ def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
     one = np.ones(1, np.int64)
     manifest = Manifest.of_runs([str(tmp_path / "rows")], one * 0, one, one * 3_000_000)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         ids = np.random.default_rng(0).permutation(3_000_000).astype(np.int32)
         assert plan(session, ids, 1000) == 3000
         assert session.wait(0, 20)
@@ -136,7 +136,7 @@ def test_each_epoch_is_told_in_small_messages_at_first(
     sizes = MessageSizes(limit=20, fresh=4, fresh_part=4, messages=50)
     monkeypatch.setattr("creel.loader.client.session.SIZES", sizes)
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [10] * 64)))
+        session = opened(client, folder(tmp_path, [10] * 64))
         sent, send = [], client.send
 
         def spied(message: Any, *arrays: Any) -> None:
@@ -157,9 +157,9 @@ def test_each_epoch_is_told_in_small_messages_at_first(
 def test_a_session_is_lost_with_a_plan_that_was_told_in_part(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("creel.loader.client.session.SIZES", MessageSizes(limit=4))
+    monkeypatch.setattr("creel.loader.client.session.SIZES", MessageSizes(limit=4, fresh=4))
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [10] * 12)))
+        session = opened(client, folder(tmp_path, [10] * 12))
         says = iter([client.send])
 
         def send(*args: Any) -> None:

@@ -18,7 +18,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 from creel.loader.client.session import STALE_NS, Session
-from daemons import COMMAND, Running, content, folder, plan, read_steps, status
+from daemons import COMMAND, Running, content, folder, opened, plan, read_steps, status
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -32,7 +32,7 @@ def test_bytes_in_the_arena_equal_the_files(daemon: Running, tmp_path: Path, kno
     rng = np.random.default_rng(7)
     manifest = folder(tmp_path, rng.integers(0, 9000, 150).tolist(), known=known)
     with daemon.client() as client:
-        session = client.open(client.register(manifest), "job", 0, 1)
+        session = opened(client, manifest, "job", 0, 1)
         at = 0
         for epoch in range(3):
             ids = rng.permutation(150).astype(np.int32)
@@ -50,7 +50,7 @@ def test_records_of_one_file_are_dense_rows(daemon: Running, tmp_path: Path) -> 
     one = np.ones(1, np.int64)
     manifest = Manifest.of_runs([str(tmp_path / "rows")], one * 0, one * 384, one * 500)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         ids = np.random.default_rng(1).permutation(500).astype(np.int32)
         plan(session, ids, 50)
         rows = client.arena.rows(384)
@@ -65,7 +65,7 @@ def test_a_small_budget_evicts_and_stays_right(daemon_name: str, tmp_path: Path)
     rng = np.random.default_rng(3)
     manifest = folder(tmp_path, [20_000] * 200)  # 4 MB through 1 MiB
     with Running(daemon_name, memory="1MiB") as daemon, daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         at = 0
         for epoch in range(3):
             ids = rng.permutation(200).astype(np.int32)
@@ -81,7 +81,7 @@ def test_a_missing_file_is_absent_and_holds_up_nobody(daemon: Running, tmp_path:
     manifest = folder(tmp_path, [100] * 20)
     (tmp_path / "0007").unlink()
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         plan(session, np.arange(20, dtype=np.int32), 5)
         assert read_steps(session, manifest, np.arange(20), 5) == 19
         assert content(session, 7) is None
@@ -94,7 +94,7 @@ def test_two_ranks_share_one_read(daemon: Running, tmp_path: Path) -> None:
     with daemon.client() as a, daemon.client() as b:
         key = a.register(manifest)
         assert b.register(manifest) == key
-        first, second = a.open(key, "j", 0, 2), b.open(key, "j", 1, 2)
+        first, second = opened(a, key, "j", 0, 2), opened(b, key, "j", 1, 2)
         ids = np.arange(64, dtype=np.int32)
         plan(first, ids, 8)
         plan(second, ids, 8)
@@ -110,7 +110,7 @@ def test_a_truncated_plan_goes_on_differently(daemon: Running, tmp_path: Path) -
         ids = np.arange(40, dtype=np.int32)
         backwards = ids[::-1].copy()
         for _ in range(20):
-            session = client.open(key)
+            session = opened(client, key)
             plan(session, ids, 4)
             assert session.wait(1, 10)
             session.done(2)
@@ -125,7 +125,7 @@ def test_a_truncated_plan_goes_on_differently(daemon: Running, tmp_path: Path) -
 
 def ten_steps(client: Client, tmp_path: Path) -> Session:
     """A session of ten steps, all ready."""
-    session = client.open(client.register(folder(tmp_path, [500] * 40)))
+    session = opened(client, folder(tmp_path, [500] * 40))
     plan(session, np.arange(40, dtype=np.int32), 4)
     assert session.wait(9, 10)
     return session
@@ -167,7 +167,7 @@ def test_ready_is_never_ahead_of_the_bytes(daemon: Running, tmp_path: Path) -> N
     """Whoever sees READY = r finds the objects of all steps below r, however quick the look."""
     manifest = folder(tmp_path, [3000] * 200)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         ids = np.random.default_rng(2).permutation(200).astype(np.int32)
         plan(session, ids, 4)
         seen = 0
@@ -183,14 +183,14 @@ def test_ready_is_never_ahead_of_the_bytes(daemon: Running, tmp_path: Path) -> N
 # --- deaths -----------------------------------------------------------------------------------
 
 _HOLDER = """
-import sys, time
+import os, sys, time
 import numpy as np
 from creel.cache.storage.manifest import Manifest
 from creel.loader.client.client import Client
 root, n = sys.argv[1], int(sys.argv[2])
-client = Client.connect()
+client = Client.connect(os.environ["CREEL_SOCKET"])
 manifest = Manifest.of_files([f"{i:04}" for i in range(n)], root=root)
-session = client.open(client.register(manifest))
+session = client.open(client.register(manifest), "", 0, 1, "never")
 session.extend(0, 0, np.arange(n, dtype=np.int32), np.arange(1, n + 1))
 assert session.wait(0, 20)
 print("holding", flush=True)
@@ -221,7 +221,7 @@ def test_a_killed_daemon_is_noticed_at_once_and_its_bytes_stay(
     monkeypatch.setattr("creel.loader.client.session.STALE_NS", 10**12)  # not by its heartbeat
     manifest = folder(tmp_path, [100] * 10)
     client = daemon.client()
-    session = client.open(client.register(manifest))
+    session = opened(client, manifest)
     plan(session, np.arange(5, dtype=np.int32), 5)
     assert session.wait(0, 10)
     threading.Timer(0.2, daemon.process.kill).start()
@@ -240,7 +240,7 @@ def test_a_killed_daemon_is_noticed_at_once_and_its_bytes_stay(
 def test_a_stopped_daemon_is_given_up_after_two_seconds(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         assert session.alive
         daemon.signal(signal.SIGSTOP)
         try:
@@ -258,7 +258,7 @@ def test_a_machine_that_stood_still_gives_no_daemon_up(
     """Who looks first after all were stopped finds an old heartbeat, and a daemon that goes on."""
     monkeypatch.setattr("creel.loader.client.session.STALE_CONFIRM_NS", 10**12)
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [100] * 10)))
+        session = opened(client, folder(tmp_path, [100] * 10))
         daemon.signal(signal.SIGSTOP)
         until(lambda: time.monotonic_ns() - session.words[HEARTBEAT] > STALE_NS)
         old = session.words[HEARTBEAT]
@@ -272,7 +272,7 @@ def test_a_machine_that_stood_still_gives_no_daemon_up(
 def test_sigterm_drains(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as client:
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         plan(session, np.arange(10, dtype=np.int32), 5)
         assert session.wait(1, 10)
         daemon.end()
@@ -287,7 +287,7 @@ def test_stop_waits_for_the_clients_or_not(daemon_name: str, tmp_path: Path) -> 
     manifest = folder(tmp_path, [100] * 10)
     with Running(daemon_name) as daemon:
         client = daemon.client()
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         client.ask("stop", now=False)
         time.sleep(0.3)  # for a daemon that does not wait
         assert session.alive
@@ -316,10 +316,10 @@ def test_a_thread_in_a_dead_mount_holds_up_neither_others_nor_the_end(
     live = folder(tmp_path / "live", [1000] * 50)
     dead = Manifest.of_files(["0000"], root=str(tmp_path / "dead"))
     with daemon.client() as client:
-        stuck = client.open(client.register(dead))
+        stuck = opened(client, dead)
         plan(stuck, np.zeros(1, np.int32), 1)
         assert not stuck.wait(0, 0.3)
-        session = client.open(client.register(live))
+        session = opened(client, live)
         plan(session, np.arange(50, dtype=np.int32), 10)
         assert read_steps(session, live, np.arange(50), 10) == 50
     daemon.end()
@@ -335,7 +335,7 @@ def test_hung_reads_of_a_source_do_not_hold_up_its_other_reads(
     manifest = Manifest.concat([live, dead])
     with daemon.client() as client:
         key = client.register(manifest)
-        stuck, session = client.open(key, "a"), client.open(key, "b")
+        stuck, session = opened(client, key, "a"), opened(client, key, "b")
         plan(stuck, np.arange(50, 53, dtype=np.int32), 1)
         assert not stuck.wait(0, 0.3)
         plan(session, np.arange(50, dtype=np.int32), 10)

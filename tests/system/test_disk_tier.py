@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
-from daemons import Running, folder, plan, read_steps
+from daemons import Running, folder, opened, plan, read_steps
 from kit import unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
@@ -53,7 +53,7 @@ class Reading:
     def __init__(self, daemon: Running, manifest: Manifest, recheck: str = "epoch") -> None:
         self._client = daemon.client()
         key = self._client.register(manifest)
-        self._session = self._client.open(key, "job", 0, 1, recheck)
+        self._session = opened(self._client, key, "job", 0, 1, recheck)
         self._manifest = manifest
         self._rng = np.random.default_rng(1)
         self._orders: list[NDArray[np.intp]] = []
@@ -164,7 +164,7 @@ def test_what_only_memory_has_is_written_when_the_daemon_ends(
 ) -> None:
     """Read ahead for a step of all that nobody has read: pinned, so nothing was written yet."""
     with running(scratch, memory="16MiB") as daemon, daemon.client() as client:
-        session = client.open(client.register(files), "job", 0, 1, "epoch")
+        session = opened(client, files, "job", 0, 1, "epoch")
         plan(session, np.arange(N), N, 0, 0)
         session.begin(0)
         until(lambda: told(daemon)["resident_objects"] == N, what="all is read ahead")

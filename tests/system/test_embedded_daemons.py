@@ -20,7 +20,7 @@ from creel.config import Config
 from creel.loader.client import embed
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
-from daemons import Running, folder, plan, read_steps
+from daemons import Running, folder, opened, plan, read_steps
 from kit import gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -47,7 +47,7 @@ def test_the_first_client_starts_a_daemon_and_the_last_one_ends_it(
     assert first.ask("status")["embedded"]
     first.close()
     time.sleep(0.5)  # for a daemon that counts wrong
-    session = second.open(second.register(manifest))
+    session = opened(second, manifest)
     plan(session, np.arange(10, dtype=np.int32), 5)
     assert read_steps(session, manifest, np.arange(10), 5) == 10
     pid = second.daemon_pid

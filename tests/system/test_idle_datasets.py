@@ -13,7 +13,7 @@ import pytest
 from creel.cache.storage.manifest import Manifest
 from creel.loader.client.client import Client
 from creel.loader.client.session import Session
-from daemons import Running, folder, plan, read_steps
+from daemons import Running, folder, opened, plan, read_steps
 from kit import unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
@@ -38,7 +38,7 @@ def known(client: Client) -> dict[str, dict[str, int]]:
 
 
 def read_all(client: Client, manifest: Manifest) -> Session:
-    session = client.open(client.register(manifest))
+    session = opened(client, manifest)
     plan(session, np.arange(4), 2)
     assert read_steps(session, manifest, np.arange(4), 2) == 4
     return session
@@ -91,12 +91,12 @@ def test_what_somebody_means_to_read_stays(tmp_path: Path) -> None:
     """Registered and not yet opened, or open in a client that does nothing at all."""
     first, second, third = (dataset(tmp_path, n) for n in range(3))
     with serving(idle_s=0, max_idle_datasets=0) as daemon, daemon.client() as client:
-        session = client.open(client.register(first))
+        session = opened(client, first)
         key = client.register(second)
         with daemon.client() as other:
             read_all(other, third)
         until(lambda: set(known(client)) == {"000", "001"}, what="only the third went")
-        client.open(key)
+        opened(client, key)
         session.close()
         until(lambda: set(known(client)) == {"001"}, what="a closed one goes, its client stays")
 
@@ -119,7 +119,7 @@ def test_idle_pages_are_the_first_to_go_when_memory_is_wanted(tmp_path: Path) ->
     with serving() as daemon:  # of 32 MiB
         for manifest in (old, new):
             with daemon.client() as client:
-                session = client.open(client.register(manifest))
+                session = opened(client, manifest)
                 plan(session, everything, 2)
                 assert read_steps(session, manifest, everything, 2) == 24
         with daemon.client("cli") as client:

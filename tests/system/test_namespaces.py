@@ -28,7 +28,7 @@ from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early
 from creel.messages import PROTOCOL, Hello, encode
-from daemons import Running, folder, plan, read_steps
+from daemons import Running, folder, opened, plan, read_steps
 from kit import gone, knock, unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -263,7 +263,7 @@ def test_an_address_of_another_user_is_final_and_named(
         assert connect_or_start(config(daemon_name)) is None
         if how != "bound":
             with pytest.raises(NoDaemonError, match="of user 65534"):
-                Client.connect()
+                Client.connect(daemon_name)
         doctors = doctors_view(daemon_name)
     (said,) = caplog.messages
     assert "user 65534 holds the address of your daemon" in said
@@ -287,7 +287,7 @@ def test_a_second_address_with_a_secret_serves_where_the_first_is_taken(
         client = connect_or_start(config(daemon_name), start=start)
         assert client is not None
         with client, Client.connect(daemon_name, "worker", client.token) as worker:
-            session = client.open(client.register(manifest))
+            session = opened(client, manifest)
             plan(session, np.arange(10), 5)
             assert read_steps(worker.attach(session.id), manifest, np.arange(10), 5) == 10
             assert worker.daemon_pid == client.daemon_pid

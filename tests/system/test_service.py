@@ -16,7 +16,7 @@ import pytest
 
 from creel.errors import ConfigError
 from creel.loader.client.client import Client
-from daemons import COMMAND, Running, folder, plan, read_steps
+from daemons import COMMAND, Running, folder, opened, plan, read_steps
 from kit import descriptors, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -48,7 +48,7 @@ def test_an_idle_daemon_is_quiet_and_small(daemon_name: str, tmp_path: Path) -> 
         process = psutil.Process(daemon.pid)
         # Its own memory: of Arrow's libraries the kernel maps 35 MB more or less as it likes.
         assert process.memory_full_info().uss < 60e6
-        client.open(client.register(folder(tmp_path, [10])))
+        opened(client, folder(tmp_path, [10]))
         time.sleep(1)
         before = process.cpu_times()
         time.sleep(2)
@@ -66,7 +66,7 @@ def test_nothing_is_left(daemon_name: str, tmp_path: Path) -> None:
         idle = daemon.fds()
         for _ in range(5):
             with daemon.client() as client:
-                session = client.open(client.register(manifest))
+                session = opened(client, manifest)
                 plan(session, np.arange(10, dtype=np.int32), 5)
                 assert read_steps(session, manifest, np.arange(10), 5) == 10
         until(lambda: daemon.fds() <= idle + 3, what="one dataset stays")
@@ -151,7 +151,7 @@ def test_prometheus_may_scrape(daemon_name: str, tmp_path: Path) -> None:
         Running(daemon_name, "--metrics", "127.0.0.1:0") as daemon,  # any port that is free
         daemon.client() as client,
     ):
-        session = client.open(client.register(manifest), "job", 3, 4)
+        session = opened(client, manifest, "job", 3, 4)
         plan(session, np.arange(10, dtype=np.int32), 5)
         read_steps(session, manifest, np.arange(10), 5)
         session.words.add("samples", 10)

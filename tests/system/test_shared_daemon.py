@@ -23,7 +23,7 @@ from creel.loader.iterators import epoch_run, gather_iter
 from creel.loader.iterators.gather_iter import GatherIter
 from creel.loader.iterators.worker_iter import WorkerIter
 from creel.loader.workers.batch_message import Outbox
-from daemons import Running, plan
+from daemons import Running, opened, plan
 from kit import until
 from programs import Program
 
@@ -437,7 +437,7 @@ def write_over(daemon: Running, rows: Any) -> None:
     with daemon.client() as client:
         for dataset in client.ask("datasets")["datasets"]:
             client.ask("drop", dataset=dataset["dataset"])
-        session = client.open(client.register(manifest))
+        session = opened(client, manifest)
         ids = np.arange(ROWS)[::-1]
         plan(session, ids, FEW)
         for step in range(ROWS // FEW):

@@ -20,7 +20,7 @@ import creel
 from creel.config import Config
 from creel.loader.client import connections
 from creel.loader.client.embed import connect_or_start
-from daemons import COMMAND, Running, folder, plan, read_steps
+from daemons import COMMAND, Running, folder, opened, plan, read_steps
 from kit import gone, unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -85,7 +85,7 @@ def test_a_service_takes_over_from_an_embedded_daemon(tmp_path: Path) -> None:
         with service.client() as client:
             assert client.daemon_pid == service.pid != embedded.daemon_pid
             for ours in (client, embedded):
-                session = ours.open(ours.register(manifest))
+                session = opened(ours, manifest)
                 plan(session, np.arange(8), 2)
                 assert read_steps(session, manifest, np.arange(8), 2) == 8
         assert "released the address" in service.log()

@@ -66,7 +66,7 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
         node.register("token", lambda: manifest, answers.append)
         while not answers:
             calls.get_nowait()()
-        session = node.open("token", Open(manifest.key))
+        session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
         node.extended(session, Extend("token", 1, 0, 0), [np.zeros(1, np.int32), np.ones(1, int)])
         node.tick()
         calls.get_nowait()()
@@ -82,7 +82,9 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
     node.register("token", lambda: manifest, lambda _: None)
     while manifest.key not in node.registry.datasets:
         calls.get(timeout=60)()
-    bad, other = (node.open("token", Open(manifest.key, job)) for job in ("bad", "other"))
+    bad, other = (
+        node.open("token", Open(manifest.key, job, 0, 1, "never")) for job in ("bad", "other")
+    )
     with mock.patch.object(node.core, "handle", side_effect=MemoryError):
         node.truncated(bad, 0)
     assert list(node.registry.sessions) == [other.id]
@@ -111,7 +113,7 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
     manifest = Manifest.of_files(["/a"])
     node.register("token", lambda: manifest, lambda _: None)
     until(lambda: manifest.key in node.registry.datasets, what="it is registered")
-    session = node.open("token", Open(manifest.key))
+    session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
     slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
     with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
         for _ in range(3):

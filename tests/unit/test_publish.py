@@ -258,7 +258,7 @@ def test_a_finaliser_amid_a_message_of_its_thread_ends_the_session(daemon: Daemo
 def test_a_finaliser_between_two_messages_cancels_the_rest(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "SIZES", session.MessageSizes(limit=4))
+    monkeypatch.setattr(session, "SIZES", session.MessageSizes(limit=4, fresh=4))
     publisher = publisher_of(daemon)
     told = begun(publisher, counted(8, 40))
     assert daemon.steps

@@ -66,7 +66,7 @@ def test_a_jobs_name_is_torchruns_or_slurms_or_pmixs() -> None:
 def test_a_jobs_name_is_text_whatever_its_bytes() -> None:
     name = job_name({"TORCHELASTIC_RUN_ID": os.fsdecode(b"caf\xe9")})
     assert name == "caf\\udce9"
-    encode(Open("dataset", name))
+    encode(Open("dataset", name, 0, 1, "never"))
 
 
 def test_ranks_are_on_one_node_where_the_launcher_says_so() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import creel
 from creel.errors import ConfigError
+from creel.loader.iterators import negotiation
 from creel.loader.iterators.exchange import REMAP, check_unchanged, distributed_sampler
 from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.orders import EpochOrder, IteratorStart
@@ -179,11 +180,10 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def begin(self, rank: int, give_up_s: float = 30.0) -> Future[Decision]:
+    def begin(self, rank: int) -> Future[Decision]:
         self._made += 1
         terms = Terms(f"process {self._made}", rank, f"n{self._made}", (self.world, 8))
-        how: Any = {"store": self.store, "give_up_s": give_up_s}
-        return self._threads.submit(negotiated, REMAP, rank, self.world, terms, **how)
+        return self._threads.submit(negotiated, REMAP, rank, self.world, terms, self.store)
 
     def agree(self) -> None:
         both = [self.begin(rank) for rank in range(self.world)]
@@ -216,12 +216,13 @@ def test_many_loaders_leave_as_many_keys_as_one(tmp_path: Path) -> None:
         assert store.num_keys() == keys
 
 
-def test_where_one_rank_gives_up_all_raise() -> None:
+def test_where_one_rank_gives_up_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     with Ranks(store, 4) as ranks:  # the last one never comes
         there = [ranks.begin(0), ranks.begin(1)]
         until(lambda: store.check(["creel/remap/terms/1"]))
-        there.append(ranks.begin(2, give_up_s=0.0))
+        monkeypatch.setattr(negotiation, "_GIVE_UP_S", 0.0)
+        there.append(ranks.begin(2))
         for rank in there:
             with pytest.raises(ConfigError, match="not all ranks"):
                 rank.result()

@@ -34,7 +34,7 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
     before = descriptors()
     none = OSError(errno.EMFILE, "Too many open files")
     with mock.patch("mmap.mmap", side_effect=none), pytest.raises(UnavailableError, match="Too"):
-        registry.open("token", Open(manifest.key))
+        registry.open("token", Open(manifest.key, "", 0, 1, "never"))
     assert not descriptors() - before
     registry.close()
 
@@ -42,7 +42,9 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
 def _record(steps: int) -> SessionRecord:
     """A session that nobody but the test knows; to be closed."""
     fd = sealed_memfd("words", WORDS_NBYTES)
-    return SessionRecord(1, "token", mock.Mock(), Open("d"), SharedWords(fd), fd, steps=steps)
+    return SessionRecord(
+        1, "token", mock.Mock(), Open("d", "", 0, 1, "never"), SharedWords(fd), fd, steps=steps
+    )
 
 
 def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:

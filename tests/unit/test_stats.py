@@ -79,7 +79,7 @@ def session() -> Iterator[Callable[..., Any]]:
 
     def make(job: str, rank: int, **counters: int) -> Any:
         fd = sealed_memfd("words", WORDS_NBYTES)
-        one = Session(Open("d", job, rank, 1500), SharedWords(fd))
+        one = Session(Open("d", job, rank, 1500, "never"), SharedWords(fd))
         os.close(fd)
         all_words.append(one.words)
         one.count(**counters)
