@@ -25,6 +25,7 @@ __all__ = [
     "generate_state",
     "pin_memory",
     "profiler_enabled",
+    "require_prefetch_factor",
     "signal_handling",
     "utils",
     "worker",
@@ -89,6 +90,19 @@ def default_store() -> Any:
         return store.clone()  # type: ignore[attr-defined]  # what waits there must not hold up the process group
     except (AttributeError, RuntimeError):  # an older torch; a store in one process
         return store
+
+
+def require_prefetch_factor(prefetch_factor: int | None) -> int:
+    """The argument of a loader with workers, checked as torch's iterator does.
+
+    Raises:
+        AssertionError: it is None or not positive.
+    """
+    if prefetch_factor is None or prefetch_factor <= 0:
+        raise AssertionError(
+            "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+        )
+    return prefetch_factor
 
 
 def profiler_enabled() -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 #: Numbers of objects: as numpy takes them for an index, and as plans and messages have them.
 Index: TypeAlias = NDArray[np.intp]
 Ids: TypeAlias = NDArray[np.int32]
-#: Bytes, places, versions or steps.
+#: Bytes, places, versions, steps, or numbers of samples.
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,11 @@ import numpy as np
 Part: TypeAlias = Sequence[memoryview]
 #: Most buffers of one system call (IOV_MAX of Linux).
 MAX_BUFFERS = 1024
+
+
+def address_of(writable: Any) -> int:
+    """The address of the first byte of a writable buffer, which must not be empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(writable))
 
 
 def cut(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from creel.cache.memory.buffers import address_of
 from creel.cache.memory.memfd import sealed_memfd
 from creel.errors import IllegalEventError
 from creel.forks import at_fork
@@ -111,7 +112,9 @@ class SlotWriter:
         self._ids = itertools.count(len(inherited))
         self._slots: dict[int, Slot] = {}
         for number, mapping in enumerate(inherited[:max_slots]):
-            slot = Slot(number, -1, len(mapping), False, mapping, _address(mapping), untouched=True)
+            slot = Slot(
+                number, -1, len(mapping), False, mapping, address_of(mapping), untouched=True
+            )
             self._slots[number] = slot
         self._open: list[Slot] = []  # of the current batch
         self._unsent: list[Slot] = []
@@ -242,7 +245,7 @@ class SlotWriter:
         except BaseException:
             os.close(fd)
             raise
-        slot = Slot(next(self._ids), fd, nbytes, once, mapping, _address(mapping))
+        slot = Slot(next(self._ids), fd, nbytes, once, mapping, address_of(mapping))
         self._unsent.append(slot)
         if not once:
             self._slots[slot.id] = slot
@@ -273,10 +276,6 @@ class SlotWriter:
             self._expected = max(self._batches)
             self._limit = 0
         self._limit = max(self._limit, _TOO_LARGE * _rounded(self._expected))
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def _rounded(nbytes: int) -> int:

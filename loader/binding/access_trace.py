@@ -30,7 +30,8 @@ from creel.loader.datasets.base import CreelDataset, positions
 from creel.loader.reading.observed import WORTH, is_local, version_at
 
 if TYPE_CHECKING:
-    from creel.loader.datasets.base import Indices, Sample
+    from creel.loader.datasets.base import Sample
+    from creel.policies.arrays import Ints
 
 #: Most values examined in search of parts, and longest list or dict searched.
 _MAX_PARTS = 10_000
@@ -135,7 +136,7 @@ class _TracedNode(TreeNode):
         pairs = zip(self._leaves, self._was, strict=True)
         return all(leaf.layout is was for leaf, was in pairs)
 
-    def objects(self, indices: Indices) -> Objects:
+    def objects(self, indices: Ints) -> Objects:
         """As `TreeNode.objects`; no objects for a sample that was not traced."""
         at = positions(indices, len(self._counts))
         counts = self._counts[at]
@@ -150,9 +151,7 @@ def _same_versions(one: CreelDataset, other: CreelDataset) -> bool:
     return np.array_equal(one.versions, other.versions)
 
 
-def _numbered(
-    addresses: list[str], digests: NDArray[np.int64]
-) -> tuple[list[str], NDArray[np.int64]]:
+def _numbered(addresses: list[str], digests: Ints) -> tuple[list[str], Ints]:
     """The different ones of (f,) addresses, and (f,) which of these each is.
 
     In the order of their digests, so that a trace does not depend on the order of recording. Where
@@ -162,9 +161,7 @@ def _numbered(
     return [addresses[i] for i in first.tolist()], name_of
 
 
-def _worth_caching(
-    name_of: NDArray[np.int64], items: NDArray[np.int64], names: int
-) -> NDArray[np.bool_]:
+def _worth_caching(name_of: Ints, items: Ints, names: int) -> NDArray[np.bool_]:
     """(names,) of which files samples read all, or of which all samples together read enough.
 
     name_of, items: (f,) file of each item, and (f, 5) the items.
@@ -182,9 +179,7 @@ def _worth_caching(
     return whole | (read * WORTH >= size)
 
 
-def _versions(
-    names: list[str], name_of: NDArray[np.int64], of: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _versions(names: list[str], name_of: Ints, of: Ints) -> Ints:
     """(names,) the version in which samples found each file; MISSING where that was not one.
 
     name_of, of: (f,) file and version of each item. UNKNOWN where nobody says a version. Files that
@@ -214,7 +209,7 @@ def _versions(
     return found
 
 
-def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _stretches(begin: Ints, counts: Ints) -> Ints:
     """Concatenate the ranges of `counts[i]` integers from `begin[i]` on.
 
     >>> _stretches(np.array([7, 2]), np.array([2, 3])).tolist()

@@ -22,9 +22,10 @@ from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import ConfigError
-from creel.loader.datasets.base import CreelDataset, Ids, Indices, addresses
+from creel.loader.datasets.base import CreelDataset, addresses
 from creel.loader.reading.opened import open_as_python
 from creel.loader.reading.storage import absolute
+from creel.policies.arrays import Ids, Ints
 
 _log = logging.getLogger("creel.loader")
 
@@ -70,7 +71,7 @@ class Addressed(CreelDataset):
     _copies: Copies | None = None
     #: (n,) the version that each file had when it was recorded, UNKNOWN for remote ones; None: it
     #: was declared, or is not to be looked at again.
-    versions: NDArray[np.int64] | None = None
+    versions: Ints | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
         self._uris = addresses(uris)
@@ -234,7 +235,7 @@ class Declared(Addressed):
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]  # map-style datasets have a length
 
-    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+    def objects(self, indices: Ints) -> tuple[Ids, Ints]:
         """As declared: one call of the dataset's `objects` per sample, with the index as given."""
         given = (self._dataset.objects(i) for i in indices.tolist())
         # Lazily, one at a time: the user's `objects` may reuse one list.

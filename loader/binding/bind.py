@@ -24,10 +24,11 @@ from torch.utils.data import Dataset
 from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable
-from creel.loader.datasets.base import CreelDataset, Ids, Indices, Raw, Sample
+from creel.loader.datasets.base import CreelDataset, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, stacked
 from creel.loader.reading.lease import Lease
 from creel.loader.reading.page_cache import in_page_cache
+from creel.policies.arrays import Ids, Ints
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
@@ -45,7 +46,7 @@ class Gather:
     """
 
     raw: Raw
-    labels: Callable[[Indices], torch.Tensor] | None
+    labels: Callable[[Ints], torch.Tensor] | None
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +69,7 @@ class Gather:
         return self.raw.to not in {None, self.raw.dtype} or self.has_code
 
     def collate(
-        self, rows: torch.Tensor, indices: Indices, memory: Callable[[int], torch.Tensor]
+        self, rows: torch.Tensor, indices: Ints, memory: Callable[[int], torch.Tensor]
     ) -> Any:
         """These samples as default_collate would batch them; a view of `rows` unless it `converts`.
 
@@ -123,11 +124,11 @@ class Binding:
         """The objects of all leaves, with each leaf once."""
         return Manifest.concat([leaf.manifest for leaf in self.leaves])
 
-    def still(self, indices: NDArray[np.int64] | None = None) -> bool:
+    def still(self, indices: Ints | None = None) -> bool:
         """Whether `bind` would still give the same for these (n,) samples, None for all."""
         return self._root.still(indices)
 
-    def objects(self, indices: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
+    def objects(self, indices: Ints) -> tuple[Ids, Ints]:
         """Which objects samples consist of.
 
         Args:

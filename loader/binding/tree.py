@@ -13,22 +13,15 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from creel.loader.binding.adapters import cacheable, leaf_of
 from creel.loader.binding.proxy import Wrapped, trace_of, unwrap
-from creel.loader.datasets.base import (
-    CreelDataset,
-    Ids,
-    Indices,
-    Raw,
-    Sample,
-    Transformed,
-    positions,
-)
+from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
+from creel.policies.arrays import Ids, Ints
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
 
 D = TypeVar("D")
-Objects = tuple[Ids, NDArray[np.int64]]
-Labelling = Callable[[Indices], torch.Tensor]
+Objects = tuple[Ids, Ints]
+Labelling = Callable[[Ints], torch.Tensor]
 
 
 # --- torch's wrappers -------------------------------------------------------------------------
@@ -94,7 +87,7 @@ class TreeNode:
         # What `still` compares with is not pickled.
         return {k: v for k, v in self.__dict__.items() if k not in {"_was", "_trace"}}
 
-    def parts(self, indices: Indices) -> list[tuple[TreeNode, NDArray[np.intp] | None, Indices]]:
+    def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
         """Where (n,) samples come from.
 
         Returns:
@@ -103,7 +96,7 @@ class TreeNode:
         """
         return [(child, None, indices) for child in self.children]
 
-    def still(self, indices: Indices | None = None) -> bool:
+    def still(self, indices: Ints | None = None) -> bool:
         """Whether the dataset and all below it are as they were when the node was made.
 
         The user may assign a Subset's indices, or the samples of a folder, between epochs.
@@ -124,7 +117,7 @@ class TreeNode:
         were = [child.dataset for child in self.children]
         return now is not None and list(map(id, now)) == list(map(id, were))
 
-    def objects(self, indices: Indices) -> Objects:
+    def objects(self, indices: Ints) -> Objects:
         """(k,) ids in the manifest, sample by sample; (n,) number of ids per sample."""
         parts = [(at, *child.objects(inner)) for child, at, inner in self.parts(indices)]
         return _merge(len(indices), parts)
@@ -144,7 +137,7 @@ class TreeNode:
         """A function from (n,) sample numbers to their labels, collated as by default_collate."""
         labels = {id(child): child.labels() for child in self.children}
 
-        def collated(indices: Indices) -> torch.Tensor:
+        def collated(indices: Ints) -> torch.Tensor:
             parts = [(at, labels[id(child)](inner)) for child, at, inner in self.parts(indices)]
             if parts[0][0] is None:
                 return parts[0][1]
@@ -168,7 +161,7 @@ class LeafNode(TreeNode):
     def _same(self) -> bool:
         return self._leaf.layout is self._was
 
-    def objects(self, indices: Indices) -> Objects:
+    def objects(self, indices: Ints) -> Objects:
         ids, counts = self._leaf.objects(indices)
         return (ids + np.int32(self._base) if self._base else ids), counts
 
@@ -189,7 +182,7 @@ class ProxyNode(TreeNode):
         super().__init__(dataset, [child])
         self._trace = trace
 
-    def still(self, indices: Indices | None = None) -> bool:
+    def still(self, indices: Ints | None = None) -> bool:
         # A trace that has come meanwhile changes the whole, from the next epoch on, not a sample.
         if indices is None and trace_of(self.dataset) is not self._trace:
             return False
@@ -202,7 +195,7 @@ class ProxyNode(TreeNode):
 class SubsetNode(TreeNode):
     """torch's Subset: sample i is sample indices[i] of the child."""
 
-    def __init__(self, dataset: Subset[Sample], child: TreeNode, indices: Indices) -> None:
+    def __init__(self, dataset: Subset[Sample], child: TreeNode, indices: Ints) -> None:
         super().__init__(dataset, [child])
         self._indices = indices
         listed: object = dataset.indices
@@ -210,13 +203,13 @@ class SubsetNode(TreeNode):
         if type(listed) in {list, range}:
             self._was = copy.copy(listed)
 
-    def parts(self, indices: Indices) -> list[tuple[TreeNode, NDArray[np.intp] | None, Indices]]:
+    def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
         return [(self.children[0], None, self._indices[positions(indices, len(self._indices))])]
 
-    def still(self, indices: Indices | None = None) -> bool:
+    def still(self, indices: Ints | None = None) -> bool:
         return self._same_numbers(indices) and super().still(indices)
 
-    def _same_numbers(self, indices: Indices | None) -> bool:
+    def _same_numbers(self, indices: Ints | None) -> bool:
         now = self.dataset.indices
         if indices is not None:
             at = positions(indices, len(self._indices))
@@ -241,9 +234,9 @@ class ConcatNode(TreeNode):
 
     def __init__(self, dataset: ConcatDataset[Sample], children: list[TreeNode]) -> None:
         super().__init__(dataset, children)
-        self._ends: Indices = np.array(dataset.cumulative_sizes, np.int64)
+        self._ends: Ints = np.array(dataset.cumulative_sizes, np.int64)
 
-    def parts(self, indices: Indices) -> list[tuple[TreeNode, NDArray[np.intp] | None, Indices]]:
+    def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
         wanted = positions(indices, int(self._ends[-1]))
         which = np.searchsorted(self._ends, wanted, side="right")
         starts = np.concatenate([[0], self._ends[:-1]])
@@ -265,9 +258,7 @@ class ConcatNode(TreeNode):
         return first if all(first.same(c.raw()) for c in self.children[1:]) else None
 
 
-def _merge(
-    n: int, parts: Sequence[tuple[NDArray[np.intp] | None, Ids, NDArray[np.int64]]]
-) -> Objects:
+def _merge(n: int, parts: Sequence[tuple[NDArray[np.intp] | None, Ids, Ints]]) -> Objects:
     """Merge lists of objects: those of each sample follow the order of the parts.
 
     Args:
@@ -348,7 +339,7 @@ class Tree:
         return node
 
 
-def _numbers(subset: Subset[Sample]) -> Indices | None:
+def _numbers(subset: Subset[Sample]) -> Ints | None:
     """(n,) indices of a Subset; None if they are no numbers."""
     try:
         indices = np.asarray(subset.indices)

@@ -22,13 +22,12 @@ from creel.errors import ConfigError, SourceError
 from creel.loader.reading.observer import take
 from creel.loader.reading.storage import absolute, in_threads, settings
 from creel.loader.reading.this_thread import thread_use
+from creel.policies.arrays import Ids, Ints
 
 #: `each` goes on in several threads once this many jobs slept, and one in this many of all.
 _SLEEPS = 4
 #: A sample is whatever the user's transform returns.
 Sample: TypeAlias = Any
-Ids: TypeAlias = NDArray[np.int32]
-Indices: TypeAlias = NDArray[np.int64]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -45,7 +44,7 @@ def position(index: SupportsIndex, size: int) -> int:
     return i + size if i < 0 else i
 
 
-def positions(indices: NDArray[np.integer[Any]], size: int) -> Indices:
+def positions(indices: NDArray[np.integer[Any]], size: int) -> Ints:
     """`position` for (n,) indices."""
     wide = np.asarray(indices, np.int64)
     if wide.size and not (-size <= wide.min() and wide.max() < size):
@@ -121,7 +120,7 @@ class CreelDataset(Dataset[Sample]):
         """Whether samples are read through `read`, so that caching their objects pays."""
         return True
 
-    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+    def objects(self, indices: Ints) -> tuple[Ids, Ints]:
         """Which objects samples consist of.
 
         Args:
@@ -187,7 +186,7 @@ class CreelDataset(Dataset[Sample]):
         """
         return None
 
-    def collated_labels(self) -> Callable[[Indices], torch.Tensor]:
+    def collated_labels(self) -> Callable[[Ints], torch.Tensor]:
         """A function from (n,) sample numbers to their labels, collated as by default_collate.
 
         Only where `raw` says that there are labels. Labels assigned later do not change it.
@@ -388,7 +387,7 @@ class Labels:
         label = self._values[index]
         return label.item() if self._python else label.copy()
 
-    def collated(self, indices: Indices) -> torch.Tensor:
+    def collated(self, indices: Ints) -> torch.Tensor:
         """(n, ...) these labels as default_collate would batch them, where `kind` is not None."""
         if isinstance(self._values, torch.Tensor):
             return self._values[torch.from_numpy(indices)]
@@ -415,7 +414,7 @@ class Labelled(CreelDataset):
             labels = Labels(labels, len(self))
         self._given_labels = labels
 
-    def collated_labels(self) -> Callable[[Indices], torch.Tensor]:
+    def collated_labels(self) -> Callable[[Ints], torch.Tensor]:
         labels, size = self.labels, len(self)
         if labels is None:
             raise NotImplementedError

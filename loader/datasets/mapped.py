@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.limits import may_keep
+from creel.cache.memory.buffers import address_of
+from creel.limits import IOV_MAX, may_keep
 from creel.policies.arrays import Ints
 
 #: Batches in sequence that the page cache must have had, before a file is mapped: to map a file and
@@ -27,7 +28,6 @@ BATCHES = 16
 _MAX_FILES = 16
 #: Of fewer records each may as well be read by itself.
 _MANY = 8
-_IOV_MAX = 1024  # most places of one system call
 _readv: Any = None
 with suppress(ImportError, AttributeError, TypeError):  # Windows, macOS: they import this, no more
     import resource
@@ -98,10 +98,10 @@ class _Mapping:
         nbytes = out.shape[1]
         if int(offsets.max()) + nbytes > len(self._mapping):
             return False
-        to = _Vectors(rows * nbytes, _address_of(out), nbytes)
+        to = _Vectors(rows * nbytes, address_of(out), nbytes)
         source = _Vectors(offsets, self._address, nbytes)
-        for i in range(0, len(rows), _IOV_MAX):
-            k = min(len(rows) - i, _IOV_MAX)
+        for i in range(0, len(rows), IOV_MAX):
+            k = min(len(rows) - i, IOV_MAX)
             got = _readv(os.getpid(), to.address(i), k, source.address(i), k, 0)
             if got != k * nbytes:
                 return False
@@ -116,15 +116,11 @@ class _Vectors:
         self._array = np.empty((len(offsets), 2), np.int64)
         np.add(offsets, address, out=self._array[:, 0])
         self._array[:, 1] = nbytes
-        self._address = _address_of(self._array)
+        self._address = address_of(self._array)
 
     def address(self, i: int) -> int:
         """Where the i-th lies."""
         return self._address + i * self._array.strides[0]
-
-
-def _address_of(writable: Any) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(writable))
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

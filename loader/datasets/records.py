@@ -19,15 +19,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.stores import Piece, read_pieces
 from creel.errors import ConfigError
 from creel.loader.buffers import BufferPool
-from creel.loader.datasets.base import (
-    Indices,
-    Labelled,
-    Raw,
-    Sample,
-    check_callable,
-    each,
-    position,
-)
+from creel.loader.datasets.base import Labelled, Raw, Sample, check_callable, each, position
 from creel.loader.datasets.batches import cast, numbers, rows_of, unstacked
 from creel.loader.datasets.mapped import MappedFiles
 from creel.loader.reading.observer import take_rows
@@ -38,6 +30,7 @@ from creel.loader.reading.storage import (
     scheme_of,
     several,
 )
+from creel.policies.arrays import Ints
 
 T = TypeVar("T")
 
@@ -158,7 +151,7 @@ class RecordDataset(Labelled):
             return samples
         return [(sample, self.labels[i]) for sample, i in zip(samples, ids.tolist(), strict=True)]
 
-    def _ids(self, indices: Sequence[int]) -> Indices:
+    def _ids(self, indices: Sequence[int]) -> Ints:
         """(n,) numbers of records, none negative. Raises what `position` raises."""
         try:
             wide = np.asarray(indices)
@@ -170,7 +163,7 @@ class RecordDataset(Labelled):
                 return wide
         return np.array([position(i, self._size) for i in indices], np.int64)
 
-    def _samples(self, ids: Indices) -> list[Sample]:
+    def _samples(self, ids: Ints) -> list[Sample]:
         """Samples without labels, read at most `_MAX_BUFFER_NBYTES` at a time."""
         if self.batch_transform is not None and len(ids):
             batch = cast(self._numbers(ids), self.to)
@@ -182,7 +175,7 @@ class RecordDataset(Labelled):
             samples += rows if self.transform is None else map(self.transform, rows)
         return samples
 
-    def _numbers(self, ids: Indices) -> torch.Tensor:
+    def _numbers(self, ids: Ints) -> torch.Tensor:
         """Records as (n, *shape) of the files' dtype, in memory that nothing else uses."""
         rows = self._memory(len(ids) * self.nbytes)
         take_rows(self, ids, rows.numpy().reshape(-1, self.nbytes), self._read_rows)
@@ -196,7 +189,7 @@ class RecordDataset(Labelled):
             self._buffers = BufferPool()
         return self._buffers.take(nbytes)
 
-    def _read_rows(self, ids: Indices, out: NDArray[np.uint8]) -> None:
+    def _read_rows(self, ids: Ints, out: NDArray[np.uint8]) -> None:
         """Fill `out`, (n, nbytes), from the source, opening each file once per batch.
 
         The file that is there now is read: a mapping is not used once it is another one.
@@ -215,7 +208,7 @@ class RecordDataset(Labelled):
                     out[at] = np.frombuffer(data, np.uint8)
 
     def _read_run(
-        self, run: _RecordRange, records: Indices, out: NDArray[np.uint8], rows: Indices
+        self, run: _RecordRange, records: Ints, out: NDArray[np.uint8], rows: Ints
     ) -> bool:
         """Read records of a local file to rows of `out`, adjacent ones in one read.
 
@@ -268,7 +261,7 @@ class RecordDataset(Labelled):
         return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, self.batch_transform)
 
 
-def _pieces(offsets: Indices, begins: Indices, nbytes: int, view: memoryview) -> list[Piece]:
+def _pieces(offsets: Ints, begins: Ints, nbytes: int, view: memoryview) -> list[Piece]:
     """Reads of records of `nbytes` from `offsets` to places in `view`, adjacent ones together."""
     neighbours = (np.diff(offsets) == nbytes) & (np.diff(begins) == nbytes)
     first = np.append(0, np.flatnonzero(~neighbours) + 1)

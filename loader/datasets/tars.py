@@ -18,8 +18,6 @@ from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError, SourceError
 from creel.loader.datasets.base import (
     CreelDataset,
-    Ids,
-    Indices,
     Sample,
     check_callable,
     each,
@@ -30,6 +28,7 @@ from creel.loader.datasets.base import (
 from creel.loader.datasets.tarindex import members
 from creel.loader.reading.listing import braces
 from creel.loader.reading.storage import absolute, nbytes_of, scheme_of, several
+from creel.policies.arrays import Ids, Ints
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
@@ -53,9 +52,9 @@ class _ShardIndex(NamedTuple):
     key: pa.Array  # one per sample
     extension: NDArray[np.unsignedinteger]  # number in `extensions`
     extensions: list[str]
-    offset: NDArray[np.int64]
-    length: NDArray[np.int64]
-    start: NDArray[np.int64]  # (samples + 1,) first member of each sample
+    offset: Ints
+    length: Ints
+    start: Ints  # (samples + 1,) first member of each sample
 
 
 class TarDataset(CreelDataset):
@@ -130,7 +129,7 @@ class TarDataset(CreelDataset):
         self._check_shard(int(table.shard[int(table.start[i])]))
         return sample if self.transform is None else self.transform(sample)
 
-    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+    def objects(self, indices: Ints) -> tuple[Ids, Ints]:
         """Members of each sample, in the order of the tar; see `CreelDataset.objects`."""
         wanted = positions(indices, len(self))
         begin = self._index.start[wanted]

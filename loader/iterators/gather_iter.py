@@ -28,14 +28,15 @@ from creel.loader.torch_private import (
     DatasetKind,
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
+    require_prefetch_factor,
 )
-from creel.loader.workers.stages import BatchTimes
+from creel.loader.workers.stages import BATCH_CAUSES, BatchTimes
 from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
-    from creel.loader.datasets.base import Ids
     from creel.loader.plan.batch_stream import BatchStream
+    from creel.policies.arrays import Ids
 
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.
@@ -123,9 +124,7 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pinning: Pinning | None
     meter.unreported()  # count from here on
     data = _data(task, reader, pinning)
     spent = meter.unreported()
-    source, decode, collate, lost = (
-        spent.get(f"stall_{cause}_ns", 0) for cause in ("source", "decode", "collate", "daemon")
-    )
+    source, decode, collate, lost = (spent.get(f"stall_{cause}_ns", 0) for cause in BATCH_CAUSES)
     ready = began + source + lost
     times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
     direct = spent.get("direct_reads", 0), spent.get("direct_nbytes", 0)
@@ -156,12 +155,8 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> None:
         self._moment = before(loader)
         BaseDataLoaderIter.__init__(self, loader)
-        if not loader.prefetch_factor:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
-            )
         self._queue: deque[Task | Batch] = deque()
-        self._ahead = loader.prefetch_factor * self._num_workers
+        self._ahead = require_prefetch_factor(loader.prefetch_factor) * self._num_workers
         self._meter = loader_state.meter
         self._workers: list[Any] = []
         self._run = run

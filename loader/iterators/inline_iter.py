@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding, Gather
     from creel.loader.client.session import Session
     from creel.loader.dataloader import DataLoader
-    from creel.loader.datasets.base import Ids
     from creel.loader.iterators.meter import Meter
     from creel.loader.plan.batch_stream import BatchStream
+    from creel.policies.arrays import Ids
 
 
 _log = logging.getLogger("creel.loader")

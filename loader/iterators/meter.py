@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from creel.counters import OF_RANKS, STAGES, report
-from creel.loader.workers.stages import CAUSE_OF, BatchTimes, divide
+from creel.loader.workers.stages import BATCH_CAUSES, CAUSE_OF, BatchTimes, divide
 
 _NAMES = ("batches", *(word for c in OF_RANKS if c.writer == "meter" for word in c.words))
 
@@ -23,8 +23,7 @@ class Meter(dict[str, int]):
         if times.packed <= since:  # it was finished: only the transfer through the socket was left
             self["stall_daemon_ns"] += until - since
             return
-        causes = ("source", "decode", "collate", "daemon")
-        for cause, ns in zip(causes, divide(times, since, until), strict=True):
+        for cause, ns in zip(BATCH_CAUSES, divide(times, since, until), strict=True):
             self[f"stall_{cause}_ns"] += ns
 
     def gave_up(self, stage: int, ns: int) -> None:

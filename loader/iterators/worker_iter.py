@@ -24,6 +24,7 @@ from creel.loader.torch_private import (
     BaseDataLoaderIter,
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
+    require_prefetch_factor,
     utils,
 )
 from creel.loader.workers.events import BatchResult, LeaderLoss
@@ -59,17 +60,12 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         """Begin an epoch: draw the base seed, start workers, request the first batches."""
         self._moment = before(loader)
         BaseDataLoaderIter.__init__(self, loader)
-        self._prefetch_factor: int = loader.prefetch_factor or 0
         self._in_order = loader.in_order
-        # The next two messages are torch's.
         if self._num_workers <= 0:
-            raise AssertionError(
+            raise AssertionError(  # torch's words
                 "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        if self._prefetch_factor <= 0:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
-            )
+        self._prefetch_factor = require_prefetch_factor(loader.prefetch_factor)
         self._worker_init_fn = loader.worker_init_fn
         self._loader_state = loader_state
         self._meter = loader_state.meter

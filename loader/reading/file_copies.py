@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from creel.cache.storage import version
 from creel.cache.storage.copies import PAGE_NBYTES, free, locked, new_copies
 from creel.forks import forget_in_child
+from creel.limits import IOV_MAX
 
 if TYPE_CHECKING:
     from creel.loader.reading.observed import PartialRead
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 #: What a sample left out of a file, at most this part of it, is read when the file is closed.
 _GAPS = 16
 _BLOCK_NBYTES = 512  # of st_blocks
-#: Pieces in sequence are written together, this many bytes at a time: a small file at once, as
-#: every time wakes up the thread. Linux takes 1,024 of them.
-_PIECE_NBYTES, _PIECES = 1 << 20, 1000
+#: Bytes that are written together: a small file at once, since every write wakes up the thread.
+_PIECE_NBYTES = 1 << 20
 _UNKNOWN = -2
 _IDLE_S = 0.5  # after which the thread ends: who forks rather has none
 _FLUSH_S = 10.0
@@ -136,7 +136,7 @@ class FileCopy:
 
     def add(self, at: int, data: bytes | memoryview) -> None:
         """Take in what was read at a position; a view is good during the call only."""
-        if at != self._end or len(self._pieces) >= _PIECES:
+        if at != self._end or len(self._pieces) >= IOV_MAX:
             self._write()
         if not self._pieces:
             self._at = at

@@ -26,7 +26,7 @@ from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from creel.loader.reading.observed import SMALL, PartialRead, os_open
 from creel.loader.reading.observer import find, take_address, timed
-from creel.loader.reading.storage import absolute, read_all, scheme_of
+from creel.loader.reading.storage import absolute, absolute_path, read_all, scheme_of
 from creel.loader.reading.this_thread import this_thread
 
 T = TypeVar("T")
@@ -454,6 +454,4 @@ def local_address(file: object) -> str | None:
         return file  # the usual case
     if file[-1] == "/" or "://" in file or "\0" in file:
         return None
-    whole = file if file[0] == "/" else f"{os.getcwd()}/{file}"  # noqa: PTH109
-    # `..` behind a link is followed when the file is read
-    return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
+    return absolute_path(file)

@@ -1,8 +1,8 @@
-"""Single reads and listings that a dataset needs before it has a manifest.
+"""What a dataset needs of a storage before it has a manifest: addresses, single reads, listings.
 
 An address is a path, or a URI: file://, what pyarrow.fs opens (s3, gs, hdfs, ...), or what fsspec
 opens (http, https, memory, ...). Reads of a dataset's objects go through
-`creel.cache.storage.source`.
+`creel.cache.storage.source`. `use` sets retries and deadlines for the whole process.
 """
 
 from __future__ import annotations
@@ -73,9 +73,18 @@ def absolute(address: str | os.PathLike[str]) -> str:
                 f"{text} lacks a bucket or host: write {scheme}://bucket-or-host/path"
             )
         return text.rstrip("/")
-    # No abspath() or resolve(): links, and `..` behind them, are followed when the file is read.
-    text = os.path.expanduser(text)  # noqa: PTH111
-    whole = text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109
+    return absolute_path(os.path.expanduser(text))  # noqa: PTH111
+
+
+def absolute_path(path: str) -> str:
+    """An absolute path without empty steps and `.`.
+
+    `..` stays: behind a link it means something else, which is found out when the file is read.
+
+    >>> absolute_path("/data/./a//b/../c/")
+    '/data/a/b/../c'
+    """
+    whole = path if path.startswith("/") else f"{os.getcwd()}/{path}"  # noqa: PTH109
     return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from creel.counters import CAUSES
+
 #: A worker's stages, as numbers in its shared words.
 IDLE, READING, SENDING, STARTING, WAITING, COLLATING = range(6)
 STAGE_NAMES = (
@@ -19,6 +21,8 @@ STAGE_NAMES = (
     "waiting for the daemon",
     "collating",
 )
+#: Causes of a wait for a batch, in the order of `divide`: all but the sampler.
+BATCH_CAUSES = tuple(cause for cause in CAUSES if cause != "sampler")
 #: Cause of a wait that ended without the worker's batch, by stage. The other stages, idle and
 #: starting, count as daemon, since the worker then waits for creel.
 CAUSE_OF = {READING: "decode", SENDING: "collate", WAITING: "source", COLLATING: "collate"}

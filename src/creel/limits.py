@@ -15,6 +15,10 @@ _ROOT = Path("/")
 _NO_LIMIT = 1 << 60
 
 
+#: Most buffers of one system call, on Linux.
+IOV_MAX = 1024
+
+
 class MemoryLimits(NamedTuple):
     """Bytes. `total`: what this process may ever use; `available`: how much of it is free now."""
 
