@@ -62,6 +62,8 @@ from creel.daemon.core.events import (
 from creel.daemon.core.versions import Versions
 from creel.loader.client import connections
 from creel.loader.client.client import Client
+from creel.policies.prefetch import Window
+from creel.settings import FetchSettings, WindowSettings
 
 IMAGENET, BATCH, NBYTES = 1_281_167, 256, 64
 _PIECE = 1 << 14  # as a session sends it
@@ -210,7 +212,7 @@ def a_round(path: Path, samples: int, kind: str) -> dict[str, float]:
 def core_s() -> tuple[list[float], list[float]]:
     """Each PlanExtended of two epochs; each Progressed of the second, half of the records held."""
     rng = np.random.default_rng(0)
-    core = Core(Allocator(IMAGENET // 2 * 1000))
+    core = Core(Allocator(IMAGENET // 2 * 1000), Window.of(WindowSettings(), FetchSettings()))
     offset, length = np.full(IMAGENET, -1), np.full(IMAGENET, 1000)
     fetches: list[FetchObjects] = []
 

@@ -32,19 +32,26 @@ class Window:
         fetch_nbytes, fetch_objects: most in one fetch.
     """
 
-    min_steps: int = 4
-    max_steps: int = 256
-    nbytes: int = 4 << 30
-    inflight_nbytes: int = 256 << 20
-    inflight_objects: int = 4096
-    fetch_nbytes: int = 8 << 20
-    fetch_objects: int = 512
+    min_steps: int
+    max_steps: int
+    nbytes: int
+    inflight_nbytes: int
+    inflight_objects: int
+    fetch_nbytes: int
+    fetch_objects: int
 
     @classmethod
     def of(cls, window: WindowSettings, fetch: FetchSettings) -> Window:
-        """Return the limits that a user has set."""
-        steps = window.min_steps, window.max_steps
-        return cls(*steps, window.bytes, fetch.inflight_bytes)
+        """Return the limits that a user has set, and those that nobody can set."""
+        return cls(
+            min_steps=window.min_steps,
+            max_steps=window.max_steps,
+            nbytes=window.bytes,
+            inflight_nbytes=fetch.inflight_bytes,
+            inflight_objects=4096,
+            fetch_nbytes=8 << 20,
+            fetch_objects=512,
+        )
 
 
 _NONE = np.empty(0, np.int32)
@@ -319,7 +326,7 @@ def affordable(nbytes: Ints, budget: int) -> int:
 def portions(nbytes: Ints, window: Window) -> list[slice]:
     """Cut one urgency class, sorted by id, into fetches.
 
-    >>> portions(np.array([3, 3, 3]), Window(fetch_objects=2))
+    >>> portions(np.full(3, 3 << 20), Window.of(WindowSettings(), FetchSettings()))
     [slice(0, 2, None), slice(2, 3, None)]
     """
     k = len(nbytes)

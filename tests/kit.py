@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from creel.cache.memory.allocator import Lengths
 from creel.loader.client.client import Client
 from creel.loader.reading import storage
-from creel.settings import FetchSettings
+from creel.policies.prefetch import Window
+from creel.settings import FetchSettings, WindowSettings
 
 
 def unique_name() -> str:
@@ -39,6 +40,11 @@ def seeds(count: int) -> range:
 def lengths_of(length: NDArray[np.integer]) -> Lengths:
     """Summary of (n,) lengths, each of one object."""
     return Lengths.of(length, np.ones(len(length), np.int64))
+
+
+def default_window(**changes: int) -> Window:
+    """The limits of a daemon whose user sets nothing, except for `changes`."""
+    return replace(Window.of(WindowSettings(), FetchSettings()), **changes)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:

@@ -36,15 +36,15 @@ class Core:
 
     Args:
         space: the arena's bytes.
-        config: how far ahead to work.
+        window: how far ahead to work.
 
     Attributes:
         plans: what nodes of a cluster tell each other of this node's plans.
         disk: the node's disk; both are to be read only.
     """
 
-    def __init__(self, space: Allocator, *, config: Window | None = None) -> None:
-        self._window = config or Window()
+    def __init__(self, space: Allocator, window: Window) -> None:
+        self._window = window
         self._admission = Admission(space)
         self.disk = self._admission.disk
         self._inflight = Inflight(self._admission, self._window, self._emit)

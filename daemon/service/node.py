@@ -109,9 +109,8 @@ class Node:
             max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
         )
         self.ranks = stats.Ranks()
-        self.core = Core(
-            Allocator(self.arena.nbytes), config=Window.of(config.window, config.fetch)
-        )
+        window = Window.of(config.window, config.fetch)
+        self.core = Core(Allocator(self.arena.nbytes), window)
         self.disk = Disk(config.disk, self.arena, self._hand_in)
         self.fetcher = Fetcher(
             self.arena,

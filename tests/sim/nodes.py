@@ -47,7 +47,7 @@ from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import authority, differing
 from creel.settings import ClusterSettings
-from kit import lengths_of
+from kit import default_window, lengths_of
 
 _VERSION = 5 << 40 | 1
 _CLUSTER = "c"
@@ -103,7 +103,7 @@ class Nodes:
         self._limits = SilenceLimits.among(nodes, ClusterSettings().lost_s)
         self.members = [Members(node, nodes, -10.0, self._limits) for node in range(nodes)]
         for node in range(nodes):
-            self.cores.append(Core(Allocator(self.capacity)))
+            self.cores.append(Core(Allocator(self.capacity), default_window()))
             self._begin(node)
 
     def _begin(self, node: int) -> None:
@@ -177,7 +177,7 @@ class Nodes:
         epoch = self._known - 2
         self.gone.discard(node)
         self.dead.discard(node)
-        self.cores[node] = Core(Allocator(self.capacity))
+        self.cores[node] = Core(Allocator(self.capacity), default_window())
         self.ready[node], self._began[node] = 0, epoch
         self._begin(node)
         self.members[node] = Members(node, len(self.cores), self._now - 10, self._limits)

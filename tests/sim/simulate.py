@@ -17,7 +17,7 @@ from creel.daemon.core.core import Core
 from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Ids, Ints
 from creel.policies.prefetch import Window
-from kit import lengths_of
+from kit import default_window, lengths_of
 
 
 class Started(NamedTuple):
@@ -49,7 +49,7 @@ class CoreNode:
         jobs: Sequence[str] = (),
         disk: int = 0,
     ) -> None:
-        self.core = Core(Allocator(capacity), config=window)
+        self.core = Core(Allocator(capacity), window or default_window())
         self._ready = dict.fromkeys(ranks, 0)
         self._failed = dict.fromkeys(ranks, 0)
         self._steps = dict.fromkeys(ranks, 0)

@@ -28,6 +28,7 @@ from creel.daemon.service.cluster_service import ClusterService
 from creel.messages import Join, Member
 from creel.policies.cluster.members import BEGINNING, EpochMoment, PlanDigest
 from creel.settings import ClusterSettings
+from kit import default_window
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
 
@@ -62,7 +63,7 @@ class Peer:
         self.events: list[Event] = []
         self.ended: list[int] = []
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        core = Core(Allocator(self.arena.nbytes))
+        core = Core(Allocator(self.arena.nbytes), default_window())
         core.plans = self.plans = Plans({}, lambda action: None)  # noqa: ARG005
         self.disk = core.disk
         self.clusters = ClusterService(

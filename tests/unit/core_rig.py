@@ -46,7 +46,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
-from kit import lengths_of
+from kit import default_window, lengths_of
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Rig:
     """
 
     def __init__(self, capacity: int, window: Window | None = None) -> None:
-        self.core = Core(Allocator(capacity), config=window)
+        self.core = Core(Allocator(capacity), window or default_window())
         self.now = 0.0
         self.offset: dict[str, NDArray[np.int64]] = {}
         self.length: dict[str, NDArray[np.int64]] = {}
@@ -395,7 +395,7 @@ class Chaos:
         self.sizes: dict[str, int] = {}
         capacity = int(rng.integers(300, 20_000))
         tight = rng.random() < 0.3
-        window = Window(
+        window = default_window(
             inflight_objects=int(rng.integers(2, 200)),
             inflight_nbytes=int(rng.integers(200, 20_000)),
             fetch_objects=int(rng.integers(1, 20)),
@@ -563,7 +563,7 @@ class Images(Chaos):
         }
         total = int(sum(s.sum() for s in sizes.values()))
         capacity = int(total * rng.uniform(0.25, 0.8))
-        self.rig: Bytes = Bytes(capacity, Window(fetch_objects=8, min_steps=3))
+        self.rig: Bytes = Bytes(capacity, default_window(fetch_objects=8, min_steps=3))
         self.sizes = {name: len(s) for name, s in sizes.items()}
         self.epoch, self.next, self.unplanned = {}, 1, 0.2 * (seed % 2)
         for name, s in sizes.items():

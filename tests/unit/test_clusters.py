@@ -16,6 +16,7 @@ from creel.daemon.service.cluster_service import ClusterService
 from creel.errors import CreelError
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
+from kit import default_window
 
 KEY = bytes(range(32))
 #: What the core was told, and the peers whose fetches were ended.
@@ -34,7 +35,7 @@ def handled(event: Event) -> bool:
 
 
 def service(arena: Arena, settings: ClusterSettings) -> ClusterService:
-    core = Core(Allocator(arena.nbytes))
+    core = Core(Allocator(arena.nbytes), default_window())
     return ClusterService(
         *(arena, settings, core), handle=handled, call_soon=never, unreachable=ENDED.append
     )

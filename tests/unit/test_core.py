@@ -27,8 +27,8 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError, MalformedError
-from creel.policies.prefetch import SourceRate, Window
-from kit import lengths_of, seeds
+from creel.policies.prefetch import SourceRate
+from kit import default_window, lengths_of, seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,7 +41,7 @@ def rig() -> Rig:
 
 
 def test_a_step_is_ready_once_its_last_object_is_there() -> None:
-    rig = Rig(1000, Window(fetch_objects=1))
+    rig = Rig(1000, default_window(fetch_objects=1))
     rig.register("d", [100] * 30)
     rig.open(1, "d")
     rig.extend(1, 0, [[3, 1], [2]])
@@ -57,7 +57,7 @@ def test_a_step_is_ready_once_its_last_object_is_there() -> None:
 
 def test_a_read_that_hangs_holds_up_no_step_but_its_own() -> None:
     """Its reader gives up in time and goes to the source; what comes after is there."""
-    rig = Rig(1000, Window(fetch_objects=1))
+    rig = Rig(1000, default_window(fetch_objects=1))
     rig.register("d", [100] * 30)
     rig.open(1, "d")
     rig.extend(1, 0, [[0], [1], [2], [3]])
@@ -72,7 +72,7 @@ def test_a_reader_of_a_later_step_need_not_wait_for_one_hung_read() -> None:
     def open_to(rig: Rig) -> list[int]:
         return rig.readers[1].may_read()
 
-    rig = Rig(1000, Window(fetch_objects=1))
+    rig = Rig(1000, default_window(fetch_objects=1))
     rig.register("d", [100] * 30)
     rig.open(1, "d")
     rig.extend(1, 0, [[0, 4], [1], [], [2, 3], [0]])
@@ -273,7 +273,7 @@ def test_warming_fills_free_room_in_order_and_evicts_nothing(rig: Rig) -> None:
 
 
 def test_the_most_urgent_session_is_served_first() -> None:
-    rig = Rig(10_000, Window(inflight_objects=4, min_steps=4))
+    rig = Rig(10_000, default_window(inflight_objects=4, min_steps=4))
     rig.register("d", [10] * 500)
     rig.open(1, "d", job="a")
     rig.open(2, "d", job="b")
@@ -287,7 +287,7 @@ def test_the_most_urgent_session_is_served_first() -> None:
 def test_an_event_starts_fetches_in_portions_and_those_that_land_start_the_rest() -> None:
     """Other clients wait while an event is handled."""
     n, most = 8192, 1024
-    rig = Rig(n * 10, Window(min_steps=n // 256))
+    rig = Rig(n * 10, default_window(min_steps=n // 256))
     rig.register("d", [10] * n)
     rig.open(1, "d")
     rig.checking = False  # each event would look at all objects
@@ -315,7 +315,7 @@ def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[FetchO
 
 
 def test_who_stalls_is_served_before_who_has_less_in_hand() -> None:
-    rig = Rig(10_000, Window(inflight_objects=4, min_steps=3))
+    rig = Rig(10_000, default_window(inflight_objects=4, min_steps=3))
     rig.register("d", [10] * 500)
     rig.open(2, "d", job="b")
     rig.extend(2, 0, [[200], [201], [202], [203, 204, 205, 206], [207]])
@@ -343,7 +343,7 @@ def test_steps_further_on_do_not_overtake_nearer_ones_when_the_pace_picks_up() -
 
 def test_a_slow_source_is_asked_for_one_step_at_a_time() -> None:
     """All of a fetch land together: what is due first must not wait for what is due later."""
-    rig = Rig(50_000, Window(min_steps=40))
+    rig = Rig(50_000, default_window(min_steps=40))
     rig.register("d", [100] * 400)
     rig.open(1, "d")
     plan = [[i, i + 1] for i in range(0, 400, 2)]
@@ -365,7 +365,7 @@ def test_a_slow_source_is_asked_for_one_step_at_a_time() -> None:
 
 @pytest.mark.parametrize("sizes", [(100, 100), (100, 37)])
 def test_a_new_dataset_gets_its_share_from_the_one_that_holds_all(sizes: tuple[int, int]) -> None:
-    rig = Rig(64_000, Window(min_steps=2))
+    rig = Rig(64_000, default_window(min_steps=2))
     rig.register("train", [sizes[0]] * 3000)
     rig.open(1, "train")
     rig.extend(1, 0, [list(range(i, i + 10)) for i in range(0, 3000, 10)])

@@ -26,7 +26,7 @@ from creel.daemon.core.events import (
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
-from kit import seeds
+from kit import default_window, seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -293,7 +293,7 @@ def test_a_disk_takes_one_byte_per_object_in_the_core() -> None:
         columns = np.full(n, NOWHERE), length, Lengths.of(length[:1], np.array([n]))
         versions = Versions(n, np.array([0, n]))
         tracemalloc.start()
-        core = Core(Allocator(1 << 20))
+        core = Core(Allocator(1 << 20), default_window())
         core.handle(DiskOpened(nbytes, 512), 0.0)
         core.handle(DatasetAdded("d", *columns, versions), 0.0)
         if nbytes:

@@ -32,8 +32,7 @@ from creel.daemon.core.events import (
 from creel.daemon.core.versions import Versions
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.recent import MostRecentFirst
-from creel.policies.prefetch import Window
-from kit import lengths_of, seeds
+from kit import default_window, lengths_of, seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -195,7 +194,7 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
     """So nothing is copied, masked or sorted as a whole; times are in benchmarks/planning.py."""
     n, batch = 25_000, 25
     rng = np.random.default_rng(0)
-    core = Core(Allocator(n // 2 * 1000))
+    core = Core(Allocator(n // 2 * 1000), default_window())
     length = np.full(n, 1000)
     offset = np.full(n, -1)
     fetches: list[FetchObjects] = []
@@ -239,7 +238,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
     plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]
     tracemalloc.start()
     try:
-        core = Core(Allocator(2_000_000))
+        core = Core(Allocator(2_000_000), default_window())
         core.handle(DatasetAdded("d", offset, length, lengths, one_file), 0.0)
         core.handle(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
         for epoch, ids in enumerate(plans):
@@ -260,7 +259,7 @@ def test_a_source_slower_than_its_reader_is_asked_for_many_objects_at_a_time(
 ) -> None:
     """Each fetch and each event costs the loop some 0.5 ms, however many objects it is of."""
     batch, steps, limit = 37, 60, 128
-    rig = Rig(1 << 20, Window(inflight_objects=limit))
+    rig = Rig(1 << 20, default_window(inflight_objects=limit))
     rig.checking = False
     rng = np.random.default_rng(1)
     rig.register("d", rng.integers(60, 64, batch * steps).tolist(), known=known)
@@ -283,7 +282,7 @@ def test_a_source_slower_than_its_reader_is_asked_for_many_objects_at_a_time(
 def test_what_is_read_later_is_never_fetched_sooner_however_the_pace_changes() -> None:
     """Else a step that is in flight waits for all that is asked for after it."""
     batch, steps = 8, 120
-    rig = Rig(1 << 20, Window(inflight_objects=64))
+    rig = Rig(1 << 20, default_window(inflight_objects=64))
     rig.checking = False
     rig.register("d", [100] * batch * steps)
     rig.open(1, "d", recheck="epoch")

@@ -23,7 +23,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
-from kit import seeds
+from kit import default_window, seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -235,7 +235,7 @@ def test_a_version_that_cannot_be_relied_on_is_read_anew_in_the_next_epoch() -> 
 
 
 def test_a_file_that_is_written_all_the_time_is_read_once_an_epoch() -> None:
-    rig = Changing(10_000, Window(fetch_objects=2))
+    rig = Changing(10_000, default_window(fetch_objects=2))
     rig.files("d", [100] * 30, 30)
     rig.open(1, "d", recheck="epoch")
     for epoch in range(3):
@@ -341,7 +341,7 @@ def test_a_reader_may_be_done_with_an_epoch_before_its_begin_is_heard() -> None:
 
 
 def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
-    rig = Changing(10_000, Window(fetch_objects=1))
+    rig = Changing(10_000, default_window(fetch_objects=1))
     rig.files("d", [100] * 30)
     rig.open(1, "d", recheck="epoch")
     rig.feed(EpochBegan(1, 0))
@@ -372,7 +372,9 @@ def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
 @pytest.mark.parametrize("seed", seeds(15))
 def test_whatever_happens_nobody_reads_bytes_older_than_its_epoch(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    window = Window(fetch_objects=int(rng.integers(1, 9)), min_steps=int(rng.integers(1, 6)))
+    window = default_window(
+        fetch_objects=int(rng.integers(1, 9)), min_steps=int(rng.integers(1, 6))
+    )
     rig = Changing(int(rng.integers(800, 5000)), window, seed)
     n, per_file = int(rng.integers(6, 40)), int(rng.choice([1, 1, 3, 40]))
     known = bool(rng.random() < 0.5)

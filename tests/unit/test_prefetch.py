@@ -8,7 +8,8 @@ import pytest
 from creel.cache.memory.allocator import Allocator
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.inflight import Inflight
-from creel.policies.prefetch import Latency, Pace, SessionPlan, Window, affordable, portions
+from creel.policies.prefetch import Latency, Pace, SessionPlan, affordable, portions
+from kit import default_window
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -67,7 +68,7 @@ def test_portions_cover_all_within_bounds() -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
         nbytes = rng.integers(0, 1000, rng.integers(1, 300))
-        window = Window(fetch_objects=int(rng.integers(1, 70)), fetch_nbytes=5000)
+        window = default_window(fetch_objects=int(rng.integers(1, 70)), fetch_nbytes=5000)
         cuts = portions(nbytes, window)
         assert [c.start for c in cuts[1:]] == [c.stop for c in cuts[:-1]]
         assert (cuts[0].start, cuts[-1].stop) == (0, len(nbytes))
@@ -82,7 +83,7 @@ def test_what_is_affordable_is_a_prefix() -> None:
 
 
 def test_the_horizon_hides_the_latency_and_suits_the_readers() -> None:
-    window = Window(min_steps=4, max_steps=100)
+    window = default_window(min_steps=4, max_steps=100)
     pace = Pace(0.0)
     assert pace.horizon(1.0, window) == 4
     for step in range(20):
@@ -109,7 +110,7 @@ def test_latency_is_above_nearly_all_that_was_seen() -> None:
 
 
 def test_a_quarter_of_what_is_under_way_is_left_to_those_who_wait() -> None:
-    window = Window(inflight_objects=8, inflight_nbytes=800)
+    window = default_window(inflight_objects=8, inflight_nbytes=800)
     flights = Inflight(Admission(Allocator(1 << 20)), window, emit=lambda _: None)
     for nbytes in (1, 100):
         objects = np.full(20, nbytes)

@@ -22,7 +22,7 @@ from creel.daemon.core.events import (
     SetReady,
 )
 from creel.daemon.core.versions import Versions
-from kit import lengths_of
+from kit import default_window, lengths_of
 
 N, STEP = 6_400, 64
 #: Seconds per object, about those of 20 KB files: read by the trainer itself, and out of the arena.
@@ -33,7 +33,7 @@ class Model:
     """A reader that reads directly what is not ready, and a source of one thread."""
 
     def __init__(self, source_s: float) -> None:
-        self.core = Core(Allocator(2 * N * 100))
+        self.core = Core(Allocator(2 * N * 100), default_window())
         self.source_s = source_s
         self.source_free = 0.0
         self.fetches: dict[FetchObjects, int] = {}  # with the objects already read
