@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from creel.cache.memory.allocator import Lengths
 from creel.loader.client.client import Client
 from creel.loader.reading import storage
+from creel.policies.arrays import Ints
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.prefetch import Window
 from creel.settings import FetchSettings, WindowSettings
 
@@ -45,6 +47,16 @@ def lengths_of(length: NDArray[np.integer]) -> Lengths:
 def default_window(**changes: int) -> Window:
     """The limits of a daemon whose user sets nothing, except for `changes`."""
     return replace(Window.of(WindowSettings(), FetchSettings()), **changes)
+
+
+def cluster_view(
+    origin: Sequence[int] | Ints, nbytes: int, by_hash: frozenset[str] = frozenset()
+) -> ClusterView:
+    """Node 0's view of a cluster of one rank a node, each with `nbytes` of memory and no disk."""
+    n = len(origin)
+    disk, names = np.array([(0, 1)] * n, np.int64), tuple(map(str, range(n)))
+    columns = np.arange(n), np.full(n, nbytes), np.asarray(origin), disk
+    return ClusterView(0, *columns, "", names, by_hash=by_hash)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:

@@ -420,7 +420,7 @@ class Residency:
 
     def shared_with_others(self, cluster: str) -> bool:
         """Whether a job of this cluster reads it here, and so does one that has other nodes."""
-        sets = {g.deals.view.cluster: set(g.deals.view.named) for g in self.groups if g.deals.view}
+        sets = {g.deals.view.cluster: set(g.deals.view.names) for g in self.groups if g.deals.view}
         mine = sets.get(cluster)
         alone = any(g.deals.view is None and len(g.sessions) == g.world for g in self.groups)
         return mine is not None and (alone or any(other != mine for other in sets.values()))

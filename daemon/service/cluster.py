@@ -49,7 +49,7 @@ class Cluster:
             np.array(origins),
             self._disks(),
             joined.cluster,
-            names=_names(joined.members),
+            _names(joined.members),
         )
 
     def same(self, request: Join) -> bool:

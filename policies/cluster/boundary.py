@@ -34,8 +34,8 @@ class ClusterView:
         origin: (nodes,) origin number of each node's fetches; -1: this node itself.
         disk: (nodes, 2) bytes of disk of each, and the unit in which it gives them.
         cluster: its name.
+        names: (nodes,) names of the nodes; a node has the same name in all its clusters.
         log: the latest changes of its members.
-        names: of the nodes, the same in all clusters that a node belongs to; (): they have none.
         by_hash: datasets that some node also reads for a job on other nodes: their objects' homes
             (`homes`) say what lies where, no plan for this cluster alone.
     """
@@ -45,15 +45,10 @@ class ClusterView:
     capacity: Ints
     origin: Ints
     disk: Ints
-    cluster: str = ""
+    cluster: str
+    names: tuple[str, ...]
     log: tuple[Change, ...] = ()
-    names: tuple[str, ...] = ()
     by_hash: frozenset[str] = frozenset()
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        """(nodes,) their names; numbers, where they have none."""
-        return self.names or tuple(map(str, range(len(self.capacity))))
 
     def like(self, other: ClusterView | None) -> bool:
         """Whether these are the same nodes, with the same memory and disk."""

@@ -72,11 +72,11 @@ class Homes:
         sizes: dict[str, int] = {}
         self._asked = np.zeros(_BUCKETS, np.bool_)
         for view in views:
-            own, named = view.named[view.me], zip(view.named, view.origin.tolist(), strict=True)
+            own, named = view.names[view.me], zip(view.names, view.origin.tolist(), strict=True)
             there = {own: SOURCE} | {name: origin for name, origin in named if origin != SOURCE}
             self._asked |= _first(tuple(there)) == 0
             origins = {**there, **origins, own: SOURCE}
-            sizes |= dict(zip(view.named, view.capacity.tolist(), strict=True))
+            sizes |= dict(zip(view.names, view.capacity.tolist(), strict=True))
         self._origin = np.array(list(origins.values()), np.int64)[_first(tuple(origins))]
         self.share = float((self._origin == SOURCE).mean())
         self.nbytes = sum(sizes.values())

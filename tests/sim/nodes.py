@@ -233,7 +233,9 @@ class Nodes:
         capacity = np.full(nodes, self.capacity)
         disks = np.array([(nbytes, 1) for nbytes in self._disks], np.int64)
         log = self.members[node].log
-        return ClusterView(node, np.arange(nodes), capacity, origin, disks, _CLUSTER, log)
+        names = tuple(map(str, range(nodes)))
+        rest = disks, _CLUSTER, names, log
+        return ClusterView(node, np.arange(nodes), capacity, origin, *rest)
 
     def _tell(self, node: int, epoch: int) -> None:
         order = self.order._replace(seed=self.order.seed + epoch)

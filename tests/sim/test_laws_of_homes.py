@@ -8,9 +8,9 @@ from nodes import Nodes
 from numpy.typing import NDArray
 
 from creel.daemon.core.events import EpochFollowed, PlanExtended
-from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
+from kit import cluster_view
 
 SAMPLES, BATCH = 840, 4
 
@@ -108,8 +108,7 @@ def test_homes_are_shared_out_evenly_and_move_only_where_they_must() -> None:
     origin = np.array([-1, 5, 6, 7])
 
     def homes(origin: NDArray[np.int64]) -> NDArray[np.int64]:
-        none = np.zeros((4, 2), np.int64)
-        return Homes([ClusterView(0, np.arange(4), np.full(4, 100), origin, none)]).origins(ids)
+        return Homes([cluster_view(origin, 100)]).origins(ids)
 
     before, after = homes(origin), homes(np.array([-1, 5, -1, 7]))
     assert min((before == x).sum() for x in origin) >= 0.24 * len(ids)

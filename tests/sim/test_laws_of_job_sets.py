@@ -74,7 +74,7 @@ class JobSets(Nodes):
         disks = np.array([(self._disks[one], 1) for one in nodes], np.int64)
         capacity = np.full(count, self.capacity)
         names, by_hash = tuple(f"n{one}" for one in nodes), self.by_hash[job]
-        rest = disks, f"c{job}", (), names, by_hash
+        rest = disks, f"c{job}", names, (), by_hash
         return ClusterView(me, np.arange(count), capacity, origin, *rest)
 
     def go(self, ticks: int) -> Counter[str]:
@@ -254,7 +254,7 @@ def test_whoever_is_asked_ranks_above_who_asks(seed: int) -> None:
         views = []
         for nodes in (one for one in sets if node in one):
             names, disk = tuple(f"n{one}" for one in nodes), np.zeros((len(nodes), 2), np.int64)
-            rest = np.where(nodes == node, SOURCE, nodes), disk, "", (), names
+            rest = np.where(nodes == node, SOURCE, nodes), disk, "", names
             me = nodes.tolist().index(node)
             views.append(ClusterView(me, np.arange(len(nodes)), np.ones(len(nodes), int), *rest))
         homes = Homes(views)

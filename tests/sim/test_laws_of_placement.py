@@ -26,6 +26,7 @@ from creel.policies.cluster.placement import (
 from creel.policies.cluster.simulate import Scenario, replay
 from creel.policies.eviction.selection import Nodes
 from creel.policies.next_use import NextUses
+from kit import cluster_view
 
 ONE = np.array([1])
 
@@ -172,8 +173,7 @@ def test_bytes_that_a_node_keeps_of_the_plans(nodes: int, f: float, most: float)
     """Law L6, with two boundaries planned; all else of a policy is the core's, or the job's."""
     n = 1 << 17
     capacity = np.full(nodes, int(f * n / nodes))
-    disk = np.zeros((nodes, 2), np.int64)
-    view = ClusterView(0, np.arange(nodes), capacity, np.arange(nodes) - 1, disk)
+    view = cluster_view(np.arange(nodes) - 1, int(f * n / nodes))
     deals, context, uses = Deals(view), Context(capacity, n), NextUses(n)
     state, pins = np.zeros(n, np.uint8), np.zeros(n, np.int32)
     order = JobOrder(n, nodes, n // nodes, 8, 100)

@@ -20,6 +20,7 @@ from creel.policies.eviction.planned import PlannedEviction
 from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT
 from creel.policies.eviction.recent import MostRecentFirst
 from creel.policies.next_use import MAX_EPOCHS, NEVER, NextUses
+from kit import cluster_view
 
 
 @dataclass
@@ -297,9 +298,7 @@ def test_a_plan_and_its_policy_take_few_bytes_per_object(*, alike: bool) -> None
 
 
 def test_homes_that_a_shortage_cost_are_kept_again_in_the_next_epoch() -> None:
-    view = ClusterView(
-        0, np.arange(2), np.full(2, 4000), np.array([-1, 7]), np.array([(0, 1)] * 2, np.int64)
-    )
+    view = cluster_view([-1, 7], 4000)
     homes, uses = Homes([view]), NextUses(40)
     state, pins = np.full(40, ABSENT, np.uint8), np.zeros(40, np.int32)
     mine, others = (np.flatnonzero(homes.mine(np.arange(40)) == x) for x in (True, False))
@@ -323,9 +322,7 @@ def test_homes_that_a_shortage_cost_are_kept_again_in_the_next_epoch() -> None:
 
 
 def test_what_is_at_home_elsewhere_leaves_before_what_is_on_disk() -> None:
-    view = ClusterView(
-        0, np.arange(2), np.full(2, 4000), np.array([-1, 7]), np.array([(0, 1)] * 2, np.int64)
-    )
+    view = cluster_view([-1, 7], 4000)
     homes, n = Homes([view]), 40
     state, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
     policy = HomesEviction(state, pins, [NextUses(n)], homes)

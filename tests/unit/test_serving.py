@@ -26,12 +26,11 @@ from creel.daemon.core.events import (
     Tick,
 )
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
+from kit import cluster_view
 
 OLD, NEW = of_tag("old"), of_tag("new")
-NO_DISKS = np.array([(0, 1)] * 2, np.int64)
 
 
 class Node(Rig):
@@ -214,9 +213,7 @@ class Member(Rig):
         super().__init__(samples * 100)
         self.register("d", [100] * samples)
         self.open(1, "d", world=2)
-        view = ClusterView(
-            0, np.arange(2), np.full(2, samples * 100), np.array([SOURCE, 7]), NO_DISKS
-        )
+        view = cluster_view([SOURCE, 7], samples * 100)
         for epoch in range(3):
             order = JobOrder(samples, 2, each, 1, seed=epoch)
             self.extend(1, epoch, [[int(x)] for x in order.by_rank([0, 1])[0]])
@@ -289,9 +286,7 @@ def test_orders_of_epochs_that_are_over_or_far_away_take_no_memory(by_hash: froz
     node = Rig(4000)
     node.register("d", [100] * 40)
     node.open(1, "d", world=2)
-    view = ClusterView(
-        0, np.arange(2), np.full(2, 4000), np.array([SOURCE, 7]), NO_DISKS, by_hash=by_hash
-    )
+    view = cluster_view([SOURCE, 7], 4000, by_hash)
     for epoch in range(5):
         order = JobOrder(40, 2, 20, 1, seed=epoch)
         node.extend(1, epoch, [[int(x)] for x in order.by_rank([0, 1])[0]])
@@ -336,7 +331,7 @@ class Home(Node):
 
     def __init__(self, held: int) -> None:
         super().__init__(40, held)
-        view = ClusterView(0, np.arange(2), np.full(2, held * 100), np.array([SOURCE, 7]), NO_DISKS)
+        view = cluster_view([SOURCE, 7], held * 100)
         self.feed(EpochFollowed(1, view))
         at_home = Homes([view]).mine(np.arange(40))
         self.mine, self.others = (np.flatnonzero(at_home == x).tolist() for x in (True, False))
