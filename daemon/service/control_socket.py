@@ -322,7 +322,7 @@ def released(address: str) -> bool:
             asking.connect(address)
             if peer_of(asking).uid != os.getuid():
                 return False
-            asking.send(encode(Hello(PROTOCOL, "service", os.getpid())))
+            asking.send(encode(Hello(PROTOCOL, "service")))
             return isinstance(decode(asking.recv(MAX_BODY), ControlReply), Welcome)
         except (OSError, MalformedError):
             return False

@@ -137,7 +137,7 @@ class Client:
             control_socket.settimeout(timeout_s)
             _connect_socket(control_socket, where, timeout_s)
             check_owner(control_socket, where)
-            hello = messages.Hello(messages.PROTOCOL, role, os.getpid(), token)
+            hello = messages.Hello(messages.PROTOCOL, role, token)
             with pidfd_of(trainer_pid) as along:
                 welcome, fds = exchange(control_socket, hello, messages.Welcome, along)
             return cls(control_socket, welcome, map_arena(fds, welcome.arena_nbytes))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Increased whenever an old client could misread a new daemon, or the reverse.
-PROTOCOL = 8
+PROTOCOL = 9
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -67,7 +67,6 @@ class Hello(Message, frozen=True):
 
     protocol: int
     role: str
-    pid: int
     token: str = ""
 
 
@@ -330,8 +329,8 @@ _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {
 def encode(message: Message) -> bytes:
     """Return the body of a message.
 
-    >>> decode(encode(Hello(PROTOCOL, "cli", 7)), ControlRequest)
-    Hello(protocol=8, role='cli', pid=7, token='')
+    >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
+    Hello(protocol=9, role='cli', token='')
     """
     return _encoder.encode(message)
 

@@ -332,7 +332,7 @@ def _noise(name: str, stop: threading.Event) -> None:
 def _talk_nonsense(where: str, rng: random.Random) -> None:
     with knock(where) as control_socket:
         if rng.random() < 0.5:
-            control_socket.send(encode(Hello(PROTOCOL, "trainer", 1)))
+            control_socket.send(encode(Hello(PROTOCOL, "trainer")))
             control_socket.recv(4096)
             _shrinking_manifest(control_socket, rng)
         else:

@@ -61,7 +61,7 @@ os.setuid(65534)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect({first_address(daemon.name)!r})
 try:
-    s.send({encode(Hello(PROTOCOL, "cli", 1))!r})
+    s.send({encode(Hello(PROTOCOL, "cli"))!r})
 except OSError:
     pass
 print(s.recv(1000))
@@ -101,7 +101,7 @@ def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
         Attach(1),
         Close(1),
         Register(5),
-        Hello(PROTOCOL, "king", 1),
+        Hello(PROTOCOL, "king"),
     ):
         with knock(first_address(daemon.name)) as s:
             s.send(encode(first))
@@ -110,7 +110,7 @@ def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
 
 def test_another_protocol_is_told_what_to_do(daemon: Running) -> None:
     with knock(first_address(daemon.name)) as s:
-        s.send(encode(Hello(PROTOCOL + 1, "cli", 1)))
+        s.send(encode(Hello(PROTOCOL + 1, "cli")))
         assert b"restart the daemon" in s.recv(1000)
 
 
@@ -140,7 +140,7 @@ def test_the_arena_and_the_table_cannot_be_written_by_clients(
     import mmap
 
     with knock(first_address(daemon.name)) as s:
-        s.send(encode(Hello(PROTOCOL, "cli", 1)))
+        s.send(encode(Hello(PROTOCOL, "cli")))
         _, fds, _, _ = socket.recv_fds(s, 1000, 4)
         arena = fds[0]
         for write, error in (
@@ -263,7 +263,7 @@ def test_no_packet_at_the_control_socket_hurts_the_daemon(
 ) -> None:
     rng = np.random.default_rng(11 + hello)
     messages = [
-        Hello(PROTOCOL, "cli", 5),
+        Hello(PROTOCOL, "cli"),
         Register(1000),
         Open("x" * 30, "job", 1, 2, "never"),
         Attach(1),
@@ -363,7 +363,7 @@ def test_a_manifest_that_is_none_is_refused(daemon: Running, tmp_path: Path) -> 
     for nbytes in (1006, 5, 10**15):
         fd = os.open(tmp_path / "junk", os.O_RDONLY)
         with knock(first_address(daemon.name)) as s:
-            _, fds = exchange(s, Hello(PROTOCOL, "cli", 1), Welcome)
+            _, fds = exchange(s, Hello(PROTOCOL, "cli"), Welcome)
             close_all(fds)
             with pytest.raises(UnavailableError):
                 exchange(s, Register(nbytes), Registered, (fd,))

@@ -122,7 +122,7 @@ for role in ("trainer", "cli"):
         print(e)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect({address!r})
-s.send({encode(Hello(PROTOCOL, "trainer", 1))!r})
+s.send({encode(Hello(PROTOCOL, "trainer"))!r})
 said, fds, _, _ = socket.recv_fds(s, 1000, 4)
 print(said, fds)
 """
@@ -148,7 +148,7 @@ import os, socket, sys
 os.chroot("/tmp")
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect({first_address(daemon_name)!r})
-s.send({encode(Hello(PROTOCOL, "cli", 1))!r})
+s.send({encode(Hello(PROTOCOL, "cli"))!r})
 print(s.recv(1000))
 """
     with Running(daemon_name):
@@ -319,7 +319,7 @@ def test_root_is_another_user_too() -> None:
         with mock.patch.object(os, "getuid", return_value=os.getuid() + 1):  # another's
             control_socket = ControlSocket(address, cast("Node", None), epoll, limit=5)
         with knock(address) as caller:
-            caller.send(encode(Hello(PROTOCOL, "trainer", 1)))
+            caller.send(encode(Hello(PROTOCOL, "trainer")))
             control_socket.ready(control_socket.fd, 0.0)
             for fd, _ in epoll.poll(10):
                 control_socket.ready(fd, 0.0)
