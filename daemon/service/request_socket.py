@@ -36,8 +36,8 @@ from creel.messages import (
     Truncate,
     Wait,
     decode,
-    decode_frames,
     encode,
+    extend_arrays,
     request_address,
 )
 
@@ -105,8 +105,7 @@ class RequestSocket:
         try:
             message = self._authenticated(frames)
             token = message.token
-            arrays = decode_frames(type(message), [f.buffer for f in frames[1:]])
-            self._request(who, message, arrays)
+            self._request(who, message, [f.buffer for f in frames[1:]])
         except MalformedError as e:
             if token:
                 self._control_socket.drop(token, str(e))
@@ -123,7 +122,9 @@ class RequestSocket:
             raise MalformedError("an unknown token")
         return message
 
-    def _request(self, who: bytes, message: Any, arrays: list[NDArray[Any]]) -> None:
+    def _request(self, who: bytes, message: Any, frames: list[memoryview]) -> None:
+        if frames and not isinstance(message, Extend):
+            raise MalformedError(f"{type(message).__name__} has no arrays")
         if isinstance(message, Command):
             self._answer_command(who, message)
             return
@@ -134,7 +135,7 @@ class RequestSocket:
                 self.send(who, Failed(message.call, str(e)))
             return  # the session may have ended meanwhile
         if isinstance(message, Extend):
-            self._node.extended(session, message, _checked(session, message, arrays))
+            self._node.extended(session, message, _checked(session, message, frames))
         elif isinstance(message, Deal | Follow):
             self._node.dealt(session, message)
         elif isinstance(message, Begin):
@@ -143,7 +144,7 @@ class RequestSocket:
             if not session.done <= message.step <= session.steps:
                 raise MalformedError(f"truncate at {message.step} of {session.steps} steps")
             self._node.truncated(session, message.step)
-        elif isinstance(message, Wait):
+        else:
             self._wait(who, session, message)
 
     def _wait(self, who: bytes, session: SessionRecord, message: Wait) -> None:
@@ -162,14 +163,15 @@ class RequestSocket:
 
 
 def _checked(
-    session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]
+    session: SessionRecord, message: Extend, frames: list[memoryview]
 ) -> list[NDArray[Any]]:
     """Return aligned copies of a plan's arrays.
 
     Raises:
-        MalformedError: too many at once, steps that do not follow, unknown ids, ends
+        MalformedError: not two arrays, too long ones, steps that do not follow, unknown ids, ends
             out of order.
     """
+    arrays = extend_arrays(frames)
     if max(map(len, arrays)) > _MAX_PIECE:
         raise MalformedError(f"a plan comes in pieces of {_MAX_PIECE} reads or steps at most")
     objects, ends = (np.array(a) for a in arrays)

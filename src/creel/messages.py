@@ -5,8 +5,8 @@ client keeps this connection open for as long as it lives; its end tells the dae
 death. One packet is one message; descriptors are passed by SCM_RIGHTS.
 
 **Request socket** (ZeroMQ DEALER to ROUTER, abstract ipc): all later requests. A message is
-`[body, array...]`: the body is msgspec (MessagePack), arrays are raw little-endian frames in the
-order that the class gives.
+`[body, array...]`: the body is msgspec (MessagePack). Only `Extend` has arrays, as raw
+little-endian frames.
 
 Payload bytes never travel in a message: they are in the arena, a memfd that clients map read-only.
 What happens once per batch is not a message but a shared word (`cache/memory/shared_words.py`).
@@ -312,11 +312,6 @@ ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | Ref
 RequestMessage: TypeAlias = Extend | Deal | Follow | Begin | Truncate | Wait | Command
 RequestReply: TypeAlias = Ready | CommandReply | Failed
 
-#: Arrays that follow the body on the request socket, by class: (name, dtype).
-FRAMES: dict[type[Message], tuple[tuple[str, str], ...]] = {
-    Extend: (("objects", "<i4"), ("ends", "<i8")),
-}
-
 M = TypeVar("M", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -349,16 +344,15 @@ def decode(body: bytes | memoryview, union: Any) -> Any:
         raise MalformedError(str(e)) from e
 
 
-def decode_frames(kind: type[Message], frames: list[memoryview]) -> list[NDArray[Any]]:
-    """Return the arrays after a body of class `kind`, as read-only views of the frames.
+def extend_arrays(frames: list[memoryview]) -> list[NDArray[Any]]:
+    """Return `objects` and `ends` of an `Extend` as read-only views of the frames after its body.
 
     Raises:
-        MalformedError: too few or too many frames, or a length that is no multiple of the item.
+        MalformedError: there are not two frames, or a length is no multiple of the item size.
     """
-    wanted = FRAMES.get(kind, ())
-    if len(frames) != len(wanted):
-        raise MalformedError(f"{kind.__name__} has {len(wanted)} arrays, {len(frames)} came")
+    if len(frames) != 2:
+        raise MalformedError(f"Extend has 2 arrays, {len(frames)} came")
     try:
-        return [np.frombuffer(f, dtype) for f, (_, dtype) in zip(frames, wanted, strict=True)]
+        return [np.frombuffer(frames[0], "<i4"), np.frombuffer(frames[1], "<i8")]
     except ValueError as e:
-        raise MalformedError(f"{kind.__name__}: {e}") from e
+        raise MalformedError(f"Extend: {e}") from e

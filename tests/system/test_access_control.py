@@ -199,6 +199,12 @@ def test_an_impossible_plan_costs_its_sender_the_connection(
     assert status(daemon)["sessions"] == 0
 
 
+def test_arrays_where_none_belong_cost_their_sender_the_connection(daemon: Running) -> None:
+    with daemon.client() as client:
+        client.send(Command(client.token, 1, "status"), np.zeros(1, np.int32))
+        until(lambda: not client.alive, what="the daemon hangs up")
+
+
 def test_lies_in_shared_words_are_bounded(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 20)
     with daemon.client() as client:

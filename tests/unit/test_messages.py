@@ -15,15 +15,14 @@ from creel.errors import MalformedError
 from creel.messages import (
     ControlReply,
     ControlRequest,
-    Extend,
     Member,
     Message,
     RequestMessage,
     RequestReply,
     Wait,
     decode,
-    decode_frames,
     encode,
+    extend_arrays,
 )
 from kit import seeds
 
@@ -179,7 +178,7 @@ def test_frames_are_views_or_malformed(seed: int) -> None:
     frames = [memoryview(rng.bytes(int(n))) for n in sizes]
     fits = len(sizes) == 2 and sizes[0] % 4 == 0 and sizes[1] % 8 == 0
     try:
-        arrays = decode_frames(Extend, frames)
+        arrays = extend_arrays(frames)
     except MalformedError:
         assert not fits
         return
@@ -188,9 +187,3 @@ def test_frames_are_views_or_malformed(seed: int) -> None:
         assert array.dtype == np.dtype(dtype)
         assert array.tobytes() == bytes(frame)
         assert not array.flags.writeable
-
-
-def test_a_message_without_arrays_takes_none() -> None:
-    assert decode_frames(Wait, []) == []
-    with pytest.raises(MalformedError, match="0 arrays, 1 came"):
-        decode_frames(Wait, [memoryview(b"")])
