@@ -57,10 +57,10 @@ class Readers:
     once: bool
     epoch: int
     deals: Deals
-    homes: Homes | None = None
-    together: bool = False
-    by_hash: bool = False
-    dealt: list[DealtJob] | None = None
+    homes: Homes | None
+    together: bool
+    by_hash: bool
+    dealt: list[DealtJob] | None
 
 
 def choose(

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-_ROOT = Path("/")
+_ROOT = Path("/")  # of proc/ and sys/
 #: cgroup v1 writes "no limit" as a number near 2**63; no machine has an exbibyte.
 _NO_LIMIT = 1 << 60
 
@@ -26,37 +26,33 @@ class MemoryLimits(NamedTuple):
     available: int
 
 
-def memory(root: Path = _ROOT) -> MemoryLimits:
-    """Memory of the machine, reduced to the tightest cgroup above this process.
-
-    Args:
-        root: the folder of proc/ and sys/; for tests.
-    """
-    lines = re.finditer(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+def memory() -> MemoryLimits:
+    """Return the memory of the machine, reduced to the tightest cgroup above this process."""
+    lines = re.finditer(r"^(\w+):\s+(\d+) kB$", _read(_ROOT / "proc/meminfo"), re.MULTILINE)
     info = {line[1]: int(line[2]) * 1024 for line in lines}
     total = info.get("MemTotal", 0)
     available = info.get("MemAvailable", total)
-    if _read(root / "proc/sys/vm/overcommit_memory").strip() == "2":  # strict overcommit accounting
+    if _read(_ROOT / "proc/sys/vm/overcommit_memory").strip() == "2":  # strict accounting
         promised = info.get("Committed_AS", 0)
         available = min(available, max(info.get("CommitLimit", available) - promised, 0))
-    for limit, used in _cgroups(root):
+    for limit, used in _cgroups():
         total = min(total, limit)
         available = min(available, max(limit - used, 0))
     return MemoryLimits(total, available)
 
 
-def _cgroups(root: Path) -> list[tuple[int, int]]:
+def _cgroups() -> list[tuple[int, int]]:
     """(limit, used) of every memory cgroup above this process that sets a limit."""
     found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read(_ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             found += _walk(
-                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+                _ROOT / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
             )
         elif "memory" in controllers.split(","):
             v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            found += _walk(root / "sys/fs/cgroup/memory", path, *v1)
+            found += _walk(_ROOT / "sys/fs/cgroup/memory", path, *v1)
     return found
 
 

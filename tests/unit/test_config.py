@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
@@ -338,34 +339,44 @@ def test_a_budget_is_a_share_of_what_is_free_or_of_all_or_a_size() -> None:
 # --- what the machine allows ------------------------------------------------------------------
 
 
-def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    files = {
-        "proc/meminfo": "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:    4194304 kB\n",
-        "proc/self/cgroup": cgroup,
-        **files,
-    }
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
+MemoryOf: TypeAlias = Callable[[str, dict[str, str]], limits.MemoryLimits]
 
 
-def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
-    assert limits.memory(machine(tmp_path, "", {})) == (8 << 30, 4 << 30)
+@pytest.fixture
+def memory_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryOf:
+    """`memory` of a machine with 8 GiB, half of them free, for a process in this cgroup."""
+    monkeypatch.setattr(limits, "_ROOT", tmp_path)
+
+    def memory(cgroup: str, files: dict[str, str]) -> limits.MemoryLimits:
+        files = {
+            "proc/meminfo": "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:    4194304 kB\n",
+            "proc/self/cgroup": cgroup,
+            **files,
+        }
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return limits.memory()
+
+    return memory
+
+
+def test_without_cgroups_the_machine_is_the_limit(memory_of: MemoryOf) -> None:
+    assert memory_of("", {}) == (8 << 30, 4 << 30)
 
 
 def test_where_memory_is_promised_strictly_only_what_is_left_to_promise_is_free(
-    tmp_path: Path,
+    memory_of: MemoryOf,
 ) -> None:
     info = "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n"
     info += "CommitLimit: 6291456 kB\nCommitted_AS: 5242880 kB\n"
     files = {"proc/meminfo": info, "proc/sys/vm/overcommit_memory": "2\n"}
-    assert limits.memory(machine(tmp_path, "", files)) == (8 << 30, 1 << 30)
+    assert memory_of("", files) == (8 << 30, 1 << 30)
     files["proc/sys/vm/overcommit_memory"] = "0\n"
-    assert limits.memory(machine(tmp_path, "", files)) == (8 << 30, 4 << 30)
+    assert memory_of("", files) == (8 << 30, 4 << 30)
 
 
-def test_a_parent_cgroup_of_version_2_limits_us(tmp_path: Path) -> None:
+def test_a_parent_cgroup_of_version_2_limits_us(memory_of: MemoryOf) -> None:
     folder = "sys/fs/cgroup/slurm/job_7"
     files = {
         "sys/fs/cgroup/slurm/memory.max": str(2 << 30),
@@ -374,23 +385,23 @@ def test_a_parent_cgroup_of_version_2_limits_us(tmp_path: Path) -> None:
         f"{folder}/memory.max": "max",
         f"{folder}/memory.current": "0",
     }
-    have = limits.memory(machine(tmp_path, "0::/slurm/job_7\n", files))
+    have = memory_of("0::/slurm/job_7\n", files)
     assert have == (2 << 30, (2 << 30) - (512 << 20))
 
 
-def test_a_cgroup_of_version_1_limits_us_and_no_limit_is_none(tmp_path: Path) -> None:
+def test_a_cgroup_of_version_1_limits_us_and_no_limit_is_none(memory_of: MemoryOf) -> None:
     files = {
         "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
         "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": str(3 << 30),
         "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": str(1 << 30),
     }
-    have = limits.memory(machine(tmp_path, "4:memory:/docker/x\n3:cpu:/y\n", files))
+    have = memory_of("4:memory:/docker/x\n3:cpu:/y\n", files)
     assert have == (3 << 30, 2 << 30)
 
 
-def test_in_a_container_the_mount_itself_is_our_group(tmp_path: Path) -> None:
+def test_in_a_container_the_mount_itself_is_our_group(memory_of: MemoryOf) -> None:
     files = {
         "sys/fs/cgroup/memory.max": str(1 << 30),
         "sys/fs/cgroup/memory.current": "0",
     }
-    assert limits.memory(machine(tmp_path, "0::/../outside\n", files)) == (1 << 30, 1 << 30)
+    assert memory_of("0::/../outside\n", files) == (1 << 30, 1 << 30)
