@@ -19,6 +19,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 Item = TypeVar("Item", bound=np.generic)
 
 NONE: Index = np.empty(0, np.intp)
+NO_IDS: Ids = np.empty(0, np.int32)
 
 
 def joined(parts: Sequence[Index]) -> Index:

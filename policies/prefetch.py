@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Ints
+from creel.policies.arrays import NO_IDS, Ints
 from creel.settings import FetchSettings, WindowSettings
 
 Item = TypeVar("Item", bound=np.generic)
@@ -54,7 +54,6 @@ class Window:
         )
 
 
-_NONE = np.empty(0, np.int32)
 #: Pieces of a plan that are published step by step are joined up to this many objects.
 _MAX_JOINED = 4096
 
@@ -157,7 +156,7 @@ class SessionPlan:
     def objects(self, start: int, stop: int) -> NDArray[np.int32]:
         """(k,) ids at positions start..stop-1; read only."""
         if start >= stop:
-            return _NONE
+            return NO_IDS
         i = bisect_right(self._bounds, start) - 1
         begin = self._bounds[i]
         piece = self._pieces[i][start - begin : stop - begin]

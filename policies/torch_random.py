@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Ints
+from creel.policies.arrays import NO_IDS, Ints
 
 #: From this n on, torch.randperm shuffles inside-out with 64-bit draws. [TensorFactories.cpp]
 SHUFFLE_LIMIT = (2**32 - 1) // 20
@@ -110,7 +110,7 @@ class Shuffle:
     def all(self) -> NDArray[np.int32]:
         """(n,) all entries, in pieces that stay within the processor's caches."""
         pieces = [self.more(_PIECE) for _ in range(0, self._n, _PIECE)]
-        return np.concatenate([np.empty(0, np.int32), *pieces])
+        return np.concatenate([NO_IDS, *pieces])
 
     def _held(self, places: Ints) -> Ints:
         """(k,) the numbers in these places now."""

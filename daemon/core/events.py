@@ -9,14 +9,14 @@ from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Floats, Ids, Ints, Mask
+from creel.policies.cluster import boundary
 from creel.policies.cluster.agreement import SharedPlan
-from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
 #: The origin of a fetch: the dataset's storage; what the shell holds in private memory since a
 #: fetch of unknown lengths; the node's disk. Other origins are numbers of peers.
-SOURCE, HELD, DISK = -1, -2, -3
+SOURCE, HELD, DISK = boundary.SOURCE, -2, -3
 
 # --- events -----------------------------------------------------------------------------------
 
@@ -74,21 +74,21 @@ class EpochDealt(Event, frozen=True):
     session: int
     epoch: int
     order: JobOrder
-    view: ClusterView
+    view: boundary.ClusterView
 
 
 class EpochFollowed(Event, frozen=True):
     """The ranks of a session's job run on these nodes, which do not all know how they read."""
 
     session: int
-    view: ClusterView
+    view: boundary.ClusterView
 
 
 class ClusterChanged(Event, frozen=True):
     """Nodes of a cluster left or came back; None: this node has left it."""
 
     cluster: str
-    view: ClusterView | None
+    view: boundary.ClusterView | None
 
 
 class PlanShared(Event, frozen=True):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Ids, Ints, Mask, unique
+from creel.policies.arrays import NO_IDS, Ids, Ints, Mask, unique
 from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import Change, ChangeId
@@ -16,6 +16,9 @@ from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.selection import Nodes
 
+#: Origin of a fetch from the dataset's storage, and of this node in `ClusterView.origin`. Other
+#: origins that policies give are numbers of peers.
+SOURCE = -1
 #: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
 PARTS = 256
 #: Most epochs of a job of which the order is kept: loaders tell a few ahead.
@@ -31,7 +34,7 @@ class ClusterView:
         me: the number of this node among them.
         nodes: (world,) the node of each rank.
         capacity: (nodes,) bytes of memory of each.
-        origin: (nodes,) origin number of each node's fetches; -1: this node itself.
+        origin: (nodes,) origin of fetches from each node; SOURCE: this node, or a lost one.
         disk: (nodes, 2) bytes of disk of each, and the unit in which it gives them.
         cluster: its name.
         names: (nodes,) names of the nodes; a node has the same name in all its clusters.
@@ -216,7 +219,7 @@ class ClusterBoundary:
         """Plan what fills what the plan for all leaves free on this node."""
         n, me = len(self.state), self.view.me
         if dataset_nbytes(self.size, n) >= int((self.capacity * self.members).sum()):
-            return np.empty(0, np.int32)
+            return NO_IDS
         held = np.zeros(n, np.bool_)
         held[self.copies] = True
         room = self.size, int(self.capacity[me])

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Ids, Index, Ints, Mask, joined
+from creel.policies.arrays import NO_IDS, Ids, Index, Ints, Mask, joined
 from creel.policies.cluster import placement
 from creel.policies.cluster.agreement import Agreement, SharedPlan
 from creel.policies.cluster.boundary import (
     PARTS,
+    SOURCE,
     ClusterBoundary,
     ClusterView,
     Deals,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # circular import
 #: Marks beside LISTED: held for a peer that reads it in this epoch; sent already for the next one;
 #: stays as a second copy.
 _LENT, _SENT_EARLY, _COPY = np.uint8(2), np.uint8(4), np.uint8(8)
-_NO_IDS: Ids = np.empty(0, np.int32)
 #: Steps whose objects are in use at once, stay or not: one is read, one waits.
 _STEPS_IN_USE = 2
 #: What a node holds at most in mid-epoch beyond what is planned, as a part (1/n) of that: .7 % were
@@ -64,8 +64,8 @@ class ClusterEviction(PlannedEviction):
         super().__init__(state, pins, uses, epoch)
         self.deals = deals
         self._holder: Nodes | None = None  # when this epoch began
-        self._copies = _NO_IDS  # of this node, then
-        self._second_copies = _NO_IDS  # those planned, which yield to anything else
+        self._copies = NO_IDS  # of this node, then
+        self._second_copies = NO_IDS  # those planned, which yield to anything else
         self._next: Placed | None = None  # when this epoch ends
         # When the next one ends: planned ahead, as what its first steps read may not leave before.
         self._later: tuple[ClusterBoundary, Placed] | None = None
@@ -224,8 +224,8 @@ class ClusterEviction(PlannedEviction):
         self._agreement.asks = False
         self._asking = self._next = self._later = self._agreement.given = None
         self._holder = None if placed is None else placed.holder
-        self._copies = _NO_IDS if placed is None else placed.copies
-        self._second_copies = _NO_IDS
+        self._copies = NO_IDS if placed is None else placed.copies
+        self._second_copies = NO_IDS
         sent = np.empty(0, np.bool_) if placed is None else self._marked(placed.lent, _SENT_EARLY)
         self._marks &= LISTED
         if placed is not None:
@@ -292,7 +292,7 @@ class ClusterEviction(PlannedEviction):
         return self._next.part(ids) > part
 
     def holders(self, ids: Index, epoch: int) -> Ints | None:
-        """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no plan."""
+        """(k,) the peer that holds each object when `epoch` reads it, or SOURCE; None: no plan."""
         holder = None if self._agreement.astray else self._holder
         if epoch == self.epoch + 1:
             holder = None if self._next is None else self._next.holder
@@ -303,4 +303,4 @@ class ClusterEviction(PlannedEviction):
         found, origin = holder[ids].astype(np.int64), self.deals.view.origin
         none = found == nobody(holder)
         found[none] = 0
-        return np.where(none, -1, origin[found])
+        return np.where(none, SOURCE, origin[found])

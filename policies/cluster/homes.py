@@ -22,15 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Index, Ints, Mask, joined
-from creel.policies.cluster.boundary import ClusterView
+from creel.policies.cluster.boundary import SOURCE, ClusterView
 from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.recent import MostRecentFirst, ReleaseLog
 from creel.policies.next_use import NEVER, NextUses
 
 #: `step` of `victims` for what is read for a peer: nothing that is kept leaves for that.
 FOR_PEERS = NEVER
-#: Of this node in `ClusterView.origin`.
-SOURCE = -1
 #: Knuth's multiplicative hash: objects of one kind may lie at regular distances.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 #: Objects are hashed to as many buckets (2^16); all of a bucket have one home. Of 256 nodes each is
@@ -95,7 +93,7 @@ class Homes:
         return self.asked(ids) & ~self.mine(ids)
 
     def origins(self, ids: NDArray[np.integer]) -> Ints:
-        """(k,) the peer to ask for each object; -1: it is to be read from the source."""
+        """(k,) the peer to ask for each object, or SOURCE."""
         return self._origin[_bucket(ids)]
 
 

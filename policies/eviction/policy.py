@@ -94,7 +94,7 @@ class EvictionPolicy:
             self.homes, self.stale = homes, True
 
     def holders(self, ids: Index, epoch: int) -> Ints | None:  # noqa: ARG002
-        """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no peers."""
+        """(k,) the peer that holds each object for its read in `epoch`, or -1; None: no peers."""
         return None if self.homes is None else self.homes.origins(ids)
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:  # noqa: ARG002

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Ids, Index, Ints, Mask
+from creel.policies.arrays import NO_IDS, Ids, Index, Ints, Mask
 
 #: (n,) node of each object, uint8 or uint16; the largest number of that type is nobody.
 Nodes = NDArray[np.uint8] | NDArray[np.uint16]
@@ -246,7 +246,7 @@ class _Flat:
         if len(self._pieces) == 1:
             return self._pieces[0][start:stop]
         first, last = np.searchsorted(self._ends, [start, stop], side="right").tolist()
-        out = [np.empty(0, np.int32)]
+        out = [NO_IDS]
         for i in range(first, min(last + 1, len(self._pieces))):
             begin = int(self._ends[i]) - len(self._pieces[i])
             out.append(self._pieces[i][max(start - begin, 0) : max(stop - begin, 0)])
@@ -411,7 +411,7 @@ def _fill(
     parts: Sequence[Candidates], tally: Tally, lack: Ints, nbytes: NbytesOf, out: Nodes
 ) -> None:
     """Add or remove objects of the last priorities, scattered, until each node has its bytes."""
-    found = [(np.empty(0, np.int32), np.empty(0, np.int32))]
+    found = [(NO_IDS, NO_IDS)]
     nobody = np.iinfo(out.dtype).max
     for part in parts:
         node, priority = np.divmod(part.cell // tally.width, tally.priorities)
