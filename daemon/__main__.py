@@ -6,11 +6,11 @@ import os
 import sys
 
 if "--embedded" in sys.argv and os.fork():
-    # The trainer waits for this process: no zombie, and no thread of its own to watch us.
+    # The trainer waits for this process at once: no zombie, and no thread that watches the daemon.
     os._exit(0)
 
-# Nothing here is linear algebra: numpy's OpenBLAS would start a thread for each processor, which
-# spins before it sleeps (0.06 s of the 0.3 s of a processor that a start takes, with two of them).
+# The daemon does no linear algebra. OpenBLAS of numpy would start a thread per processor that spins
+# before it sleeps: 0.06 s of the 0.3 s of CPU time of a start, with two processors.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from creel.daemon.main import main

@@ -1,8 +1,8 @@
 """The daemon process: its loop, signals, timers, start and end.
 
 The loop sleeps in one epoll over control socket, request socket and wake-ups from other threads.
-With open sessions it also polls the shared words: after an eighth of the time since they last
-changed, between 1 and 80 ms, so quick steps are seen at once and an idle daemon costs nothing.
+With open sessions it also polls the shared words, after an eighth of the time since they last
+changed, between 1 and 80 ms: quick steps are seen at once, and an idle daemon costs nothing.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("creel.main")
 
-_QUICK_S = 0.001  # longest delay of a client by unpolled shared words
+_QUICK_S = 0.001  # shortest pause between two polls of the shared words
 _TICK_S = 0.25
-_DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm wait longer
-_FINAL_REPLY_S = 0.1  # so that the client that asked for the stop gets an answer
-_MAX_CALLS_S = 0.01  # longest turn of taking results, so that clients get theirs
+_DRAIN_S = 3.5  # longest time from SIGTERM to the end; systemd and Slurm wait longer
+_FINAL_REPLY_S = 0.1  # time for the answer to the client that asked for the stop
+_MAX_CALLS_S = 0.01  # longest turn of calls from other threads; then clients are served
 _BIND_TRIES, _BIND_PAUSE_S = 10, 0.05  # for an address whose holder is unknown
-_SWITCH_S = 0.0005  # fetch threads hold the GIL for microseconds; never let them for 5 ms
+_SWITCH_S = 0.0005  # switch interval of the GIL: fetch threads need microseconds, not 5 ms
 
 
 class Daemon:
-    """All parts of one daemon process. `run` serves until stopped."""
+    """All parts of one daemon process; `run` serves until it is stopped."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class Daemon:
         Args:
             flags: settings from the command line, which survive a reload.
             embedded: whether to end with the last client.
-            ready_fd: a pipe, or -1; while its other end is open, its holder may become a client.
+            ready_fd: a pipe, or -1; while the other end is open, its holder may become a client.
 
         Raises:
             UnavailableError: another daemon of this name already serves this user.
-            ConfigError: settings that cannot be met here.
+            ConfigError: settings that this machine cannot meet.
         """
         name = config.daemon.name
         self._config = config
@@ -109,15 +109,15 @@ class Daemon:
         try:
             self._serve_metrics()
         except BaseException:
-            self._ready_fd = -1  # left to the caller, to report why
+            self._ready_fd = -1  # the caller reports the reason through it
             self.close()
             raise
 
     def _bind(self, name: str) -> ControlSocket:
-        """Listen at the first address, or at the second where another user holds the first.
+        """Listen at the first address, or at the second if another user holds the first.
 
         Raises:
-            UnavailableError: a daemon of this user holds it, or other users hold both.
+            UnavailableError: a daemon of this user holds the address, or other users hold both.
         """
         first = first_address(name)
         control_socket = self._listen(name, first)
@@ -132,7 +132,7 @@ class Daemon:
         return control_socket
 
     def _listen(self, name: str, address: str) -> ControlSocket | None:
-        """Return a control socket at this address; None where another user holds it."""
+        """Return a control socket at this address; None if another user holds the address."""
         if not self._embedded and released(address):
             log.info("an embedded daemon released the address; it ends with its last client")
         for _ in range(_BIND_TRIES):
@@ -156,7 +156,7 @@ class Daemon:
         os.eventfd_write(self._wake, 1)
 
     def stop(self, now: bool) -> None:
-        """Drain and end: at once (`now`), or once all clients have left."""
+        """Drain and end: at once (`now`), or when all clients have left."""
         self.control_socket.stop_listening()
         self._leaving = True
         if now and self.node.state != "draining":
@@ -167,7 +167,7 @@ class Daemon:
             self._drain_by = time.monotonic() + _DRAIN_S
 
     def report_ready(self) -> None:
-        """Announce that clients may connect; wait for the process that started us."""
+        """Announce that clients may connect; wait for the process that started this daemon."""
         if self._ready_fd >= 0:
             _write(self._ready_fd, "1")
             self._epoll.register(self._ready_fd, 0)  # hang-ups are always reported
@@ -198,7 +198,7 @@ class Daemon:
     # --- the loop -----------------------------------------------------------------------------
 
     def _turn(self, ready: list[int], now: float) -> bool:
-        """Run one turn of the loop; return whether there is more to do at once."""
+        """Run one turn of the loop; return whether more work waits."""
         for fd in ready:
             if fd == self._ready_fd:
                 self._stop_waiting_for_starter()
@@ -272,7 +272,7 @@ class Daemon:
         return False
 
     def _stop_waiting_for_starter(self) -> None:
-        """Stop waiting for the process that started us: it has connected, or will not."""
+        """Stop waiting for the process that started this daemon: it has connected, or will not."""
         self._epoll.unregister(self._ready_fd)
         os.close(self._ready_fd)
         self._ready_fd = -1
@@ -303,7 +303,7 @@ class Daemon:
         self._page = serve_page(self._config.daemon.metrics, status_and_stats)
 
     def install_signals(self) -> None:
-        """SIGTERM and SIGINT drain, SIGHUP reloads the settings, SIGUSR2 prints all stacks."""
+        """Install handlers: SIGTERM and SIGINT drain, SIGHUP reloads, SIGUSR2 prints all stacks."""
 
         def drain(number: int, frame: FrameType | None) -> None:
             del number, frame
@@ -318,7 +318,7 @@ class Daemon:
         signal.signal(signal.SIGINT, signal.SIG_IGN if self._embedded else drain)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if self._embedded else reload)
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-        # The training that started this daemon may have blocked them, to wait for them itself.
+        # The training process that started this daemon may have blocked these signals.
         ours = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
 
@@ -340,9 +340,9 @@ class Daemon:
         self._notify.ready(self._status())
 
     def _load_again(self) -> Config:
-        """The settings as they are now, seen from where this daemon was started (see `serve`)."""
+        """Load the settings from the folder in which this daemon was started (see `serve`)."""
         try:
-            with contextlib.suppress(OSError):  # it is gone, and with it a project's settings
+            with contextlib.suppress(OSError):  # the folder and its settings file are gone
                 os.chdir(self._folder)
             return Config.load(self._flags)[0]
         finally:
@@ -356,7 +356,7 @@ _AT_ONCE = frozenset(
 
 
 def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_fd: int) -> int:
-    """Run the daemon until stopped; return the exit code.
+    """Run the daemon until it is stopped; return the exit code.
 
     Args:
         flags: see Daemon.
@@ -373,7 +373,7 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
         _report_start(ready_fd, f"0{e}")
         log.log(logging.DEBUG if embedded else logging.ERROR, "%s", e)
         return 2 if isinstance(e, ConfigError) else 1
-    os.chdir("/")  # keep no mount busy; relative paths mean nothing here
+    os.chdir("/")  # keep no mount busy; the daemon uses no relative paths
     try:
         daemon.install_signals()
         daemon.report_ready()
@@ -386,14 +386,14 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
 def _working_directory() -> str:
     try:
         return str(Path.cwd())
-    except OSError:  # it is gone
+    except OSError:  # the folder was removed
         return "/"
 
 
 def _use_small_pages() -> None:
     """Keep numpy from using huge pages: the first plan writes all over columns of millions.
 
-    With huge pages that allocates all their memory at once: 14 M records held the loop for 0.9 s.
+    With huge pages this would allocate all of a column at once: 0.9 s of the loop for 14 M records.
     """
     with contextlib.suppress(AttributeError):  # numpy's switch; its variable is read at import only
         np._core.multiarray._set_madvise_hugepage(False)  # type: ignore[attr-defined]  # noqa: SLF001
@@ -442,6 +442,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _handed_over(fd: int) -> Config:
-    """Return the settings that the starting loader handed over."""
+    """Return the settings handed over by the loader that started this daemon."""
     with open(fd, "rb") as f:
         return msgspec.json.decode(f.read(), type=Config)

@@ -1,7 +1,7 @@
 """The state and decisions of a node's daemon. Pure: events in, actions out.
 
-`core` handles the events (`events`). `prefetcher` says what is fetched next, and `admission` makes
-room for it; what leaves memory then is up to the dataset's policy (`creel.policies.eviction`).
-`residency` is what memory holds of a dataset, `inflight` what is being fetched, `landing` its
-arrival, `sessions` the plans of the ranks that read it, `versions` and `checks` its files' changes.
+`core` handles the events (`events`). `prefetcher` chooses the next fetches and `admission` makes
+room for them; the dataset's policy (`creel.policies.eviction`) chooses the victims. `residency`
+holds the tables of resident objects, `inflight` the fetches in flight, `landing` enters their
+results, `sessions` holds the plans of ranks, `versions` and `checks` detect changed files.
 """

@@ -1,7 +1,7 @@
-"""Admission: makes room for what is to be fetched, at the expense of what is evicted. Pure.
+"""Admission: evicts objects to make room for fetches. Pure.
 
-Each dataset has a share of the memory (`Admission.share`). Inside it the dataset's eviction policy
-(`policies/eviction`) says which objects leave; across datasets those above their share give way.
+Each dataset has a share of the memory (`Admission.share`). Inside the share, the dataset's eviction
+policy (`policies/eviction`) chooses the victims. Datasets above their share make room for others.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.residency import Residency
 from creel.policies.arrays import NONE, Index, Ints, Mask, some
 
-#: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
+#: Rounds of eviction for objects without room: the free bytes may lie in the slabs of other pools.
 _ROUNDS = 4
 
 
 class Urgency(IntEnum):
-    """What may be evicted for a fetch; each level allows what the ones before it do.
+    """Which objects may be evicted for a fetch; each level includes the levels before it.
 
-    AHEAD: what the eviction policy lets go, or what is on disk; otherwise the fetch waits.
-    SOON: also what the policy would keep, rather than wait for the disk.
-    STALLED: a reader waits and has nothing else to read: whatever is not pinned.
+    AHEAD: objects that the eviction policy releases, or that are on disk; else the fetch waits.
+    SOON: also objects that the policy would keep, if the fetch would have to wait for the disk.
+    STALLED: all unpinned objects, because a reader waits and has nothing else to read.
     """
 
     AHEAD = 0
@@ -36,10 +36,10 @@ class Urgency(IntEnum):
 
 
 class Admission:
-    """The space and the residencies of all datasets in it.
+    """Allocates the arena's space to all datasets.
 
-    A dataset's share of the memory is its share of all bytes being read; datasets without readers
-    have none. The share limits a dataset only against others: it may take any free room.
+    A dataset's share of the memory is its part of the bytes of all datasets that have readers.
+    Datasets without readers have no share. Any dataset may use free room beyond its share.
     """
 
     def __init__(self, space: Allocator) -> None:
@@ -47,34 +47,35 @@ class Admission:
         self.disk = DiskTier(space.nbytes)
         self.residencies: dict[str, Residency] = {}
         self.expected = 0  # bytes in flight whose length is a guess
-        #: Offsets and lengths that fetches in flight for a dataset write to; set by `Inflight`.
+        #: Returns the offsets and lengths that a dataset's fetches in flight write to; set by
+        #: `Inflight`.
         self.busy: Callable[[Residency], tuple[Ints, Ints]]
 
     def share(self, residency: Residency) -> float:
-        """Bytes that this dataset may claim."""
+        """Return the bytes of memory that a dataset may claim."""
         if not residency.active:
             return 0.0
         total = sum(residency.nbytes for residency in self.residencies.values() if residency.active)
         return self.space.nbytes * residency.nbytes / max(total, 1.0)
 
     def part(self, residency: Residency) -> float:
-        """The dataset's share of the memory, and so of the disk, as a part of it."""
+        """Return the dataset's share as a fraction of the memory; the same holds for the disk."""
         return self.share(residency) / max(self.space.nbytes, 1)
 
     def missing(self, residency: Residency) -> float:
-        """Return the part of the dataset that does not fit its share: 1 - f."""
+        """Return the fraction of the dataset that does not fit into its share."""
         return max(1.0 - self.share(residency) / max(residency.nbytes, 1.0), 0.0)
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that are neither held nor expected."""
+        """Free bytes, less those expected by fetches of unknown length."""
         return self.space.free_bytes - self.expected
 
     def place(self, residency: Residency, sizes: Ints, due: int, urgency: Urgency) -> Ints:
-        """(k,) places for objects of these sizes; NOWHERE (-1) where no room can be made.
+        """Return (k,) places for objects of these sizes; NOWHERE (-1) where there is no room.
 
-        Evicts what `urgency` allows. `due`: the step that reads them, on the eviction policy's
-        clock.
+        Evicts objects as far as `urgency` allows. `due` is the step that reads the new objects, on
+        the eviction policy's clock.
         """
         if residency.pool.same_size:
             return self._swap(residency, sizes, due, urgency)
@@ -85,17 +86,17 @@ class Admission:
             short = int(residency.pool.rounded(sizes[lack]).sum()) - free
             freed = self._make_room(residency, short, due, urgency) if short > 0 else 0
             fits = lack
-            if self.expected:  # leave that free for what is in flight, and whose length is a guess
+            if self.expected:  # leave room for fetches in flight whose lengths are guesses
                 fits = lack[residency.pool.rounded(sizes[lack]).cumsum() <= self.free_nbytes]
             out[fits] = residency.pool.alloc(sizes[fits])
             lack = lack[out[lack] == NOWHERE]
             if not len(lack) or (short > 0 and not freed):
                 break
-            free = 0  # what there is lies in other pools' slabs
+            free = 0  # the free bytes lie in slabs of other pools
         return out
 
     def _swap(self, residency: Residency, sizes: Ints, due: int, urgency: Urgency) -> Ints:
-        """`place` for equal records: new objects take the places of evicted ones."""
+        """Do as `place` for records of one size: new objects take the places of evicted ones."""
         out = np.full(len(sizes), NOWHERE, np.int64)
         k = min(len(sizes), max(self.free_nbytes, 0) // residency.pool.record)
         if k:
@@ -115,7 +116,7 @@ class Admission:
     def room(
         self, residency: Residency, length: Ints, due: int, urgency: Urgency
     ) -> tuple[Ints, Mask]:
-        """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
+        """Return (k,) places (NOWHERE for unknown lengths) and (k,) whether there is no room."""
         unknown = length < 0
         if not some(unknown):
             offset = self.place(residency, length, due, urgency)
@@ -131,7 +132,7 @@ class Admission:
         return offset, lack
 
     def _make_room(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:
-        """Evict about `nbytes`; return the bytes freed."""
+        """Evict objects of about `nbytes`; return the bytes freed."""
         freed = self._claim(residency, nbytes)
         while freed < nbytes:
             k = math.ceil((nbytes - freed) / residency.mean)
@@ -144,7 +145,7 @@ class Admission:
     def _victims(
         self, residency: Residency, k: int, due: int, urgency: Urgency
     ) -> tuple[Index, str]:
-        """Up to k objects of the dataset that may leave memory, and why; none: no more."""
+        """Return up to k objects that may leave memory, and the reason; none if no more may."""
         policy = residency.policy
         sources = [(policy.victims, "due_later")]
         forced = urgency is Urgency.STALLED
@@ -162,14 +163,17 @@ class Admission:
         return NONE, ""
 
     def waits(self, residency: Residency) -> bool:
-        """Whether to wait until objects are written to disk, so that they may leave memory."""
+        """Return whether to wait until objects are on disk, which allows them to leave memory."""
         if not self.disk or self.disk.slow or residency.disk.hopeless:
             return False
         replaces = residency.policy.replaces
         return replaces or residency.disk.storing > 0 or self.disk.free >= residency.mean
 
     def _claim(self, residency: Residency, nbytes: int) -> int:
-        """Evict from datasets above their share if this one stays within its own; bytes freed."""
+        """Evict from datasets above their share; return the bytes freed.
+
+        Evicts nothing if this dataset would exceed its own share.
+        """
         if len(self.residencies) == 1 or residency.pool.used + nbytes > self.share(residency):
             return 0
         freed = 0

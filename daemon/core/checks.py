@@ -1,4 +1,4 @@
-"""Checks of file versions with the storage, ahead of use. Pure."""
+"""Checks of file versions against the storage, ahead of use. Pure."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class InflightCheck:
 
 
 class Checks:
-    """All checks in flight.
+    """All version checks in flight.
 
-    A check asks for the versions of the files of a session's next steps whose objects are already
-    resident; a fetch reports the version of what it reads itself.
+    A check asks the storage for the versions of files whose objects are resident and belong to a
+    session's next steps. Other objects need no check, as a fetch reports the version it reads.
 
     Args:
-        emit: takes the next action.
+        emit: takes each action.
     """
 
     def __init__(self, inflight: Inflight, emit: Callable[[Action], None]) -> None:
@@ -46,7 +46,7 @@ class Checks:
         self._last = 0
 
     def ask(self, s: RankStream, now: float) -> None:
-        """Begin the checks that a session needs for the steps up to its `limit`."""
+        """Start the checks that a session needs for its steps up to `limit`."""
         if not s.since_remote:
             return
         limit = s.limit
@@ -55,7 +55,7 @@ class Checks:
         next_step = s.stream.start(min(s.ready + 1, s.stream.end))
         while s.verified < limit:
             stop = min(s.verified + at_once, limit)
-            if s.verified < next_step:  # a reader may wait for it: not for what comes after it, too
+            if s.verified < next_step:  # a reader may wait for this step: check it alone
                 stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
             deadline = s.needed_at(s.stream.step_at(s.verified), now)
@@ -74,15 +74,15 @@ class Checks:
         self._emit(CheckVersions(self._last, residency.name, files, deadline))
 
     def land(self, check: int) -> InflightCheck | None:
-        """Remove a check that ended and return it; None when it is unknown."""
+        """Remove a check that has ended and return it; None if it is unknown."""
         return self._checks.pop(check, None)
 
     def hung(self, residency: Residency, object_id: int, before: float) -> list[InflightCheck]:
-        """Return checks of an object's file that began before the time `before`."""
+        """Return the checks of an object's file that began before time `before`."""
         file = int(residency.versions.files(np.array([object_id]))[0])
         asked = (a for a in self._checks.values() if a.residency is residency and a.begun < before)
         return [a for a in asked if file in a.files]
 
     def forget(self, residency: Residency) -> None:
-        """Forget a removed dataset's checks; their answers will be ignored."""
+        """Forget the checks of a removed dataset; their answers will be ignored."""
         self._checks = {n: a for n, a in self._checks.items() if a.residency is not residency}

@@ -25,8 +25,8 @@ from creel.errors import IllegalEventError, MalformedError
 from creel.policies.arrays import Index
 from creel.policies.prefetch import Window
 
-#: A reader that waits longer than this for an object or its version reads directly, as one hung
-#: read must not hold up all later steps: seconds, beside the time of nearly all fetches.
+#: Seconds, on top of the usual latency of fetches, after which a waiting reader reads an object
+#: directly: one hung read must not hold up all later steps.
 _OVERDUE_S = 5.0
 _MAX_OVERDUE_S = 30.0
 
@@ -39,8 +39,8 @@ class Core:
         window: how far ahead to work.
 
     Attributes:
-        plans: what nodes of a cluster tell each other of this node's plans.
-        disk: the node's disk; both are to be read only.
+        plans: the plans that this node shares with other nodes; read only.
+        disk: the node's disk; read only.
     """
 
     def __init__(self, space: Allocator, window: Window) -> None:
@@ -94,12 +94,12 @@ class Core:
         self._handlers = timed | {event: _without_now(handle) for event, handle in untimed.items()}
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
-        """Return what to do about an event, in order; `now` in monotonic seconds.
+        """Handle an event; return the actions to execute, in order. `now`: monotonic seconds.
 
         Raises:
-            MalformedError: a plan that does not continue where the last one ended. Nothing changed.
-            IllegalEventError: an event that cannot happen. Nothing changed.
-            Exception: anything else (no memory, a bug): call `recover` before anything else.
+            MalformedError: a plan does not continue where the last one ended. Nothing changed.
+            IllegalEventError: the event cannot happen. Nothing changed.
+            Exception: any other failure (no memory, a bug); the next call must be `recover`.
         """
         self._out = []
         self._inflight.mark()
@@ -136,7 +136,7 @@ class Core:
         self._out.append(action)
 
     def _forget_fresh(self) -> None:
-        """All actions of this event are decided: the table will be as they say."""
+        """Forget the places published by this event; the shell will have written them."""
         for residency in self._residencies.values():
             residency.fresh.clear()
 
@@ -162,12 +162,12 @@ class Core:
         self._set_reaches()
 
     def _generation(self) -> int:
-        """Start a generation: what was known of files may be out of date for some session."""
+        """Start a generation: known file versions may now be out of date for some session."""
         self._inflight.generation += 1
         return self._inflight.generation
 
     def _if_open(self, handle: Callable[[RankStream, Any], None]) -> Callable[[Any], None]:
-        """A handler of events of a session; a session may have been closed meanwhile."""
+        """Return a handler that ignores events of sessions that have been closed."""
 
         def handle_if_open(e: Any) -> None:
             session = self._sessions.get(e.session)
@@ -277,7 +277,7 @@ class Core:
         del self._residencies[e.dataset]
 
     def _ticked(self, e: events.Tick, now: float) -> None:
-        """Give up objects that a reader has waited for too long; let it go on with later steps.
+        """Give up objects for which a reader has waited too long, so that later steps become ready.
 
         Sessions that wait for room or for their turn are handled after every event.
         """
@@ -295,7 +295,7 @@ class Core:
     # --- plans and cursors ---------------------------------------------------------------------
 
     def _unplanned(self, residency: Residency, unpinned: Index) -> None:
-        """Handle the end of a plan or session; `unpinned`: the objects that were pinned for it."""
+        """Handle the end of a plan or session; `unpinned`: the objects that it had pinned."""
         residency.choose_policy()
         residency.policy.replanned()
         residency.release(unpinned)
@@ -304,7 +304,7 @@ class Core:
         self._set_reaches()
 
     def _consume(self, s: RankStream, done: int) -> None:
-        """Release the bytes of all steps before `done`."""
+        """Release the objects of all steps before `done`."""
         residency, stream = s.residency, s.stream
         start, stop = s.at, stream.start(done)
         s.done = done
@@ -322,17 +322,17 @@ class Core:
                 s.group.deals.forget(first)
                 residency.policy.epoch_began(uses, epoch)
             residency.release(ids)
-        if s.front < stop:  # read directly before they could be fetched
+        if s.front < stop:  # the reader read these positions directly, before they were fetched
             s.front = stop
         s.verified = max(s.verified, stop)
-        if s.checked < stop:  # objects still coming for finished steps block nothing
+        if s.checked < stop:  # fetches in flight for finished steps block nothing
             s.checked, s.blocked = stop, -1
         s.ready = max(s.ready, done)
         s.early = tuple(step for step in s.early if step >= done)
         stream.forget(done)
 
     def _set_reaches(self) -> None:
-        """Recompute how far each session may read ahead, after sessions or plans changed."""
+        """Recompute how far each session may read ahead, after a change of sessions or plans."""
         for session in self._sessions.values():
             self._prefetcher.set_reach(session, len(self._sessions))
         for residency in self._residencies.values():
@@ -341,11 +341,11 @@ class Core:
     def recover(self, session: int) -> list[events.Action]:
         """Make all tables consistent again after an exception in `handle`.
 
-        The session that the event was about, if any, is gone; fetches that the shell was not given
-        were never begun. Pins, eviction policies and next uses are rebuilt from the plans.
+        Removes the session of the event, if any, and the fetches that the shell never received.
+        Rebuilds pins, eviction policies and next uses from the plans.
 
         Returns:
-            What the event had decided before it failed, except for fetches.
+            The actions decided before the failure, except for fetches.
         """
         self._forget_fresh()
         stream = self._sessions.pop(session, None)
@@ -359,18 +359,18 @@ class Core:
         return [action for action in decided if not isinstance(action, events.FetchObjects)]
 
     def end(self) -> list[events.Action]:
-        """Return what to write to disk before the daemon ends; no event may follow.
+        """Return the last writes to disk before the daemon ends; no event may follow.
 
-        As nothing moves in memory any more, what readers and peers hold is written, too.
+        Objects pinned for readers and peers are written as well, as nothing moves in memory now.
         """
         self._out = []
         self._spilling.write_rest()
         return self._out
 
-    # --- what others may see -------------------------------------------------------------------
+    # --- reports -------------------------------------------------------------------------------
 
     def busy(self, dataset: str) -> bool:
-        """Whether the dataset has readers, is being warmed or has fetches in flight."""
+        """Return whether a dataset has readers, is being warmed, or has transfers in flight."""
         residency = self._residencies[dataset]
         in_flight = (
             len(self._inflight.ids(residency)) > 0
@@ -380,7 +380,7 @@ class Core:
         return residency.active or residency.warming >= 0 or in_flight
 
     def plans_nbytes(self) -> int:
-        """Memory of all plans and of the next uses derived from them, in bytes."""
+        """Return the bytes of memory of all plans and of the next uses derived from them."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
         return streams + sum(
             g.uses.nbytes for residency in self._residencies.values() for g in residency.groups
@@ -408,7 +408,7 @@ class Core:
         }
 
     def check(self) -> None:
-        """Raise IllegalEventError unless all tables are consistent; `recover` may not suffice."""
+        """Raise IllegalEventError unless all tables are consistent, also after `recover`."""
         space = self._admission.space
         space.check()
         self._inflight.check()
@@ -437,5 +437,5 @@ class Core:
 
 
 def _without_now(handle: Callable[[Any], None]) -> Callable[[Any, float], None]:
-    """A handler of an event that needs no `now`."""
+    """Return a handler that drops its argument `now`."""
     return lambda event, now: handle(event)  # noqa: ARG005

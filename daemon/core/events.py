@@ -1,4 +1,4 @@
-"""Events of a node's core and the actions it returns: plain data. Pure."""
+"""Events that the core handles and actions that it returns: plain data. Pure."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
-#: The origin of a fetch: the dataset's storage; what the shell holds in private memory since a
-#: fetch of unknown lengths; the node's disk. Other origins are numbers of peers.
+#: Origins of a fetch: the dataset's storage; private memory of the shell, which holds objects read
+#: with unknown lengths; the node's disk. Origins of 0 and above are numbers of peers.
 SOURCE, HELD, DISK = boundary.SOURCE, -2, -3
 
 # --- events -----------------------------------------------------------------------------------
 
 
 class Event(msgspec.Struct, frozen=True, eq=False):
-    """Base of what the shell tells the core; made in 90 ns, a frozen dataclass takes 540.
+    """Base class of events; creating one takes 90 ns, a frozen dataclass 540.
 
-    Most hold arrays: two are equal only if they are the same object.
+    Events compare by identity, as most of them hold arrays.
     """
 
 
 class DatasetAdded(Event, frozen=True):
     """A dataset is registered; `offset` and `length` are columns of its location table.
 
-    The core never writes to `offset`, a live view: the shell does, as `Publish` says. All offsets
-    are NOWHERE. `length` is the core's to write; `lengths` summarizes it; `versions` has those of
-    the files, none known yet.
+    Only the shell writes to `offset`, a live view, when it executes `Publish`; all offsets are
+    NOWHERE at first. Only the core writes to `length`, which `lengths` summarizes. `versions` holds
+    the versions of the files, none of them known yet.
     """
 
     dataset: str
@@ -69,7 +69,7 @@ class PlanExtended(Event, frozen=True):
 
 
 class EpochDealt(Event, frozen=True):
-    """How an epoch of a session is dealt to all ranks of its job, and the nodes they run on."""
+    """How an epoch is dealt to all ranks of a session's job, and the nodes they run on."""
 
     session: int
     epoch: int
@@ -78,35 +78,35 @@ class EpochDealt(Event, frozen=True):
 
 
 class EpochFollowed(Event, frozen=True):
-    """The ranks of a session's job run on these nodes, which do not all know how they read."""
+    """A session's job runs on these nodes, not all of which know the order of all ranks."""
 
     session: int
     view: boundary.ClusterView
 
 
 class ClusterChanged(Event, frozen=True):
-    """Nodes of a cluster left or came back; None: this node has left it."""
+    """Nodes of a cluster have left or come back; `view` None: this node has left the cluster."""
 
     cluster: str
     view: boundary.ClusterView | None
 
 
 class PlanShared(Event, frozen=True):
-    """The answer to an `AskPlan`: where a peer says that objects lie."""
+    """The answer to an `AskPlan`: a peer's plan of which node holds each object."""
 
     dataset: str
     plan: SharedPlan
 
 
 class PlanDoubted(Event, frozen=True):
-    """Peers say that objects lie elsewhere in the epoch of this order; see `PlanDigest`."""
+    """Peers have another plan for the epoch of this order (`seed`); see `PlanDigest`."""
 
     dataset: str
     seed: int
 
 
 class PlanAsked(Event, frozen=True):
-    """A peer asks where objects lie; `SharePlan` is the answer. `request` is unique."""
+    """A peer asks for the plan of an epoch; `SharePlan` is the answer. `request` is unique."""
 
     request: int
     dataset: str
@@ -114,7 +114,7 @@ class PlanAsked(Event, frozen=True):
 
 
 class EpochBegan(Event, frozen=True):
-    """A session's epoch begins now: what was known of its files may be out of date."""
+    """A session's epoch begins: known versions of its files may now be out of date."""
 
     session: int
     epoch: int
@@ -128,7 +128,10 @@ class PlanTruncated(Event, frozen=True):
 
 
 class Progressed(Event, frozen=True):
-    """Shared words changed: steps < `done` are finished, a reader waits for step `wanted`-1."""
+    """A trainer's shared words have changed.
+
+    Steps below `done` are finished; a reader waits for step `wanted` - 1.
+    """
 
     session: int
     done: int
@@ -142,12 +145,12 @@ class SessionClosed(Event, frozen=True):
 
 
 class Fetched(Event, frozen=True):
-    """FetchObjects `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
+    """FetchObjects `fetch` has ended: (k,) `nbytes` read, -1 where an object could not be read.
 
-    Where the action's offset was NOWHERE (length unknown) the shell holds the bytes until the
-    actions of this event are done: they may fetch them from HELD. `version` (k,): of the file each
-    was read from, as in `cache/storage/version.py`; None where unknown. `asked` (k,): when, at the
-    earliest and by this node's clock, this node or a peer asked the storage for it; 0: unknown.
+    For objects of unknown length (offset NOWHERE), the shell holds the bytes until the actions of
+    this event are executed; these may fetch them from HELD. `version` (k,): version of each file,
+    as in `cache/storage/version.py`; None if unknown. `asked` (k,): earliest time, by this node's
+    clock, at which this node or a peer asked the storage for that version; 0: unknown.
     """
 
     fetch: int
@@ -157,14 +160,14 @@ class Fetched(Event, frozen=True):
 
 
 class Checked(Event, frozen=True):
-    """CheckVersions `check` ended: (k,) `version` of its files as the storage has them now."""
+    """CheckVersions `check` has ended: (k,) the current `version` of each of its files."""
 
     check: int
     version: Ints
 
 
 class RetentionPlanned(Event, frozen=True):
-    """The answer to a `PlanRetention`: which objects are kept over the end of an epoch."""
+    """The answer to a `PlanRetention`: the objects that are kept over the end of an epoch."""
 
     dataset: str
     boundary: PlanningTask
@@ -174,7 +177,7 @@ class RetentionPlanned(Event, frozen=True):
 class PeerAsked(Event, frozen=True):
     """A peer asks for objects; `ServeObjects` is the answer. `request` is unique.
 
-    The answer may take `wait_s` seconds, where objects are to be read from disk.
+    The answer may take `wait_s` seconds if objects must be read from disk first.
     """
 
     request: int
@@ -184,20 +187,20 @@ class PeerAsked(Event, frozen=True):
 
 
 class PeerServed(Event, frozen=True):
-    """The bytes of a `ServeObjects` have left, or never will."""
+    """The bytes of a `ServeObjects` have been sent, or never will be."""
 
     request: int
 
 
 class DiskOpened(Event, frozen=True):
-    """The node's disk holds `nbytes` in units of `unit`; 0: it is lost, with all that was there."""
+    """The node's disk holds `nbytes` in units of `unit`; 0: it is lost with all its objects."""
 
     nbytes: int
     unit: int
 
 
 class FoundOnDisk(Event, frozen=True):
-    """Objects of a dataset, added just now, that are on disk; (k,) `nbytes` of each."""
+    """Objects on disk of a dataset that was just added; (k,) `nbytes` of each."""
 
     dataset: str
     ids: Ids
@@ -205,9 +208,9 @@ class FoundOnDisk(Event, frozen=True):
 
 
 class Spilled(Event, frozen=True):
-    """A `SpillObjects` ended: (k,) whether each object is on disk now.
+    """A `SpillObjects` has ended: (k,) whether each object is on disk now.
 
-    `full`: whether some are not because the disk has no room.
+    `full`: whether some objects were not stored because the disk has no room.
     """
 
     spill: int
@@ -216,7 +219,7 @@ class Spilled(Event, frozen=True):
 
 
 class Warm(Event, frozen=True):
-    """Load a dataset ahead of any session, as far as room allows."""
+    """Load a dataset before any session reads it, as far as there is room."""
 
     dataset: str
 
@@ -230,31 +233,31 @@ class Dropped(Event, frozen=True):
 class Unregistered(Event, frozen=True):
     """Forget a dataset without readers and fetches in flight (`Core.busy`).
 
-    Its columns are not touched after this event.
+    The core does not touch the dataset's columns after this event.
     """
 
     dataset: str
 
 
 class Tick(Event, frozen=True):
-    """Time passed and nothing else happened."""
+    """Time has passed and nothing else has happened."""
 
 
 # --- actions ----------------------------------------------------------------------------------
 
 
 class Action(msgspec.Struct, frozen=True, eq=False):
-    """Base of what the core tells the shell to do."""
+    """Base class of actions, which the core tells the shell to execute."""
 
 
 class FetchObjects(Action, frozen=True):
     """Read these objects from `origin`: length[i] bytes of ids[i] to the place offset[i].
 
-    `origin` is SOURCE, HELD, DISK, or the number of a peer; the latter two may not have them (-1
-    bytes).
-    `runs` has the runs of those that are in several; their headers are to be written, too. Where
-    offset[i] is NOWHERE the length is unknown: read into private memory, report the size. Objects
-    are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
+    `origin` is SOURCE, HELD, DISK, or the number of a peer; disk and peers may lack an object (-1
+    bytes). `runs` has the runs of places that consist of several; the shell writes their headers.
+    Where offset[i] is NOWHERE, the length is unknown: the shell reads the object into private
+    memory and reports its size. Objects are in order of urgency; `deadline` (s, monotonic) is the
+    time at which the first is needed.
     """
 
     fetch: int
@@ -268,9 +271,9 @@ class FetchObjects(Action, frozen=True):
 
 
 class CancelFetches(Action, frozen=True):
-    """Do not read what is left of these fetches from the source: nobody waits for it any more.
+    """Do not read the remaining objects of these fetches from the source: no reader needs them.
 
-    `Fetched` comes all the same, with -1 bytes for what was not read.
+    The shell still reports `Fetched`, with -1 bytes for objects that it did not read.
     """
 
     dataset: str
@@ -278,10 +281,10 @@ class CancelFetches(Action, frozen=True):
 
 
 class ServeObjects(Action, frozen=True):
-    """Send a peer the objects it asked for; `PeerServed` says when their bytes have left.
+    """Send a peer the objects it asked for; `PeerServed` reports when their bytes have been sent.
 
-    (k,) `place` in the arena, NOWHERE where an object is not here; `nbytes`; `version` of its file;
-    `age`: for how many seconds at most the storage was not asked for that; inf where unknown.
+    (k,) each: `place` in the arena, NOWHERE for objects that are not resident; `nbytes`; `version`
+    of the file; `age`: most seconds since the storage was asked for that version, inf if unknown.
     """
 
     request: int
@@ -292,9 +295,9 @@ class ServeObjects(Action, frozen=True):
 
 
 class AskPlan(Action, frozen=True):
-    """Ask the nodes of a cluster where objects lie in the epoch of this order; see `SharedPlan`.
+    """Ask the nodes of a cluster for the plan of the epoch of this order; see `SharedPlan`.
 
-    Said once a second as long as no `PlanShared` has brought it.
+    Repeated once a second until a `PlanShared` has brought the plan.
     """
 
     dataset: str
@@ -303,7 +306,7 @@ class AskPlan(Action, frozen=True):
 
 
 class SharePlan(Action, frozen=True):
-    """Tell a peer where objects lie; None: this node does not know that."""
+    """Send a peer the plan it asked for; `plan` None: this node does not know it."""
 
     request: int
     plan: SharedPlan | None
@@ -312,7 +315,8 @@ class SharePlan(Action, frozen=True):
 class SpillObjects(Action, frozen=True):
     """Write residents to disk; `Spilled` is the answer.
 
-    (k,) `place` in the arena, where the bytes stay until then; `nbytes`; `version` of its file.
+    (k,) each: `place` in the arena, where the bytes stay until then; `nbytes`; `version` of the
+    file.
     """
 
     spill: int
@@ -324,7 +328,7 @@ class SpillObjects(Action, frozen=True):
 
 
 class DropFromDisk(Action, frozen=True):
-    """Remove objects from the disk, after all that was ordered before, before all that follows."""
+    """Remove objects from the disk, in the order of all actions for the disk."""
 
     dataset: str
     ids: Ids
@@ -333,9 +337,9 @@ class DropFromDisk(Action, frozen=True):
 class Publish(Action, frozen=True):
     """Write the places of objects to the location table: table.offset[ids] = offset.
 
-    Where a place is published, the object's bytes are there. Where an object leaves (NOWHERE), this
-    comes before any action that may overwrite its bytes, and after READY of whoever may be reading
-    it went back. `ids` may be slice(None): all objects.
+    The bytes of an object are at its place before the place is published. Where an object leaves
+    (NOWHERE), this action follows the lowering of READY for each session that may read the object,
+    and precedes any action that may overwrite its bytes. `ids` slice(None) stands for all objects.
     """
 
     dataset: str
@@ -355,7 +359,7 @@ class CheckVersions(Action, frozen=True):
 class PlanRetention(Action, frozen=True):
     """Compute `boundary.plan()` outside the loop; `RetentionPlanned` brings the result.
 
-    It may read the dataset's columns, which keep changing.
+    The computation may read the dataset's columns, which change meanwhile.
     """
 
     dataset: str
@@ -363,11 +367,11 @@ class PlanRetention(Action, frozen=True):
 
 
 class SetReady(Action, frozen=True, eq=True):
-    """Publish READY = `ready` and the `early` steps; answer waits for these and those below READY.
+    """Publish READY = `ready` and the `early` steps; answer waits for steps that are ready.
 
-    `early`: steps after READY, ascending, whose objects are there while one of step READY is still
-    awaited. Where READY goes back or an early step is missing, this comes before any action that
-    may overwrite the bytes of steps that are no longer ready.
+    `early`: steps after READY, ascending, whose objects are resident although an object of step
+    READY is not. If READY decreases or an early step is dropped, this action precedes any action
+    that may overwrite the bytes of those steps.
     """
 
     session: int

@@ -1,4 +1,4 @@
-"""Fetches in flight: one per object over all sessions, within limits. Pure."""
+"""Fetches in flight, within limits; sessions share the fetch of an object. Pure."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from creel.policies.prefetch import Window, affordable, portions
 
 #: Share of the objects and bytes in flight that is reserved for stalled readers.
 _SPARED = 0.25
-#: Once all that is allowed is in flight, this share of it must land before more is started. Else
-#: each object that lands starts one other, and every event is about one object, not hundreds: the
-#: silly window of TCP (RFC 1122, 4.2.3.4). An event costs the loop about 1 ms.
+#: Once the limit is reached, this share of it must land before more fetches start. Else each object
+#: that lands starts one other, and every event is about one object, not hundreds: the silly window
+#: syndrome of TCP (RFC 1122, 4.2.3.4). An event costs the loop about 1 ms.
 _LANDED = 1 / 8
 #: Deadline, in seconds, of a fetch without a reader (`Warm`).
 _WHENEVER_S = 3600.0
-#: Objects, or positions of a plan, taken on at once to be fetched: about one urgency class at 256
+#: Objects, or positions of a plan, that are fetched together: about one urgency class at 256
 #: objects a step.
 FETCHED_AT_ONCE = 512
-#: Most positions of a plan of which one pass only looks at the states.
+#: Most positions of a plan whose states one pass examines without fetching.
 SCANNED_AT_ONCE = 1 << 13
 
 
 @dataclass(eq=False, slots=True)
 class InflightFetch:
-    """One fetch: objects, offsets (NOWHERE: length unknown), lengths and purpose.
+    """One fetch: objects, places (NOWHERE: length unknown), lengths and purpose.
 
-    `due` is the step that reads them, on the eviction policy's clock; `deadline`: seconds.
-    `nbytes` is the total expected, `expected` the part of it that has no room yet.
+    `due` is the step that reads the objects, on the eviction policy's clock; `deadline` in seconds.
+    `nbytes` are the total bytes expected, `expected` the part of them that has no room yet.
     """
 
     residency: Residency
@@ -53,16 +53,16 @@ class InflightFetch:
     cancelled: bool = False
 
     def only(self, which: Mask) -> InflightFetch:
-        """Return the same fetch of fewer objects; which: (k,)."""
+        """Return the same fetch for a part of its objects; which: (k,)."""
         room = self.ids[which], self.offset[which], self.length[which]
         return replace(self, ids=room[0], offset=room[1], length=room[2])
 
 
 class Inflight:
-    """All fetches that were started and have not landed.
+    """All fetches that have started and not landed.
 
     Args:
-        emit: takes the next action.
+        emit: takes each action.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Inflight:
         admission.busy = self.offsets
 
     def may_start(self, nbytes: Ints, *, urgent: bool) -> int:
-        """How many fetches of these sizes may start now; at least one when nothing is in flight."""
+        """Return how many of these fetches may start now; at least one if none is in flight."""
         part = 1.0 if urgent else 1.0 - _SPARED
         most, most_nbytes = self._window.inflight_objects, self._window.inflight_nbytes
         objects = int(part * most) - self.objects
@@ -92,9 +92,9 @@ class Inflight:
         return 0 if full else k
 
     def may_start_for_peers(self, nbytes: Ints) -> int:
-        """How many fetches of these sizes may start for peers now.
+        """Return how many of these fetches may start for peers now.
 
-        They have a share of their own: two nodes whose readers wait for each other both go on.
+        Peers have a limit of their own, so that two nodes that wait for each other both advance.
         """
         objects = 2 * self._window.inflight_objects - self.objects
         room = 2 * self._window.inflight_nbytes - self.nbytes
@@ -115,7 +115,7 @@ class Inflight:
     ) -> None:
         """Start fetches of these objects, all equally urgent.
 
-        generation: in which their bytes were asked for; None: in the current one.
+        generation: the one in which the bytes were requested; None: the current one.
         """
         since = self.generation if generation is None else generation
         if not len(ids):
@@ -123,7 +123,7 @@ class Inflight:
         residency.state[ids] = FETCHING
         order = ids.argsort()
         ids, length = ids[order], length[order]
-        # Rooms of one size are interchangeable: sorted, neighbours are written in one go.
+        # Rooms of one size are interchangeable; sorted ones allow one write for neighbours.
         offset = np.sort(offset) if residency.pool.same_size else offset[order]
         nbytes, small = residency.expected(length), ids.astype(np.int32)
         guesses = nbytes is not length
@@ -149,10 +149,10 @@ class Inflight:
             self._emit(FetchObjects(self._last, *what, deadline, runs, origin))
 
     def land(self, fetch: int, objects: int) -> InflightFetch | None:
-        """Remove a fetch that ended and return it; None when it is unknown.
+        """Remove a fetch that has ended and return it; None if it is unknown.
 
         Raises:
-            IllegalEventError: it did not have `objects` objects.
+            IllegalEventError: the fetch does not have `objects` objects.
         """
         pending = self._inflight.get(fetch)
         if pending is None:
@@ -166,11 +166,11 @@ class Inflight:
         return pending
 
     def mark(self) -> None:
-        """Begin an event: `abort` undoes the fetches started from now on."""
+        """Begin an event: `abort` undoes all fetches that start from now on."""
         self._mark = self._last
 
     def abort(self) -> None:
-        """Undo the fetches started since `mark`, which never began, and free their room."""
+        """Undo the fetches since `mark`, which the shell never received, and free their rooms."""
         for number in [n for n in self._inflight if n > self._mark]:
             pending = self._inflight[number]
             placed = pending.offset != NOWHERE
@@ -179,14 +179,14 @@ class Inflight:
             self.land(number, len(pending.ids))
 
     def warm(self, residency: Residency, now: float) -> None:
-        """Load the dataset in order of ids, into free room only, while little else is in flight."""
+        """Load a dataset in order of ids, into free room only and with half the usual limits."""
         while 0 <= residency.warming < len(residency):
             stop = min(residency.warming + FETCHED_AT_ONCE, len(residency))
             ids = residency.warming + np.flatnonzero(
                 residency.state[residency.warming : stop] <= SKIPPED
             )
             guess = residency.expected(residency.length[ids])
-            k = self.may_start(2 * guess, urgent=False)  # half of what sessions may have
+            k = self.may_start(2 * guess, urgent=False)  # half the limit of sessions
             fit = min(k, affordable(guess, self._admission.free_nbytes))
             length = residency.length[ids[:fit]]
             offset = np.full(fit, NOWHERE, np.int64)
@@ -210,11 +210,11 @@ class Inflight:
         return [f for f in self._inflight.values() if f.residency is residency]
 
     def of(self, residency: Residency, object_id: int) -> InflightFetch | None:
-        """Return the fetch in flight that brings an object, or None."""
+        """Return the fetch in flight for an object, or None."""
         return next((f for f in self._all(residency) if object_id in f.ids), None)
 
     def cancel_orphans(self, residency: Residency) -> frozenset[int]:
-        """Mark and return fetches from the source of which nobody needs an object any more."""
+        """Mark and return the fetches from the source that no session needs any more."""
         if residency.warming >= 0:
             return frozenset()
         fetches = self._inflight.items()
@@ -225,20 +225,20 @@ class Inflight:
         return frozenset(found)
 
     def from_disk(self, residency: Residency) -> bool:
-        """Whether objects of a dataset are being read from disk."""
+        """Return whether objects of a dataset are being read from disk."""
         return any(f.origin == DISK for f in self._all(residency))
 
     def from_peers(self, residency: Residency) -> Index:
-        """(k,) objects of a dataset that peers were asked for and have not answered yet."""
+        """Return (k,) objects of a dataset that are being fetched from peers."""
         ids = (f.ids for f in self._all(residency) if f.origin >= 0)
         return np.concatenate([np.empty(0, np.intp), *ids])
 
     def ids(self, residency: Residency) -> Index:
-        """(k,) objects of a dataset that are in flight."""
+        """Return (k,) objects of a dataset that are in flight."""
         return np.concatenate([np.empty(0, np.intp), *(f.ids for f in self._all(residency))])
 
     def offsets(self, residency: Residency) -> tuple[Ints, Ints]:
-        """(k,) offsets and (k,) lengths that fetches of a dataset write to."""
+        """Return (k,) places and (k,) lengths that fetches of a dataset write to."""
         own = self._all(residency)
         none = np.empty(0, np.int64)
         offset = np.concatenate([none, *(f.offset for f in own)])

@@ -1,4 +1,4 @@
-"""Results of fetches and of version checks: what arrived, and what is out of date. Pure."""
+"""Enters results of fetches and version checks: arrived and outdated objects. Pure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 
 @dataclass(frozen=True, eq=False)
 class Landing:
-    """Enters what fetches and checks bring.
+    """Enters the results of fetches and checks.
 
     Args:
         sessions: all sessions, a live view.
-        announce: says how far a session is ready.
+        announce: publishes how far a session is ready.
     """
 
     admission: Admission
@@ -42,23 +42,24 @@ class Landing:
     def fetched(self, e: Fetched, now: float) -> None:
         pending = self.inflight.land(e.fetch, len(e.nbytes))
         if pending is None:
-            return  # forgotten meanwhile
+            return  # the fetch was forgotten meanwhile
         residency, nbytes = pending.residency, e.nbytes
         version = np.full(len(nbytes), UNKNOWN, np.int64) if e.version is None else e.version
         asked = np.zeros(len(nbytes)) if e.asked is None else e.asked
         good = (nbytes >= 0) & ((nbytes == pending.length) | (pending.offset == NOWHERE))
-        again, deadline = np.zeros(len(nbytes), np.bool_), now  # what is fetched from the source
+        again, deadline = np.zeros(len(nbytes), np.bool_), now  # to be fetched from the source
         if pending.origin == SOURCE:
-            if not pending.cancelled:  # what was not read says nothing of the source
+            if not pending.cancelled:  # a cancelled fetch does not measure the source
                 residency.latency.saw(max(now - pending.begun, 0.0))
                 residency.source_rate.saw(len(pending.ids), pending.begun, now)
             good[good] = self._current(pending, good, version, asked)
             residency.counts["reads"] += int(np.count_nonzero(good))
             residency.counts["read_nbytes"] += int(nbytes[good].sum())
-            if pending.cancelled:  # and in a plan once more
+            if pending.cancelled:  # objects that a plan needs again
                 again = (nbytes < 0) & (residency.pins[pending.ids] > 0)
         elif pending.origin == HELD:
-            current = self._current if pending.generation else self._still_current  # a peer's
+            # Generation 0: the bytes came from a peer.
+            current = self._current if pending.generation else self._still_current
             good[good] = current(pending, good, version, asked)
         else:
             good[good] = self._still_current(pending, good, version, asked)
@@ -76,24 +77,24 @@ class Landing:
             self._partly(pending, good, known, nbytes, now)
 
     def _count_answer(self, pending: InflightFetch, good: Mask, nbytes: Ints) -> None:
-        """Count what disk or peer had, and what not."""
+        """Count the objects that disk or peer had, and those that it lacked."""
         residency = pending.residency
         who = "disk" if pending.origin == DISK else "peer"
         residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
         residency.counts[f"{who}_nbytes"] += int(nbytes[good].sum())
         residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
         if pending.origin == DISK:
-            self.prefetcher.stuck.clear()  # the room of what was read may be another's now
+            self.prefetcher.stuck.clear()  # the room on disk of these objects may be reused now
             residency.disk.changed(len(pending.ids))
             residency.disk.lost(pending.ids[~good])
 
     def _fetch_again(self, lacking: InflightFetch, now: float, deadline: float) -> None:
-        """Fetch from the source, into the same room, what did not come."""
+        """Fetch missing objects from the source, into the same rooms."""
         room = lacking.ids, lacking.offset, lacking.length
         self.inflight.start(lacking.residency, *room, lacking.due, now, deadline)
 
     def _current(self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats) -> Mask:
-        """(k,) whether each object read is still of use; may outdate other objects of its file."""
+        """Return (k,) whether each object read is current; may outdate others of its file."""
         residency, ids = pending.residency, pending.ids[good]
         late, changed = residency.versions.read(ids, version[good], pending.generation, asked[good])
         self._changed(residency, changed)
@@ -105,11 +106,11 @@ class Landing:
     def _still_current(
         self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats
     ) -> Mask:
-        """(k,) whether each object, read by somebody some time ago, is of the version known now."""
+        """Return (k,) whether objects from disk or a peer have the version known now."""
         residency, ids = pending.residency, pending.ids[good]
         opened = [(s.opened, s.since_remote) for s in self._readers(residency)]
         late = residency.versions.received(ids, version[good], asked[good], opened)
-        late |= residency.state[ids] == OVERDUE  # whose steps may be ready without it
+        late |= residency.state[ids] == OVERDUE  # steps may be ready without these
         return ~late
 
     def _readers(self, residency: Residency) -> list[RankStream]:
@@ -123,12 +124,12 @@ class Landing:
             self._changed(asked.residency, changed)
 
     def _changed(self, residency: Residency, files: NDArray[np.int32]) -> None:
-        """Forget all objects of changed files."""
+        """Remove all objects of changed files from disk and memory."""
         residency.disk.lost_files(files)
         self._outdate(residency, residency.residents_of(files))
 
     def _outdate(self, residency: Residency, ids: Index) -> None:
-        """Evict residents of changed files; sessions that need them fetch them again."""
+        """Evict residents of changed files; sessions that need them will fetch them again."""
         if not len(ids):
             return
         self.prefetcher.stuck.clear()
@@ -146,14 +147,14 @@ class Landing:
     def _partly(
         self, pending: InflightFetch, good: Mask, known: Mask, nbytes: Ints, now: float
     ) -> None:
-        """Handle a fetch in which objects failed or had an unknown length."""
+        """Handle a fetch with objects that failed or had an unknown length."""
         residency = pending.residency
         residency.state[pending.ids] = FAILED
         residency.landed(pending.ids[good & known], pending.offset[good & known])
         bad = known & ~good
         residency.give_back(pending.ids[bad], pending.offset[bad])
         wrong = bad & (nbytes >= 0)
-        if residency.listed is not None:  # a length learned from a read may be the cause
+        if residency.listed is not None:  # a length learned from a read may be wrong
             wrong |= bad & ~residency.listed[pending.ids]
         residency.clear_lengths(pending.ids[wrong])
         if not every(known):
@@ -162,7 +163,7 @@ class Landing:
         residency.counts["failed"] += int((failed & (residency.pins[pending.ids] > 0)).sum())
 
     def _take_held(self, pending: InflightFetch, good: Mask, nbytes: Ints, now: float) -> None:
-        """Make room for objects whose lengths are known only after reading, and copy them there."""
+        """Make room for objects whose lengths are known since the read, and copy them there."""
         residency, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
         residency.set_lengths(ids, nbytes)
         stalled = any(s.stalling for s in self._readers(residency))
@@ -175,14 +176,14 @@ class Landing:
         self.inflight.start(residency, *room, *when, origin=HELD, generation=since)
 
     def give_up(self, s: RankStream, before: float) -> None:
-        """Stop waiting for what blocks a session, if it was requested before the time `before`."""
+        """Stop waiting for the object that blocks a session, if requested before time `before`."""
         residency, blocked = s.residency, s.blocked
         if residency.state[blocked] == FETCHING:
             pending = self.inflight.of(residency, blocked)
             if pending is not None and pending.begun < before:
-                residency.state[pending.ids] = OVERDUE  # until it lands
+                residency.state[pending.ids] = OVERDUE  # until the fetch lands
                 s.failed += len(pending.ids)
         elif residency.state[blocked] == RESIDENT:
             for asked in self.checks.hung(residency, blocked, before):
-                # Their objects are fetched again; a fetch that hangs becomes overdue.
+                # The objects are fetched again; a fetch that hangs becomes overdue.
                 self._changed(residency, asked.files)

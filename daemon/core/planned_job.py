@@ -1,4 +1,4 @@
-"""What an eviction policy asks about the job whose epochs it plans. Pure."""
+"""Answers an eviction policy's questions about the job whose epochs it plans. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
 
-#: Steps in which a mean length doubles: coarse, so that two nodes rarely get different ones.
+#: Steps in which a rounded mean length doubles: coarse, so that nodes rarely get different ones.
 _PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """What an eviction policy asks about its job; implements `eviction.planned.PlanningContext`."""
+    """A job as an eviction policy sees it; implements `eviction.planned.PlanningContext`."""
 
     residency: Residency
     group: JobGroup
@@ -53,7 +53,7 @@ class PlannedJob:
         return share // pool.record * pool.record if pool.same_size else share
 
     def capacities(self, view: ClusterView) -> Ints:
-        """(nodes,) bytes of this dataset that memory and disk of each node hold."""
+        """Return (nodes,) bytes of this dataset that memory and disk of each node can hold."""
         size = self.agreed_size
         mean = dataset_nbytes(size, len(self.residency)) / max(len(self.residency), 1)
         disks = zip(view.capacity.tolist(), view.disk.tolist(), strict=True)
@@ -97,7 +97,7 @@ class PlannedJob:
 
 
 def _rounded_up(mean: float) -> int:
-    """A mean length as all nodes get it, though each has seen other objects.
+    """Round a mean length up so that all nodes get the same, though each has seen other objects.
 
     >>> _rounded_up(110_000.0) == _rounded_up(109_000.0)
     True
@@ -106,7 +106,7 @@ def _rounded_up(mean: float) -> int:
 
 
 def clocks(groups: list[JobGroup]) -> list[tuple[float, float]]:
-    """(rate, offset) that map each group's steps to the clock of the first group."""
+    """Return the (rate, offset) that map each group's steps to the clock of the first group."""
     lead = groups[0]
     out = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""The prefetcher: what is pinned and fetched next, and which steps are ready. Pure."""
+"""The prefetcher: pins and fetches the next objects, and finds the steps that are ready. Pure."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from creel.policies.arrays import Index, Ints, Mask, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 from creel.policies.prefetch import Window, lead
 
-#: An event starts fetches until they have this many objects: the event of one that lands goes on.
-#: In fresh tables each object costs some 10 us, and other clients wait meanwhile.
+#: Most objects whose fetches one event starts; the next fetch that lands starts more. In new tables
+#: each object costs about 10 us, while other clients wait.
 _MAX_STARTED = 1024
-#: A fetch may take as long as a step, but always this long, in seconds.
+#: A fetch may take as long as a step, and at least this long, in seconds.
 _GRAIN_S = 0.01
-#: Most of the memory that is held for coming steps of all sessions together.
+#: Most of the memory that is pinned for coming steps, over all sessions.
 _PINNED_SHARE = 0.5
-#: Share of an epoch's objects fetched before the epoch begins, or ahead of use in streams with
-#: repeats; each costs a read, as it takes room from what is kept.
+#: Share of an epoch's objects that is fetched before the epoch begins, or ahead of use in streams
+#: with repeats. Each costs a read, as it takes the room of an object that would be kept.
 _AHEAD_SHARE = 0.005
 
 
 class Prefetcher:
     """Advances each session's `front`, a position, and `ready`, a step.
 
-    All objects before `front` are pinned, and fetched where absent.
+    All objects before `front` are pinned, and are being fetched if they were absent.
     """
 
     def __init__(self, admission: Admission, inflight: Inflight, window: Window) -> None:
         self._admission = admission
         self._inflight = inflight
         self._window = window
-        #: Sessions that cannot go on: they wait for room, for other ranks, or for what a peer has
-        #: yet to get. Cleared when that may be over.
+        #: Sessions that wait for room, for other ranks, or for objects that a peer does not have
+        #: yet. Cleared when the wait may be over.
         self.stuck: set[int] = set()
-        #: Those of them that find no room: dataset, and `due` of what lacks it.
+        #: By session that waits for room: its dataset, and the `due` of the objects without room.
         self.lacking: dict[int, tuple[Residency, int]] = {}
 
     def set_reach(self, s: RankStream, sessions: int) -> None:
-        """Set how far a session may read ahead, in positions, where `sessions` share the memory."""
+        """Set how far a session may read ahead, in positions; `sessions` share the memory."""
         stream, residency, window = s.stream, s.residency, self._window
         end = stream.end
         steps = s.pace.horizon(residency.latency.seconds, window)
@@ -64,7 +64,7 @@ class Prefetcher:
             reach = min(reach, s.at + int(ahead / ranks))
             least = s.done + 2
         elif not fits and residency.disk.completes(residency.resident):
-            # The disk is quick, and what is read ahead takes the room of what is read again.
+            # The disk is quick, and objects read ahead take the room of objects to be read again.
             steps = min(s.done + s.pace.min_ahead, end)
             ahead_at = s.at + int(_AHEAD_SHARE * len(residency) / ranks)
             reach = min(reach, max(ahead_at, stream.start(steps)))
@@ -73,12 +73,12 @@ class Prefetcher:
         s.reach = max(reach, stream.start(min(least, end)))
 
     def overtaken(self, s: RankStream) -> None:
-        """Handle that a reader has read steps directly, before they were ready.
+        """Handle a reader that has read steps directly, before they were ready.
 
-        If the reader is faster than the source, the next steps are not fetched, as it would read
-        them before the fetches land. It reads these steps itself (absent objects become SKIPPED,
-        those in flight OVERDUE), and finds the steps after them in memory. Steps of which disk or
-        peers have some objects are fetched all the same: the reader would ask the source.
+        If the reader is faster than the source, it would read the next steps before their fetches
+        land, so these steps are not fetched. The reader reads them itself (absent objects become
+        SKIPPED, those in flight OVERDUE) and finds the steps after them in memory. Steps with
+        objects on disk or at peers are fetched anyway, as the reader would ask the source.
         """
         residency, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
@@ -118,29 +118,29 @@ class Prefetcher:
             s.failed += int(np.count_nonzero(found == FAILED))
             s.checked += len(found)
         if s.blocked >= 0:
-            self._still_blocked(s)  # may ask for a check of its version
+            self._still_blocked(s)  # may request a check of the object's version
         s.ready = max(s.ready, s.stream.step_at(s.checked))
 
     def _still_blocked(self, s: RankStream) -> bool:
-        """Whether the object that `checked` waits for is still awaited."""
+        """Return whether the session's blocking object is still awaited."""
         ids = np.array([s.blocked])
         state = s.residency.state[ids]
         if not some(self._awaited(s, ids, state)):
             return False
         versions = s.residency.versions
         if state[0] == RESIDENT and len(versions.unasked(ids, s.since, s.since_remote)):
-            s.verified = min(s.verified, s.checked)  # it landed after the check of its position
+            s.verified = min(s.verified, s.checked)  # the object landed after this position's check
         return True
 
     def find_early(self, s: RankStream) -> None:
-        """Find the steps after `ready` that are complete, as a reader may wait for one of them.
+        """Set `early`: the steps after `ready` whose objects are all resident.
 
-        One hung object must not hold up workers that make other batches meanwhile.
+        One hung object must not delay workers that make other batches.
         """
         first, last = s.ready + 1, s.stream.step_at(s.limit)
         last = min(last, first + EARLY_STEPS)
         if first >= last or s.wanted <= first:
-            return  # what was found before is still there
+            return  # the early steps found before are still complete
         starts = np.array([s.stream.start(step) for step in range(first, last + 1)])
         ids = s.stream.objects(int(starts[0]), int(starts[-1])).astype(np.intp)
         awaited = np.zeros(len(ids) + 1, np.intp)
@@ -150,14 +150,14 @@ class Prefetcher:
 
     @staticmethod
     def _awaited(s: RankStream, ids: Index, state: NDArray[np.uint8]) -> Mask:
-        """(k,) whether an object, or its file's version, is in flight."""
+        """Return (k,) whether each object, or its file's version, is in flight."""
         coming: Mask = state == FETCHING
         if s.since_remote:
             coming |= (state == RESIDENT) & ~s.current(ids)
         return coming
 
     def advance_all(self, sessions: Iterable[RankStream], now: float) -> None:
-        """Advance the most urgent session until none can advance, or enough is started."""
+        """Advance the most urgent session until none can advance or enough fetches started."""
         before = self._inflight.objects
         todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
         while todo and self._inflight.objects - before < _MAX_STARTED:
@@ -166,11 +166,11 @@ class Prefetcher:
                 todo.remove(s)
 
     def _advance(self, s: RankStream, now: float) -> bool:
-        """Pin and fetch a session's next objects; False when room or limits do not allow it."""
+        """Pin and fetch a session's next objects; return False if room or limits forbid it."""
         residency, start = s.residency, s.front
         urgent, stop = self._stretch(s)
         ids = s.stream.objects(start, stop).astype(np.intp)
-        # all of one epoch
+        # All of these positions belong to one epoch.
         epoch = s.stream.epoch(s.stream.step_at(start))[0] + s.epoch_shift
         distinct = s.group.uses.distinct(epoch)
         state = residency.state[ids]
@@ -195,21 +195,21 @@ class Prefetcher:
         return taken > 0
 
     def _stretch(self, s: RankStream) -> tuple[bool, int]:
-        """Return whether a reader stalls for the next positions, and where to stop."""
+        """Return whether a reader stalls for the next positions, and the position to stop at."""
         stream = s.stream
         if s.stalling:
             stop = stream.start(s.ready + 1)
             if s.front < stop:
                 return True, min(stop, s.front + FETCHED_AT_ONCE)
-        # one urgency class: a step where the reader is close, more steps further ahead
+        # One urgency class: a single step close to the reader, more steps further ahead.
         step = stream.step_at(s.front)
         last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
         return False, min(s.reach, s.front + FETCHED_AT_ONCE, stream.start(last))
 
     def _first_portion(self, s: RankStream, absent: Index, stop: int) -> int:
-        """End of the positions from `front` to fetch together: a step, or more from a quick source.
+        """Return how many positions to fetch together: a step, or more from a quick source.
 
-        All objects of a fetch land together, whichever of them is due first.
+        All objects of a fetch land together, so a slow source is asked for one step at a time.
         """
         stream = s.stream
         most = s.residency.source_rate.deliverable(max(s.pace.step_s, _GRAIN_S))
@@ -227,7 +227,7 @@ class Prefetcher:
         *,
         distinct: bool,
     ) -> Index:
-        """Which of ids[absent] to fetch: each once, failed ones only where no step pins them."""
+        """Return the part of `absent` to fetch: each object once, failed ones only if unpinned."""
         if state[absent].any():
             absent = absent[(state[absent] <= SKIPPED) | (residency.pins[ids[absent]] == 0)]
         if distinct:
@@ -238,10 +238,10 @@ class Prefetcher:
         return absent
 
     def _fetch(self, s: RankStream, ids: Index, now: float, *, urgent: bool) -> int:
-        """Fetch objects as far as possible; return how many, from the first on, are handled.
+        """Fetch objects as far as possible; return how many of the first ones are settled.
 
-        Objects after one without room are fetched all the same: their turn comes soon. But only
-        once: they are not pinned, and may leave for another session, again and again.
+        Objects after one without room are fetched as well, as their turn comes soon, but only once:
+        they are not pinned, so another session could evict them again and again.
         """
         residency = s.residency
         starving = urgent and s.starving
@@ -250,7 +250,7 @@ class Prefetcher:
             return 0
         k = self._inflight.may_start(residency.expected(residency.length[ids]), urgent=urgent)
         if not k:
-            return 0  # not for lack of room: later
+            return 0  # the limits are reached; there may be room
         ids = ids[:k]
         step = s.stream.step_at(s.front)
         epoch = s.stream.epoch(step)[0] + s.epoch_shift
@@ -262,8 +262,8 @@ class Prefetcher:
         soon = urgent or residency.disk.hopeless or step - s.done <= s.pace.min_ahead
         urgency = Urgency.STALLED if starving else Urgency.SOON if soon else Urgency.AHEAD
         ids, offset, settled = self._with_room(s, ids, due, urgency)
-        # The queue of a quick source is short. Ordered by deadline, it would wake the reader for
-        # every step: small records from the page cache are slower then.
+        # The queue of a quick source is short and stays in order: sorted by deadline, it would wake
+        # the reader for every step, which slows down small records from the page cache.
         deadline = s.deadline(
             step, now, in_turn=residency.source_rate.deliverable(_GRAIN_S) < FETCHED_AT_ONCE
         )
@@ -274,7 +274,7 @@ class Prefetcher:
         return min(k, settled)
 
     def _at_peers_by_now(self, s: RankStream, ids: Index, epoch: int) -> tuple[Index, int]:
-        """Those of `ids` that no peer is yet to get, and how many of them come before any other."""
+        """Return the ids that need not wait for a peer, and how many precede one that must."""
         awaited = s.residency.awaited(ids, epoch, s.group.clock())
         if awaited is None or not some(awaited):
             return ids, len(ids)
@@ -285,10 +285,10 @@ class Prefetcher:
     def _with_room(
         self, s: RankStream, ids: Index, due: int, urgency: Urgency
     ) -> tuple[Index, Ints, int]:
-        """Make room; those of `ids` that have it, their places, and how many are settled.
+        """Make room; return the ids with room, their places, and how many ids are settled.
 
-        The first ones up to one without room are settled. Where a reader has nothing else to read,
-        all are: those without room are given up, and it reads them directly.
+        The ids before the first one without room are settled. If a reader has nothing else to read,
+        all ids are settled: those without room fail, and the reader reads them directly.
         """
         residency, length = s.residency, s.residency.length[ids]
         gives_up = urgency is Urgency.STALLED and not self._admission.waits(residency)
@@ -311,9 +311,10 @@ class Prefetcher:
     def _room_again(
         self, residency: Residency, length: Ints, due: int, urgency: Urgency
     ) -> tuple[Ints, Mask]:
-        """`Admission.room` where the first object had none before; for others once it has.
+        """Do as `Admission.room` after the first object found no room: try that object alone first.
 
-        For the first alone, too, if its length is unknown: its room is a guess, and not taken yet.
+        The others are skipped if the first finds no room, or has an unknown length: room for the
+        latter is a guess that is not allocated yet.
         """
         offset, lack = self._admission.room(residency, length[:1], due, urgency)
         if lack[0] or offset[0] == NOWHERE or len(length) == 1:
@@ -323,6 +324,6 @@ class Prefetcher:
 
 
 def _order(s: RankStream) -> tuple[bool, float]:
-    """Sort key: stalled sessions first, then by the time until the next objects are needed."""
+    """Sort key: stalled sessions come first, then those whose next objects are needed soonest."""
     ahead = s.stream.step_at(s.front) - s.done
     return not s.stalling, ahead * (s.pace.step_s or 1.0)

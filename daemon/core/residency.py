@@ -1,7 +1,7 @@
-"""Residency: the core's tables of what a node holds of one dataset. Pure.
+"""Residency: the core's tables of one dataset's objects. Pure.
 
-Struct of arrays; the core is their only writer, except for the shared `offset`: what changes
-there, it emits as `Publish`.
+A struct of arrays that only the core writes. The exception is the shared `offset`, which the shell
+writes when the core emits `Publish`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ if TYPE_CHECKING:  # circular import
 
 
 ONE = np.int32(1)
-#: Before any length is known: about an ImageNet file.
+#: Guessed length while none is known: about an ImageNet file.
 _GUESS_NBYTES = 128 << 10
-#: Size of the region taken from another dataset at once: this share of the space, at most this
-#: much.
+#: Size of the region taken from another dataset at once: a part (1/n) of the space, and the most
+#: bytes.
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
 
-#: Objects and bytes read from storage; objects that failed; objects and bytes that peers sent, and
-#: objects they did not have; the same for what this node sent, and for its disk; what was written
-#: there.
+#: Objects and bytes read from storage, and failed objects. Objects and bytes that peers sent, and
+#: objects that they lacked. Objects and bytes sent to peers, and objects refused. The same as from
+#: peers for the disk, and the objects and bytes written to it.
 _COUNTED = (
     *("reads", "read_nbytes", "failed", "peer_reads", "peer_nbytes", "peer_misses"),
     *("served", "served_nbytes", "refused"),
@@ -63,7 +63,7 @@ _COUNTED = (
 
 
 class Residency:
-    """One dataset: its objects' state, its share of the space, its jobs."""
+    """One dataset: the state of its objects, its pool in the arena, and its jobs."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class Residency:
         versions: Versions,
         tier: DiskTier,
     ) -> None:
-        """Does no work per object and takes no memory: zeroed pages are allocated on first write.
+        """Create empty tables, without work or memory per object: pages are zeroed on first write.
 
         Args:
-            offset: (n,) NOWHERE; a live view, written by the shell alone.
-            emit: takes the next action.
+            offset: (n,) NOWHERE; a live view that only the shell writes.
             length: (n,) bytes, or -1 where unknown; `lengths` summarizes them.
-            versions: of its files.
+            emit: takes each action.
+            versions: versions of the dataset's files.
             tier: the node's disk.
         """
         n = len(offset)
@@ -90,7 +90,7 @@ class Residency:
         self.name = name
         self.offset = offset
         self.emit = emit
-        #: Objects, ascending, that this event publishes, and their places: not in `offset` yet.
+        #: Objects (ascending) that this event publishes, and their places; not in `offset` yet.
         self.fresh: list[tuple[Index, Ints]] = []
         self.length = length
         self.space = space
@@ -102,11 +102,11 @@ class Residency:
         self.policy: EvictionPolicy = NoEviction(self.state, self.pins, [])
         self.latency = Latency()
         self.source_rate = SourceRate()
-        self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
+        self.served: dict[int, Index] = {}  # peer request -> objects pinned for it
         self.departed = Departed(self.pool)
         self._seen: tuple[list[ClusterView], Homes] | None = None
         self.warming = -1  # next object to load for `Warm`, or -1
-        #: Which lengths come from the manifest (None: all); the others from the last read.
+        #: (n,) whether a length comes from the manifest, not from the last read; None: all do.
         self.listed = _listed(length, lengths)
         self._known = lengths.known
         self._known_nbytes = lengths.nbytes
@@ -126,19 +126,19 @@ class Residency:
 
     @property
     def guess(self) -> int:
-        """Bytes of the room for an object of unknown length: that of the mean length."""
+        """Bytes of the room for an object of unknown length, assuming the mean length."""
         return int(self.pool.rounded(np.array([int(self.mean)]))[0])
 
     @property
     def mean(self) -> float:
-        """Mean bytes of an object, as far as lengths are known."""
+        """Mean bytes of the objects of known length; a guess while there is none."""
         if not self._known:
             return max(min(_GUESS_NBYTES, self.space.nbytes / _REGION_SHARE), 1.0)
         return max(self._known_nbytes / self._known, 1.0)
 
     @property
     def nbytes(self) -> float:
-        """Bytes of the whole dataset, with unknown lengths guessed."""
+        """Bytes of the whole dataset, where unknown lengths count as the mean."""
         return self.mean * len(self)
 
     @property
@@ -148,21 +148,21 @@ class Residency:
     # --- objects -------------------------------------------------------------------------------
 
     def pin(self, ids: Index, *, distinct: bool = False) -> None:
-        """Add a pin to each (an object may come twice, unless they are `distinct`)."""
+        """Add a pin to each object; ids may repeat unless `distinct`."""
         if distinct:
             self.pins[ids] += ONE
         else:
             np.add.at(self.pins, ids, ONE)
 
     def unpin(self, ids: Index, *, distinct: bool = False) -> None:
-        """Remove a pin from each; call `release` for those that may leave then."""
+        """Remove a pin from each object; call `release` for those that may be evicted then."""
         if distinct:
             self.pins[ids] -= ONE
         else:
             np.subtract.at(self.pins, ids, ONE)
 
     def release(self, ids: Index) -> None:
-        """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
+        """Tell the disk tier and the eviction policy which of `ids` are unpinned residents."""
         unpinned = (self.pins[ids] == 0) & (self.state[ids] == RESIDENT)
         if some(unpinned):
             ids = ids if every(unpinned) else ids[unpinned]
@@ -176,14 +176,14 @@ class Residency:
         self.length[ids] = nbytes
 
     def clear_lengths(self, ids: Index) -> None:
-        """Forget wrong lengths. (A fixed pool's records have only one length.)"""
+        """Forget wrong lengths; records of a fixed pool keep their common length."""
         if not self.pool.same_size:
             self._known -= len(ids)
             self._known_nbytes -= int(self.length[ids].sum())
             self.length[ids] = -1
 
     def outdate(self, ids: Index) -> None:
-        """Evict objects (distinct, resident, in no session's use) of files that have changed."""
+        """Evict objects (distinct, resident, used by no session) of files that have changed."""
         self.disk.lost(ids)
         sent = np.isin(ids, np.concatenate([ids[:0], *self.served.values()]))
         self.evict(ids[~sent], "changed")
@@ -193,7 +193,7 @@ class Residency:
             self.clear_lengths(ids[~self.listed[ids]])
 
     def _depart(self, ids: Index) -> None:
-        """Evict objects that are being sent; their rooms are free once they have left."""
+        """Evict objects that are being sent to peers; free their rooms once they are sent."""
         requests = set()
         for request, served in self.served.items():
             gone = np.isin(served, ids)
@@ -205,7 +205,7 @@ class Residency:
         self.departed.add(requests, self.vacate(ids, "changed"), nbytes)
 
     def found_on_disk(self, ids: Index, nbytes: Ints) -> None:
-        """Enter objects that are on disk; those of another length than the manifest's are not."""
+        """Enter objects found on disk; drop those whose length differs from the manifest's."""
         if self.pool.same_size:
             good = nbytes == self.pool.record
         else:
@@ -215,17 +215,17 @@ class Residency:
         self.disk.lost(ids[~good])
 
     def residents_of(self, files: NDArray[np.int32]) -> Index:
-        """(k,) resident objects of these files."""
+        """Return (k,) resident objects of these files."""
         bounds = map(self.versions.objects, files.tolist())
         found = [a + np.flatnonzero(self.state[a:b] == RESIDENT) for a, b in bounds]
         return np.concatenate([np.empty(0, np.intp), *found])
 
     def give_back(self, ids: Index, place: Ints) -> int:
-        """Free these places; bytes of their rooms."""
+        """Free these places; return the bytes of their rooms."""
         return self.pool.free(place, self.length[ids])
 
     def places(self, ids: Index) -> Ints:
-        """(k,) places of residents, also of those that this event publishes."""
+        """Return (k,) places of residents, including those that this event publishes."""
         place = self.offset[ids]
         for fresh, where in self.fresh:
             at = np.minimum(fresh.searchsorted(ids), len(fresh) - 1)
@@ -237,7 +237,7 @@ class Residency:
         return self.give_back(ids, self.vacate(ids, why)) if len(ids) else 0
 
     def vacate(self, ids: Index, why: str) -> Ints:
-        """Evict objects, but keep their places allocated; (k,) places for others."""
+        """Evict objects but keep their places allocated; return (k,) these places."""
         place = self.places(ids)
         self.emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
         self.state[ids] = ABSENT
@@ -247,7 +247,7 @@ class Residency:
         return place
 
     def evict_all(self) -> None:
-        """Evict everything for good: there are no readers and no fetches in flight."""
+        """Evict all objects of a dataset without readers and fetches in flight."""
         if not self.pool.clear():
             self.evict(self.unpinned(), "dropped")
         elif self.resident:
@@ -255,7 +255,7 @@ class Residency:
             self.evicted["dropped"] += self.resident
 
     def landed(self, ids: Index, place: Ints) -> bool:
-        """Make objects (ascending) that arrived resident; return whether some are unpinned."""
+        """Make objects (ascending) that have arrived resident; return whether some are unpinned."""
         if len(ids):
             self.emit(Publish(self.name, ids.astype(np.int32), place))
             self.fresh.append((ids, place))
@@ -268,7 +268,7 @@ class Residency:
         return unwanted
 
     def count(self, session: RankStream, state: NDArray[np.uint8], misses: int) -> None:
-        """Count a session's reads by what was found: resident, in flight for another, or absent."""
+        """Count a session's reads: hits, fetches joined in flight, and `misses`."""
         hits = int(np.count_nonzero(state == RESIDENT))
         for name, n in zip(COUNTED, (hits, len(state) - hits - misses, misses), strict=True):
             self.counts[name] += n
@@ -290,21 +290,21 @@ class Residency:
         }
 
     def counted(self) -> dict[str, int]:
-        """Return the counters that only grow, by name."""
+        """Return the counters that never decrease, by name."""
         return {**self.counts, **{f"evicted_{why}": n for why, n in self.evicted.items()}}
 
     def fail(self, ids: Index) -> None:
-        """Fail objects without room: their readers read directly."""
+        """Fail objects without room; readers will read them directly."""
         self.state[ids] = FAILED
         self.counts["failed"] += len(ids)
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
-        """(k,) whether the peer to fetch each object from for `epoch` will have it only later."""
+        """Return (k,) whether the peer that holds each object in `epoch` will get it only later."""
         later = self.policy.awaited(ids, epoch, clock)
         return later & (self.disk.state[ids] != STORED) if later is not None else None
 
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
-        """Where to fetch objects (k,) for their read in `epoch`: (origin, which of them) each."""
+        """Group objects (k,) by the origin to fetch them from in `epoch`: (origin, positions)."""
         holder = self.policy.holders(ids, epoch)
         if self.disk.objects:
             stored = self.disk.state[ids] == STORED
@@ -314,19 +314,19 @@ class Residency:
         return [(int(node), np.flatnonzero(holder == node)) for node in np.unique(holder)]
 
     def unpinned(self) -> Index:
-        """(k,) residents that are not pinned."""
+        """Return (k,) residents that are not pinned."""
         return np.flatnonzero((self.state == RESIDENT) & (self.pins == 0))
 
     def evict_region(self, nbytes: int, busy: Ints) -> int:
-        """Evict a stretch of the space, for another dataset or a large object; bytes freed.
+        """Evict one region of the space for another dataset; return the bytes freed.
 
         Args:
-            nbytes: wanted; a fixed pool gives a whole slab, which goes back to the space.
-            busy: (k,) offsets of fetches in flight, which cannot leave.
+            nbytes: bytes wanted; a fixed pool gives a whole slab back to the space.
+            busy: (k,) places that fetches in flight write to, which cannot leave.
         """
         ids = np.flatnonzero(self.state == RESIDENT)
         at = self.places(ids)
-        ids, at = ids[at != NOWHERE], at[at != NOWHERE]  # the shell still has to store the others
+        ids, at = ids[at != NOWHERE], at[at != NOWHERE]  # the shell has yet to write the others
         if not len(ids):
             return 0
         place, places = self._regions(at, nbytes)
@@ -339,7 +339,7 @@ class Residency:
         if not np.isfinite(score[best]):
             if self.pool.same_size:
                 return 0
-            best = int((held - stuck).argmax())  # in pages, a part of a region is of use, too
+            best = int((held - stuck).argmax())  # in a paged pool, a part of a region is of use
         inside = ids[(place == best) & (self.pins[ids] == 0)]
         return self.evict(inside, "other_dataset")
 
@@ -363,7 +363,7 @@ class Residency:
         recheck: str,
         generation: int,
     ) -> RankStream:
-        """Open a session of this rank, in a group with the other local ranks of its job."""
+        """Open a session of a rank, in a group with the other local ranks of its job."""
         for group in self.groups:
             if group.job == job and group.world == world and rank not in group.sessions:
                 break
@@ -375,14 +375,14 @@ class Residency:
         return session
 
     def leave(self, session: RankStream) -> None:
-        """Remove a session, and its group with the group's last one."""
+        """Remove a session, and its group if the session was the last in it."""
         group = session.group
         del group.sessions[session.rank]
         if not group.sessions:
             self.groups.remove(group)
 
     def choose_policy(self) -> None:
-        """Choose the eviction policy that suits the plans; keep the current one if it does."""
+        """Choose the eviction policy for the present plans; keep the current one if it suits."""
         groups = [g for g in self.groups if g.planned()]
         if not groups:
             if not self.groups:
@@ -406,7 +406,7 @@ class Residency:
         self.policy.stored = self.disk.column
 
     def _homes(self, groups: list[JobGroup]) -> Homes | None:
-        """Where to ask peers, if no plan for all nodes says who holds what."""
+        """Return the homes of objects at peers; None if a plan says which node holds each."""
         views = [g.deals.view for g in groups if g.deals.view is not None]
         if not views or not (len(groups) > 1 or groups[0].deals.followed or self._by_hash(groups)):
             return None
@@ -415,26 +415,26 @@ class Residency:
         return self._seen[1]
 
     def _by_hash(self, groups: list[JobGroup]) -> bool:
-        """Whether some node reads it for two jobs that have different nodes."""
+        """Return whether a node reads the dataset for two jobs that run on different nodes."""
         return any(g.deals.view is not None and self.name in g.deals.view.by_hash for g in groups)
 
     def shared_with_others(self, cluster: str) -> bool:
-        """Whether a job of this cluster reads it here, and so does one that has other nodes."""
+        """Return whether this node reads the dataset for this cluster and for a job elsewhere."""
         sets = {g.deals.view.cluster: set(g.deals.view.names) for g in self.groups if g.deals.view}
         mine = sets.get(cluster)
         alone = any(g.deals.view is None and len(g.sessions) == g.world for g in self.groups)
         return mine is not None and (alone or any(other != mine for other in sets.values()))
 
     def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
-        """Return what retention should plan outside the loop, if the policy wants a plan."""
+        """Return the retention plan to compute outside the loop, if the policy wants one."""
         if not self.groups:
             return None
         return self.policy.planning_task(PlannedJob(self, self.groups[0], admission, window))
 
     def rebuild(self, in_flight: Index, storing: Index) -> None:
-        """Rebuild pins, states, eviction policy and next uses.
+        """Rebuild pins, states, eviction policy and next uses from the plans.
 
-        From the plans, from fetches in flight, and from what is being written to disk.
+        in_flight, storing: objects in flight, and objects being written to disk.
         """
         self.groups = [g for g in self.groups if g.sessions]
         self.state[self.state == FETCHING] = ABSENT
@@ -447,7 +447,7 @@ class Residency:
         self.choose_policy()
 
     def _held(self, storing: Index) -> NDArray[np.int32]:
-        """(n,) the pins of sessions, of peers' requests and of what is being written to disk."""
+        """Return (n,) the pins of sessions, of peer requests and of writes to disk."""
         pins = np.zeros(len(self), np.int32)
         sessions = (s for group in self.groups for s in group.sessions.values())
         for s in sessions:
@@ -481,7 +481,7 @@ class Residency:
 
 
 def _dealt(groups: list[JobGroup]) -> list[DealtJob] | None:
-    """How each job deals its epochs to all ranks, if all do on the same nodes as the first one."""
+    """Return how each job deals its epochs to all ranks, or None if that is not known of all."""
     if any(g.deals.followed or not g.deals.orders or g.deals.view is None for g in groups):
         return None
     return [DealtJob(g.uses, g.deals, g.clock) for g in groups]

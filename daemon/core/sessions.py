@@ -1,4 +1,4 @@
-"""Readers of a dataset: the ranks of a job and their streams of steps. Pure."""
+"""Readers of a dataset: the ranks of each job and their streams of steps. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
 
-#: What a read found: a resident, a fetch in flight for another session, nothing.
+#: Counters of reads that found a resident, a fetch in flight for another session, or neither.
 COUNTED = ("hits", "joined", "misses")
-#: A rank that opens when its group is further than this joins late: its steps are shifted.
+#: A rank that opens after its group has done more steps joins late: its steps are shifted.
 _LATE_STEPS = 8
 #: Repeats up to this share of an epoch's reads count as padding (DistributedSampler).
 _PADDING = 0.01
@@ -27,7 +27,7 @@ _PADDING = 0.01
 
 @dataclass(eq=False)
 class JobGroup:
-    """The ranks on this node that read one dataset in step, with one `NextUses` for all."""
+    """The local ranks that read one dataset in step, with one `NextUses` for all."""
 
     job: str
     world: int
@@ -36,39 +36,39 @@ class JobGroup:
     deals: Deals = field(default_factory=Deals)
 
     def clock(self) -> int:
-        """Steps that all ranks have done."""
+        """Return the number of steps that all ranks have done."""
         return min((s.done + s.shift for s in self.sessions.values()), default=0)
 
     def known(self) -> int:
-        """The latest epoch for which every rank has published its plan."""
+        """Return the latest epoch for which every rank has published its plan."""
         return min((s.last_epoch for s in self.sessions.values()), default=-1)
 
     def planned(self) -> bool:
-        """Whether any rank still has something to read."""
+        """Return whether any rank has planned steps left to read."""
         return any(s.stream.end > s.done for s in self.sessions.values())
 
     def step_s(self) -> float:
-        """Seconds per step of the slowest rank; 0 when unknown."""
+        """Return the seconds per step of the slowest rank; 0 if unknown."""
         return max((s.pace.step_s for s in self.sessions.values()), default=0.0)
 
     def once(self) -> bool:
-        """Whether every epoch reads each object at most once, except for padding."""
+        """Return whether every epoch reads each object at most once, except for padding."""
         repeats, reads = self.uses.repeats()
         return repeats <= max(_PADDING * reads, self.world)
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:
-        """For each rank, its order in `epoch`, in pieces."""
+        """Return the order of each rank in `epoch`, in pieces."""
         return [s.order(epoch) for s in self.sessions.values()]
 
     def replan(self) -> None:
-        """Rebuild the next uses from what the sessions still have to read."""
+        """Rebuild the next uses from the steps that the sessions have not done yet."""
         self.uses.clear()
         for session in self.sessions.values():
             session.announce(session.done)
 
 
 class RankStream:
-    """One rank's stream. Positions before `front` are pinned from step `done` on."""
+    """The stream of steps of one rank. Positions from step `done` up to `front` are pinned."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class RankStream:
         recheck: str,
         generation: int,
     ) -> None:
-        """`recheck`: see `messages.Open`; `generation`: that in which the session opens."""
+        """`recheck`: see `messages.Open`; `generation`: the one in which the session opens."""
         self.id = number
         self.recheck = recheck
         #: Versions must have been seen in these generations or later (`Versions`).
         self.since = self.since_remote = 0 if recheck == "never" else generation
         self.opened = now
         self.begun = -1  # the latest epoch that has begun
-        self.verified = 0  # positions before it: their files' versions were asked for
+        self.verified = 0  # positions before it: versions of their files were asked for
         self.residency = residency
         self.group = group
         self.rank = rank
@@ -101,16 +101,16 @@ class RankStream:
         self.wanted = 0
         self.checked = 0  # positions before it are resident, current or failed
         self.front = 0
-        self.lacked = -1  # the `front` from which not all could be fetched
-        self.reach = 0  # how far `front` may go for now
+        self.lacked = -1  # the `front` at which the last fetch found too little room
+        self.reach = 0  # the position up to which `front` may advance for now
         self.early: tuple[int, ...] = ()  # steps after `ready` that a reader may take before it
         self.published: tuple[int, tuple[int, ...]] = (0, ())  # `ready`, `early` as last announced
         self.epoch = 0  # of the last step done, on the group's count
-        self.starved = False  # whether a reader has waited since the tick before the last
+        self.starved = False  # whether a tick found a reader waiting and the session stuck
         self.blocked = -1  # the object that `checked` waits for
         self.failed = 0
-        self._deadline = 0.0  # of what was fetched last
-        self.unplanned = True  # nothing is known beyond the published plan
+        self._deadline = 0.0  # of the latest fetch
+        self.unplanned = True  # whether nothing is known beyond the published plan
         self.hits = self.joined = self.misses = self.stalls = 0
 
     @property
@@ -120,7 +120,7 @@ class RankStream:
 
     @property
     def last_epoch(self) -> int:
-        """The latest epoch of the plan, in the group's numbering."""
+        """Latest epoch of the plan, in the group's numbering."""
         return self.stream.last_epoch + self.epoch_shift
 
     @property
@@ -130,41 +130,41 @@ class RankStream:
 
     @property
     def front_epoch(self) -> int:
-        """The epoch of the next step to bring in, in the group's numbering."""
+        """Epoch of the next step to fetch, in the group's numbering."""
         return self.stream.epoch(self.stream.step_at(self.front))[0] + self.epoch_shift
 
     @property
     def ahead_of_others(self) -> bool:
-        """Whether another rank has yet to bring in objects of an earlier epoch."""
+        """Whether another rank has yet to fetch objects of an earlier epoch."""
         others = (s for s in self.group.sessions.values() if s is not self)
         mine = self.front_epoch
         return any(s.front < s.stream.stop and s.front_epoch < mine for s in others)
 
     @property
     def starving(self) -> bool:
-        """Whether a reader waits and no step being read will free its room.
+        """Whether a reader waits for room that no step in progress will free.
 
-        A reader may hold one step's bytes while it waits for the next; other readers' steps end by
-        themselves. Also true where `starved`: the wait has taken too long.
+        A reader may hold the bytes of one step while it waits for the next; the steps of other
+        readers end by themselves. Also true if the wait has taken too long (`starved`).
         """
         return self.stalling and (self.ready <= self.done + 1 or self.starved)
 
     def needed_at(self, step: int, now: float) -> float:
-        """Time when `step` is needed, at the present pace."""
+        """Return the time at which `step` is needed, at the present pace."""
         return now + (step - self.done) * self.pace.step_s
 
     def deadline(self, step: int, now: float, *, in_turn: bool) -> float:
-        """Time when objects of `step` are to be fetched; `in_turn`: never before earlier fetches.
+        """Return the deadline of fetches for `step`; `in_turn`: not before that of earlier fetches.
 
-        A pace measured while data was slow puts far steps late; once it is quick again, steps
-        further ahead must not overtake them.
+        A pace measured while data was slow gives far steps late deadlines. When the pace is quick
+        again, steps further ahead must not overtake these.
         """
         needed = self.needed_at(step, now)
         self._deadline = max(self._deadline, needed) if in_turn else needed
         return self._deadline
 
     def begin(self, epoch: int, generation: int) -> None:
-        """Begin an epoch: earlier knowledge of file versions no longer counts."""
+        """Begin an epoch: versions seen before `generation` no longer count."""
         self.begun = max(self.begun, epoch)
         if self.recheck in {"epoch", "step"}:
             self.since = generation
@@ -172,22 +172,22 @@ class RankStream:
 
     @property
     def limit(self) -> int:
-        """The position up to which steps may become ready.
+        """Position up to which steps may become ready.
 
         With `recheck` "epoch", no step of an epoch that has not begun may become ready.
         """
         if self.recheck != "epoch":
             return self.front
-        # A session done before its `Begin` arrived has passed steps of an epoch that has not begun.
+        # A session may have done steps of an epoch whose `Begin` has not arrived.
         step = max(self.stream.until(self.begun), self.done)
         return min(self.front, self.stream.start(step))
 
     def current(self, ids: Index) -> Mask:
-        """(k,) whether the version held of each object is known to be good for this session."""
+        """Return (k,) whether the version of each object is recent enough for this session."""
         return self.residency.versions.current(ids, self.since, self.since_remote)
 
     def rewind(self, step: int) -> Index:
-        """Give up what was brought in from `step` on; (k,) objects that were pinned for it."""
+        """Unpin all steps from `step` on; return (k,) the objects that were pinned for them."""
         position = self.stream.start(step)
         unpinned = self.stream.objects(position, max(self.front, position)).astype(np.intp)
         self.residency.unpin(unpinned)
@@ -216,7 +216,7 @@ class RankStream:
         }
 
     def clocked(self, start: int, stop: int) -> NDArray[np.int32]:
-        """(k,) the step of each of the positions start..stop-1, on the group's clock."""
+        """Return (k,) the step of each position start..stop-1, on the group's clock."""
         steps = self.stream.steps(start, stop)
         steps += self.shift
         return steps
@@ -226,7 +226,7 @@ class RankStream:
         return self.residency.policy.at(self.group.uses, step + self.shift)
 
     def order(self, epoch: int) -> list[NDArray[np.int32]]:
-        """The unread part of `epoch`'s order, in pieces."""
+        """Return the unread part of the order of `epoch`, in pieces."""
         first = max(self.stream.until(epoch - self.epoch_shift - 1), self.done)
         stop = self.stream.until(epoch - self.epoch_shift)
         if first >= stop:
@@ -236,7 +236,8 @@ class RankStream:
     def announce(self, step: int) -> None:
         """Add the plan from `step` on to the group's next uses, unless the session is unplanned.
 
-        What was not predicted is read at once: it is pinned until then, and unknown afterwards.
+        Steps of an unplanned session are read at once: their objects are pinned until then, and no
+        later use of them is known.
         """
         while step < self.stream.end:
             epoch, stop = self.stream.epoch(step)
@@ -249,7 +250,7 @@ class RankStream:
             step = stop
 
     def stretches(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split positions start..stop-1 where the epoch changes: (epoch, first, last) each."""
+        """Split positions start..stop-1 at epochs; return (epoch, first, last + 1) of each part."""
         out = []
         while start < stop:
             epoch, until = self.stream.epoch(self.stream.step_at(start))

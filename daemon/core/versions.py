@@ -1,15 +1,15 @@
-"""The version of each file that a dataset's residents come from, and when it was last seen. Pure.
+"""The versions of a dataset's files, and the generation in which each was last seen. Pure.
 
-A *generation* is a moment from which on earlier knowledge may be out of date: a session opens, or
-one of its epochs begins. Generations are numbered from 1 over the whole node. Bytes read, or a
-version asked for, in generation g or later are good for every session that wants g or earlier.
+A *generation* begins when a session opens or an epoch of it begins: older knowledge of files may
+then be out of date. Generations are numbered from 1 over the whole node. Bytes read, or a version
+asked for, in generation g or later are valid for every session that wants g or earlier.
 
-An address of remote storage names the same file on every node: there a peer's check counts, too, if
-it was made after a session was opened. So of these files the time of the latest check is kept, and
-its age sent with the bytes.
+An address of remote storage names the same file on every node, so a peer's check is valid, too, if
+it was made after the session opened. For these files the time of the latest check is kept, and its
+age is sent with the bytes.
 
-A version is one number (`cache/storage/version.py`). Where the storage gives none it is UNKNOWN,
-which equals itself: then no change can be noticed. CHANGING differs from everything.
+A version is one number (`cache/storage/version.py`). If the storage gives none, it is UNKNOWN,
+which equals itself, so that no change is noticed. CHANGING differs from every version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Versions:
         objects: number of objects.
         bounds: (files + 1,) file f holds the objects bounds[f] ... bounds[f + 1] - 1; None: every
             object is a file of its own.
-        remote: (files,) whether a file's storage is asked only when a session opens; None: never.
+        remote: (files,) whether a file is remote, and so checked only when a session opens; None:
+            no file is.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class Versions:
         files = objects if bounds is None else len(bounds) - 1
         self._bounds = bounds
         self._remote = remote if remote is not None and remote.any() else None
-        self.version = np.zeros(files, np.int64)  # of the residents
+        self.version = np.zeros(files, np.int64)  # version of the residents
         self.seen = np.zeros(files, np.int32)  # generation of the latest answer
         self.asked = np.zeros(files, np.int32)  # generation of the latest check
-        # Seconds: the storage gave `version` when asked then or later; 0: unknown. None: all local.
+        # Seconds: the storage gave `version` at that time or later; 0: unknown. None: all local.
         self._since = None if self._remote is None else np.zeros(files)
 
     def files(self, ids: Index) -> Index:
-        """(k,) the file of each object."""
+        """Return (k,) the file of each object."""
         if self._bounds is None:
             return ids
         if len(self._bounds) == 2:
@@ -58,7 +59,7 @@ class Versions:
         return self._bounds.searchsorted(ids, side="right") - 1
 
     def of(self, ids: Index) -> Ints:
-        """(k,) the version of each object's file, as far as it is known."""
+        """Return (k,) the known version of each object's file, or UNKNOWN."""
         return self.version[self.files(ids)]
 
     @property
@@ -66,17 +67,17 @@ class Versions:
         return len(self.version)
 
     def objects(self, file: int) -> tuple[int, int]:
-        """(first, last + 1) object of a file."""
+        """Return the (first, last + 1) object of a file."""
         if self._bounds is None:
             return file, file + 1
         return int(self._bounds[file]), int(self._bounds[file + 1])
 
     def current(self, ids: Index, since: int, since_remote: int) -> Mask:
-        """(k,) whether what is held of each object is good for these generations."""
+        """Return (k,) whether the version of each object was seen since these generations."""
         return self._reached(self.seen, self.files(ids), since, since_remote)
 
     def unasked(self, ids: Index, since: int, since_remote: int) -> Files:
-        """(k,) distinct files of these objects that were not checked since these generations."""
+        """Return (k,) distinct files of these objects that need a check for these generations."""
         files = self.files(ids)
         fresh = self._reached(self.seen, files, since, since_remote)
         fresh |= self._reached(self.asked, files, since, since_remote)
@@ -94,10 +95,10 @@ class Versions:
         """Enter the versions (k,) that the storage gave for distinct `files` in `generation`.
 
         Args:
-            asked: when, in seconds; 0: unknown.
+            asked: time of the request, in seconds; 0: unknown.
 
         Returns:
-            (k,) those whose residents are out of date.
+            (k,) files whose residents are out of date.
         """
         old = self.version[files]
         changed = differ(old, version) & (self.seen[files] <= generation)
@@ -113,11 +114,11 @@ class Versions:
         """Enter the versions (k,) of objects `ids` that were read in `generation`.
 
         Args:
-            asked: (k,) when each read began, in seconds; 0: unknown.
+            asked: (k,) time at which each read began, in seconds; 0: unknown.
 
         Returns:
-            (k,) whether each is of an older version than is known now, and so of no use; (m,)
-            files whose other residents are all out of date.
+            (k,) whether each object is older than the known version, and so of no use; (m,) files
+            whose other residents are all out of date.
         """
         files = self.files(ids)
         old = self.version[files]
@@ -135,28 +136,28 @@ class Versions:
         return late, np.empty(0, np.int32)
 
     def _date(self, files: Index | Files, other: Mask, asked: Floats | float) -> None:
-        """Enter when versions of files (k,) were asked for; `other`: not the ones known before."""
+        """Enter the times of requests for the versions of files (k,); `other`: changed versions."""
         if self._since is not None:
             self._since[files] = np.where(other, asked, np.maximum(self._since[files], asked))
 
     def since(self, ids: Index) -> Floats:
-        """(k,) when the version of each object's file was last asked for; 0: unknown, or local."""
+        """Return (k,) the time of the latest check of each object's file; 0: unknown, or local."""
         return np.zeros(len(ids)) if self._since is None else self._since[self.files(ids)]
 
     def received(
         self, ids: Index, version: Ints, asked: Floats, opened: Iterable[tuple[float, int]]
     ) -> Mask:
-        """Enter the versions (k,) of objects `ids` that a peer sent, read at any time before.
+        """Enter the versions (k,) of objects `ids` that a peer sent and had read earlier.
 
-        What nobody here has asked for since is current only once a check finds the same version, or
-        where the peer's check of a remote file is as good.
+        They become current only when a check by this node finds the same version. A peer's check of
+        a remote file counts for the sessions that opened before it.
 
         Args:
-            asked: (k,) when the peer asked for that version, at the earliest, by this node's clock.
-            opened: when sessions were opened, and in which generations.
+            asked: (k,) earliest time of the peer's request for that version, by this node's clock.
+            opened: times at which sessions opened, and their generations.
 
         Returns:
-            (k,) whether each is of another version than the one known here, and so of no use.
+            (k,) whether each object differs from the version known here, and so is of no use.
         """
         files = self.files(ids)
         fresh = (self.seen[files] == 0) & (self.version[files] == UNKNOWN)
@@ -172,13 +173,17 @@ class Versions:
         return late
 
     def _replaced(self, files: Index, version: Ints, generation: int) -> Files:
-        """Handle reads of files whose version differs from the known one, or that keep changing."""
+        """Enter reads of files whose version differs from the known one, or that keep changing.
+
+        Returns:
+            (m,) files whose other residents are out of date.
+        """
         which, first, at = np.unique(files, return_index=True, return_inverse=True)
         new = version[first]
-        mixed = np.bincount(at, weights=version != new[at]) > 0  # changed between two reads
+        mixed = np.bincount(at, weights=version != new[at]) > 0  # a file changed between two reads
         known, seen = self.version[which], self.seen[which]
         differs = (known != new) | (known == CHANGING) | mixed
-        # Read in the same generation as others of the file: all are good for that generation only.
+        # Objects of this file were read before in this generation: all are valid only for it.
         same = (seen >= generation) & differs & (known != UNKNOWN)
         self.version[which] = np.where(same | mixed, CHANGING, new)
         self.seen[which] = np.maximum(seen, generation)

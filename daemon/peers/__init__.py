@@ -1,1 +1,1 @@
-"""How daemons of different nodes serve each other: what travels, who sends, who reads."""
+"""Transfers between the daemons of different nodes: protocol, server, and reader."""

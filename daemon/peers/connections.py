@@ -1,4 +1,4 @@
-"""Connections of peers to the server: what they ask, what it knows of each, and its credit."""
+"""Connections of peers to the server: their requests, state, and credit."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from creel.daemon.peers import sealing, wire
 from creel.errors import MalformedError
 from creel.messages import Message
 
-#: Longest time that a receiver may keep an answer waiting, and what each byte adds.
+#: Longest time, in s, that a receiver may block an answer; each byte of the answer adds 1 / rate.
 BLOCKED_S = 5.0
 SLOWEST_BPS = 1e6
-#: Of one peer: bytes of answers not yet sent, and requests not yet served, before the server stops
-#: reading its requests.
+#: Credit of one peer: unsent bytes of answers, and unserved requests, at which the server stops
+#: reading the peer's requests.
 QUEUED_NBYTES = 32 << 20
 QUEUED_REQUESTS = 256
 
 
 class Traffic:
-    """Bytes of frames to and from peers by what they are for, beside the payload.
+    """Bytes of frames to and from peers by purpose, without the payload.
 
-    Each connection is counted at its server alone: over all nodes, each byte counts once.
+    Only the server of a connection counts them, so that each byte counts once over all nodes.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ _PURPOSE: dict[type[Message], str] = {
 
 @dataclass(eq=False)
 class Account:
-    """What is on its way to one peer, over all its connections."""
+    """Bytes and requests pending for one peer, over all its connections."""
 
     nbytes: int = 0
     requests: int = 0
@@ -63,17 +63,17 @@ class Account:
 
 @dataclass(eq=False)
 class Request:
-    """A request; once it is served, `left` has what is still to be sent."""
+    """A request of a peer; once it is served, `left` has the bytes still to be sent."""
 
     number: int
     connection: PeerConnection
-    call: int  # its number in the connection
+    call: int  # number of the request in its connection
     deadline: float
     nbytes: int = 0
-    arrays: Sequence[NDArray[Any]] = ()  # of the answer's frame
+    arrays: Sequence[NDArray[Any]] = ()  # arrays in the frame of the answer
     answer: Message | None = None  # None: a PeerAnswer
     left: list[memoryview] = field(default_factory=list)
-    plain: list[memoryview] = field(default_factory=list)  # to be encrypted before it is sent
+    plain: list[memoryview] = field(default_factory=list)  # payload to be encrypted before sending
 
     def __lt__(self, other: Request) -> bool:
         return (self.deadline, self.number) < (other.deadline, other.number)
@@ -81,36 +81,36 @@ class Request:
 
 @dataclass(eq=False)
 class PeerConnection:
-    """A connection that a peer, or somebody unauthenticated, has opened."""
+    """A connection from a peer, or from an unauthenticated client."""
 
     socket: socket.socket
     since: float
     inbox: bytearray = field(default_factory=bytearray)
     key: bytes = b""
-    session: wire.PeerSession | None = None  # set once the peer has said who it is
-    sealer: sealing.Sealer | None = None  # None: payload travels as it is
-    account: Account | None = None  # set once the peer proved that it has the key
-    asked: set[int] = field(default_factory=set)  # requests that are not served yet
+    session: wire.PeerSession | None = None  # set once the peer has sent its Greeting
+    sealer: sealing.Sealer | None = None  # None: payload is not encrypted
+    account: Account | None = None  # set once the peer has proved that it has the key
+    asked: set[int] = field(default_factory=set)  # numbers of requests that are not served yet
     answers: list[Request] = field(default_factory=list)  # a heap
-    current: Request | None = None  # the answer that is being sent
-    blocked_since: float = 0.0  # 0: the socket takes bytes
-    blocked_s: float = 0.0  # seconds that the current answer had to wait
+    current: Request | None = None  # the answer being sent
+    blocked_since: float = 0.0  # time since when the socket takes no bytes; 0: it takes them
+    blocked_s: float = 0.0  # seconds for which the current answer was blocked before
     mask: int = select.EPOLLIN | select.EPOLLRDHUP
 
     @property
     def expected(self) -> wire.Kind:
-        """What the other side may send now."""
+        """Kinds of messages that the other side may send now."""
         if self.session is None:
             return wire.Greeting
         return wire.Proof if self.account is None else wire.CLIENT_SAYS
 
     @property
     def next(self) -> Request:
-        """The answer to go on with."""
+        """The answer to send next: the current one, or else the most urgent."""
         return self.current or self.answers[0]
 
     def stuck(self, now: float) -> bool:
-        """Whether the receiver takes too long."""
+        """Return whether the receiver takes too long to read the current answer."""
         if not self.blocked_since or self.current is None:
             return False
         allowed = BLOCKED_S + self.current.nbytes / SLOWEST_BPS
@@ -119,16 +119,16 @@ class PeerConnection:
     def greeted(
         self, greeting: wire.Greeting, key: bytes, name: str, *, encrypt: bool
     ) -> wire.Challenge:
-        """The answer to a greeting; `key` is empty where the cluster is unknown.
+        """Return the answer to a greeting; `key` is empty for an unknown cluster.
 
         Raises:
-            MalformedError: of another protocol, or with an impossible key.
+            MalformedError: the greeting has another protocol, or an invalid public key.
         """
         self.key = key
         agreement = sealing.KeyAgreement() if encrypt else None
         public = agreement.public if agreement is not None else b""
         challenge = wire.Challenge(name, secrets.token_bytes(wire.NONCE_NBYTES), public)
-        # A key that nobody has: whether the cluster is known shows in nothing.
+        # A random key for unknown clusters, so that no answer shows whether a cluster is known.
         key = key or secrets.token_bytes(wire.KEY_NBYTES)
         self.session = wire.PeerSession(key, greeting, challenge)
         if agreement is not None and greeting.public:
@@ -136,13 +136,13 @@ class PeerConnection:
         return challenge
 
     def begin(self, traffic: Traffic) -> Request:
-        """Begin the most urgent answer. Its frame is made here: frames are numbered."""
+        """Begin the most urgent answer and make its frame, which gets the next number."""
         assert self.session is not None  # noqa: S101
         request = self.current = heapq.heappop(self.answers)
         self.blocked_s = 0.0
         answer = request.answer or wire.PeerAnswer(request.call)
         frame = wire.pack(answer, request.arrays, self.session.answers)
-        columns = sum(map(len, request.left)) if request.answer else 0  # else they are payload
+        columns = sum(map(len, request.left)) if request.answer else 0  # the rest is payload
         traffic.count(answer, len(frame) + columns)
         if self.sealer is not None:
             request.left, request.plain = [], request.left
@@ -150,7 +150,7 @@ class PeerConnection:
         return request
 
     def send(self, request: Request, nbytes: int) -> bool:
-        """Send about `nbytes` of the current answer; return whether the socket took them all."""
+        """Send about `nbytes` of the current answer; return whether the socket took all of them."""
         ready = sum(map(len, request.left[:MAX_BUFFERS])) if self.sealer else nbytes
         while self.sealer is not None and request.plain and ready < nbytes:
             record, request.plain = self.sealer.record(request.plain)
@@ -167,13 +167,13 @@ class PeerConnection:
 
 
 def send_whole(sock: socket.socket, frame: bytes) -> None:
-    """Send a frame of the handshake, for which a new connection has room."""
+    """Send a small frame at once: the send buffer of a new connection has room for it."""
     if sock.send(frame, socket.MSG_NOSIGNAL) < len(frame):
         raise MalformedError("unauthenticated, and does not read")
 
 
 def watch(sock: socket.socket) -> None:
-    """Have the system notice within seconds that the other side cannot be reached."""
+    """Set socket options so that the kernel detects an unreachable peer within seconds."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

@@ -1,1 +1,1 @@
-"""What the core knows of the other nodes of a cluster, and what it does for them. Pure."""
+"""The part of the core that deals with the other nodes of a cluster. Pure."""

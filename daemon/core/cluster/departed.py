@@ -1,4 +1,4 @@
-"""Objects that are gone, but are still being sent to peers. Pure."""
+"""Rooms of evicted objects that are still being sent to peers. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from creel.policies.arrays import Ints
 
 
 class Departed:
-    """Rooms of objects that are gone, but are still being sent to peers."""
+    """Rooms of evicted objects that are still being sent to peers."""
 
     def __init__(self, pool: ObjectPool) -> None:
         self._pool = pool
         self._rooms: list[tuple[set[int], Ints, Ints]] = []
 
     def add(self, requests: set[int], place: Ints, nbytes: Ints) -> None:
-        """These rooms are free once these requests of peers have been answered."""
+        """Keep these rooms allocated until the given peer requests have been answered."""
         self._rooms.append((requests, place, nbytes))
 
     def answered(self, request: int) -> None:
-        """Free the rooms that were kept for this request alone."""
+        """Note that a request was answered; free the rooms that no other request needs."""
         for requests, place, nbytes in self._rooms:
             requests.discard(request)
             if not requests:
@@ -28,7 +28,7 @@ class Departed:
         self._rooms = [room for room in self._rooms if room[0]]
 
     def rooms(self) -> tuple[Ints, Ints]:
-        """(k,) places and (k,) lengths."""
+        """Return (k,) places and (k,) lengths of all rooms that are kept."""
         none = np.empty(0, np.int64)
         place = np.concatenate([none, *(place for _, place, _ in self._rooms)])
         return place, np.concatenate([none, *(nbytes for _, _, nbytes in self._rooms)])

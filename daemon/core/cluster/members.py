@@ -1,9 +1,9 @@
-"""Which nodes of a cluster are there: heartbeats noted, silence judged, changes proposed. Pure.
+"""Membership of a cluster: notes heartbeats, judges silence, proposes changes. Pure.
 
-A node that is silent for `SilenceLimits.suspect_s` is *suspected*: nothing is asked of it. Silent
-for `lost_s`, it is *lost*: the lowest node that is a member and there proposes that plans no longer
-count on it. The same node proposes that they do again, once the lost one is heard of. A daemon
-that was restarted holds nothing; it is lost first, and then there again.
+A node that is silent for `SilenceLimits.suspect_s` is *suspected*: nodes ask it for nothing. A node
+that is silent for `lost_s` is *lost*: the lowest reachable member proposes that plans exclude it.
+When the lost node is heard again, the same member proposes to include it again. A restarted daemon
+holds nothing, so it is first excluded and then included again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from creel.policies.cluster.members import (
 
 
 class SilenceLimits(NamedTuple):
-    """How often nodes ask each other, and after what silence a node is suspected and lost, in s.
+    """Interval of heartbeats, and the silence after which a node is suspected and lost, in s.
 
-    While a node is suspected, what it holds is read from the source; once it is lost, that is
-    planned anew, and all of it read again. A short cut of the network is not worth that.
+    While a node is suspected, its objects are read from the source. Once it is lost, they are
+    planned anew and all read again, which a short network failure does not justify.
     """
 
     beat_s: float
@@ -37,7 +37,7 @@ class SilenceLimits(NamedTuple):
 
     @classmethod
     def among(cls, nodes: int, lost_s: float) -> SilenceLimits:
-        """For a cluster of `nodes` nodes: a node asks and answers at most 128 times a second.
+        """Limits for `nodes` nodes, with which a node asks at most 128 times a second.
 
         >>> SilenceLimits.among(4, 30.0).beat_s, SilenceLimits.among(256, 30.0).beat_s
         (0.5, 2.0)
@@ -47,11 +47,12 @@ class SilenceLimits(NamedTuple):
 
 
 class Members:
-    """What this node knows of the others of a cluster.
+    """This node's knowledge of the other nodes of a cluster.
 
     Args:
-        me: this node's number; nodes: how many there are.
-        now: seconds (monotonic), here and below; at first all nodes count as heard of.
+        me: this node's number.
+        nodes: number of nodes.
+        now: seconds (monotonic), here and below; at first all nodes count as heard.
     """
 
     def __init__(self, me: int, nodes: int, now: float, limits: SilenceLimits) -> None:
@@ -60,45 +61,48 @@ class Members:
         self._me = me
         self._began = now
         self._heard = np.full(nodes, now)
-        self._anew = np.zeros(nodes, np.bool_)  # restarted, and no change has left it out since
+        self._anew = np.zeros(nodes, np.bool_)  # restarted, and not excluded by a change since
 
     def heard(self, node: int, now: float) -> None:
-        """A node has answered."""
+        """Note that a node has answered."""
         self._heard[node] = now
 
     def refused(self, node: int, now: float) -> None:
-        """Nobody listens where a node was: it is suspected at once."""
+        """Suspect a node at once, because nobody listens at its address."""
         self._heard[node] = min(self._heard[node], now - self.limits.suspect_s)
 
     def restarted(self, node: int, now: float) -> None:
-        """Another daemon has taken a node's place."""
+        """Note that another daemon has taken a node's place."""
         self._heard[node] = now
         self._anew[node] = True
 
     def reachable(self, now: float) -> Mask:
-        """(nodes,) whom to ask for objects: who was heard of lately, and this node."""
+        """Return (nodes,) whether each node was heard recently; True for this node."""
         found: Mask = now - self._heard < self.limits.suspect_s
         found[self._me] = True
         return found
 
     def members(self) -> Mask:
-        """(nodes,) whom plans count on."""
+        """Return (nodes,) whether plans include each node."""
         nodes = len(self._heard)
         return unpacked(self.log[-1].members, nodes) if self.log else np.ones(nodes, np.bool_)
 
     def learn(self, log: tuple[Change, ...]) -> bool:
-        """Take over what another node knows of changes; return whether anything is new."""
+        """Merge another node's log of changes; return whether it contained news."""
         before, self.log = self.log, merged(self.log, log)
         self._noted()
         return self.log is not before
 
     def due(self, now: float) -> Mask | None:
-        """(nodes,) whom plans should count on; None: on whom they do, or others say so."""
+        """Return (nodes,) whether plans should include each node, if this node is to propose it.
+
+        None if plans include the right nodes already, or another node is to propose the change.
+        """
         wanted = now - self._heard < self.limits.lost_s
         wanted[self._me] = True
         wanted &= ~self._anew
         members = self.members()
-        # Whoever is new here knows nobody's log before it has heard of everyone who is there.
+        # A new node knows nobody's log before it has heard from every reachable node.
         if (wanted == members).all() or now - self._began < self.limits.suspect_s:
             return None
         there = self.reachable(now) & ~self._anew
@@ -106,7 +110,7 @@ class Members:
         return wanted if int(first[0]) == self._me else None
 
     def change(self, members: Mask, moments: tuple[EpochMoment, ...]) -> Change:
-        """Write that plans count on these members from these moments on."""
+        """Log that plans include these members from these moments on; return the change."""
         change = Change(latest(self.log).number + 1, self._me, packed(members), moments)
         self.log = (*self.log, change)[-MAX_CHANGES:]
         self._noted()

@@ -1,4 +1,4 @@
-"""What nodes of a cluster tell each other of members and plans, brought to each dataset. Pure."""
+"""Passes news of members and plans from other nodes of a cluster to each dataset. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from creel.daemon.core.residency import Residency
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.members import EpochMoment, PlanDigest
 
-#: Pause before a peer is asked again for what this node has missed, in seconds.
+#: Pause before a peer is asked again for a plan that this node has missed, in seconds.
 _ASK_AGAIN_S = 1.0
 
 
 class ClusterPlans:
-    """The plans that this node has in common with others."""
+    """The plans that this node shares with other nodes."""
 
     def __init__(
         self, residencies: Mapping[str, Residency], emit: Callable[[events.Action], None]
     ) -> None:
         self._residencies = residencies
         self._emit = emit
-        self._ask_again: dict[str, float] = {}  # by dataset: when, in seconds
+        self._ask_again: dict[str, float] = {}  # by dataset: time of the next request, in s
 
     def changed(self, e: events.ClusterChanged) -> None:
-        """Nodes left or came back."""
+        """Apply the new view of a cluster whose nodes have left or come back."""
         for residency in self._residencies.values():
             for group in residency.groups:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
@@ -46,7 +46,7 @@ class ClusterPlans:
         self._emit(events.SharePlan(e.request, None if policy is None else policy.share(e.seed)))
 
     def ask(self, residency: Residency, now: float) -> None:
-        """Ask peers about the epoch, once a second, where what it began with was missed."""
+        """Ask peers, once a second, for the plan of an epoch that began without this node."""
         policy = residency.policy.cluster
         if policy is None or now < self._ask_again.get(residency.name, 0.0):
             return
@@ -59,7 +59,7 @@ class ClusterPlans:
         self._ask_again.pop(dataset, None)
 
     def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
-        """From when on nodes of a cluster can follow a change of its members."""
+        """Return the moments from which nodes of a cluster can follow a change of its members."""
         found = (
             policy.moment(residency.groups[0].clock(), residency.groups[0].step_s())
             for residency, policy in self._within(cluster)
@@ -68,17 +68,17 @@ class ClusterPlans:
         return tuple(moment for moment in found if moment is not None)
 
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
-        """The inputs of this node's plans; all nodes of a cluster must have the same."""
+        """Return digests of the inputs of this node's plans, which must be equal on all nodes."""
         found = (policy.digest for _, policy in self._within(cluster))
         return tuple(digest for digest in found if digest is not None)
 
     def by_hash(self, cluster: str) -> frozenset[str]:
-        """Datasets that this node reads for a job of this cluster and for one on other nodes."""
+        """Return datasets that this node reads for this cluster and for a job on other nodes."""
         found = (r.name for r in self._residencies.values() if r.shared_with_others(cluster))
         return frozenset(found)
 
     def _within(self, cluster: str) -> Iterator[tuple[Residency, ClusterEviction]]:
-        """The datasets that are planned in this cluster."""
+        """Yield the datasets that are planned in this cluster, and their policies."""
         for residency in self._residencies.values():
             policy = residency.policy.cluster
             view = None if policy is None else policy.deals.view

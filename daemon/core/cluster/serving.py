@@ -1,10 +1,10 @@
-"""Serving peers: residents are pinned from a peer's request until their bytes have left. Pure.
+"""Serving peers: residents are pinned from a peer's request until their bytes are sent. Pure.
 
-What lies on this node's disk is read into memory first, a few requests at a time; the answer waits
-for that as long as the peer can, and then says "no" to what is still missing. It does so at once
-where only a reader here could make room, by going on: that reader may be waiting for the peer.
-Without a plan for all nodes (`policies/cluster/homes.py`) it waits also for what is on its way from
-source or disk, and for what this node is home of: that is read from the source here, once for all.
+Objects on this node's disk are first read into memory, a few requests at a time. The answer waits
+for them as long as the peer can wait, and then refuses the missing ones. It refuses them at once if
+only a reader of this node could make room by advancing: that reader may be waiting for the peer.
+Without a plan for all nodes (`policies/cluster/homes.py`), the answer also waits for fetches from
+source or disk, and for objects whose home is this node, which reads them once for all peers.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED
 from creel.policies.prefetch import affordable
 
-#: Requests that are looked at in each event, 32 MiB at most: 255 peers may have a thousand waiting.
+#: Requests examined in each event, 32 MiB at most; 255 peers may have a thousand waiting.
 _LOOKED_AT = 16
 
 
 @dataclass(eq=False, slots=True)
 class _PeerWait:
-    """A request of a peer. What of it is pinned is in `Residency.served`."""
+    """A request of a peer. `Residency.served` has the objects that are pinned for it."""
 
     number: int
     residency: Residency
-    ids: Index  # as asked; may be unknown here
-    until: float  # when it is answered at the latest
-    lacking: Index  # on disk, and not being read yet
-    nbytes: int = 0  # that were read from disk for it
-    awaited: int = 0  # one of those that are on their way, if any are
+    ids: Index  # as requested; some may not exist in this dataset
+    until: float  # time of the answer at the latest
+    lacking: Index  # objects on disk that are not being read yet
+    nbytes: int = 0  # bytes read from disk for this request
+    awaited: int = 0  # one of the objects in flight, if there are any
     answered: bool = False
 
 
 class Serving:
-    """All requests of peers that are being answered.
+    """All peer requests that are being answered.
 
     Attributes:
-        short: datasets of which an object on disk finds no room in memory, with `due` as in
+        short: datasets with an object on disk that finds no room in memory, and its `due` as in
             `Admission.place`.
     """
 
@@ -61,11 +61,11 @@ class Serving:
         self._residencies: Mapping[str, Residency] = admission.residencies
         self._emit = emit
         self._serving: dict[int, _PeerWait] = {}
-        self._waiting: list[_PeerWait] = []  # for the disk
-        self._nbytes = 0  # read from disk, and not sent yet
+        self._waiting: list[_PeerWait] = []  # not answered yet, oldest first
+        self._nbytes = 0  # bytes read from disk and not sent yet
 
     def asked(self, e: PeerAsked, now: float) -> None:
-        """Pin what is here of a request, and answer it once what is on disk was read.
+        """Pin the residents of a request; answer it once its objects on disk have been read.
 
         Raises:
             IllegalEventError: the request is being answered already.
@@ -93,10 +93,11 @@ class Serving:
             self._answer(request, now)
 
     def _bring(self, request: _PeerWait, ids: Index, now: float) -> bool:
-        """Await what is on its way, and what is read here for all; whether there is any.
+        """Wait for objects in flight, and start those that this node reads for all peers.
 
-        What comes from a peer is not awaited, as that peer may be waiting for this answer; unless
-        it comes for a peer that does not know that one, and so ranks below both.
+        Objects that come from a peer are not awaited, as that peer may be waiting for this answer.
+        The exception are objects relayed for a peer that does not know their holder, and so ranks
+        below both. Returns whether the request waits for any object.
         """
         residency = request.residency
         policy = residency.policy
@@ -124,11 +125,11 @@ class Serving:
         return len(coming) > 0
 
     def advance(self, now: float, *, every: bool = False) -> None:
-        """Read what the oldest requests wait for from disk, and answer those that wait no longer.
+        """Read objects from disk for the oldest requests; answer requests that need not wait.
 
-        Of the others, those whose objects have come since.
+        Younger requests are examined only if the object that they waited for has come.
 
-        every: look at all of them.
+        every: examine all requests.
         """
         self.short.clear()
         if not self._waiting:
@@ -140,19 +141,19 @@ class Serving:
             self._look(request)
             if reads:
                 self._read(request, now)
-            # One after the other: two that each had a half of the room would wait for the other.
+            # One request at a time: two with half the room each would wait for each other.
             reads = reads and not len(request.lacking)
             self._end(request, now)
         self._waiting = [r for r in self._waiting if not r.answered]
 
     @staticmethod
     def _still_waits(request: _PeerWait) -> bool:
-        """Whether a request waits for what it waited for before; takes a microsecond."""
+        """Return whether a request still waits for the same object; takes a microsecond."""
         state = request.residency.state[request.awaited]
         return len(request.lacking) > 0 or bool(state == FETCHING)
 
     def _end(self, request: _PeerWait, now: float) -> None:
-        """Answer a request if it waits for nothing more, or has waited for long enough."""
+        """Answer a request if it waits for no object any more, or its time is over."""
         residency = request.residency
         pinned = residency.served[request.number]
         coming = pinned[residency.state[pinned] == FETCHING]
@@ -162,14 +163,14 @@ class Serving:
             request.awaited = int(coming[0])
 
     def _look(self, request: _PeerWait) -> None:
-        """Pin what has come, or is coming, of a request, whoever requested the fetch."""
+        """Pin a request's objects that are resident or in flight, whoever started the fetch."""
         residency, ids = request.residency, request.lacking
         state = residency.state[ids]
         self._pin(request, ids[(state == RESIDENT) | (state == FETCHING)])
         request.lacking = ids[(state <= SKIPPED) & (residency.disk.state[ids] == STORED)]
 
     def _read(self, request: _PeerWait, now: float) -> None:
-        """Begin to read from disk what there is room for."""
+        """Start to read a request's objects from disk, as far as there is room."""
         residency, ids = request.residency, request.lacking
         length = residency.length[ids]
         others = self._nbytes - request.nbytes
@@ -181,7 +182,7 @@ class Serving:
             return
         due = residency.groups[0].clock() if residency.groups else 0
         ids, length, left = ids[:k], length[:k], ids[k:]
-        # To say no would cost a read, too, and the peer a second before it.
+        # A refusal would cost a read as well, and the peer a second of waiting before it.
         place = self._admission.place(residency, length, due, Urgency.STALLED)
         good = place != NOWHERE
         if not every(good):
@@ -196,7 +197,7 @@ class Serving:
             request.lacking = ids[:0]
 
     def _hopeless(self, residency: Residency) -> bool:
-        """Whether there will be no room before a reader here goes on.
+        """Return whether room can only come from a reader of this node that advances.
 
         That reader may be waiting for the peer that asks.
         """
@@ -210,7 +211,7 @@ class Serving:
         residency.served[request.number] = np.append(residency.served[request.number], ids)
 
     def _answer(self, request: _PeerWait, now: float) -> None:
-        """Send what is here; what is not stays unpinned."""
+        """Send the residents of a request and unpin its other objects."""
         residency, ids = request.residency, request.ids
         pinned = residency.served[request.number]
         here: Mask = residency.state[pinned] == RESIDENT
@@ -229,7 +230,7 @@ class Serving:
         self._emit(answer)
 
     def served(self, e: PeerServed) -> None:
-        """The bytes of a request have left: its objects may leave, too."""
+        """Unpin a request's objects, because its bytes have been sent."""
         request = self._serving.pop(e.request, None)
         if request is None:
             return

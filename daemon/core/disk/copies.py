@@ -1,4 +1,4 @@
-"""What the node's disk has of each dataset, what is written to it, and what leaves it. Pure."""
+"""The objects of each dataset on the node's disk: which are written, and which leave. Pure."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
 
-#: Most bytes being written, as a share of the memory, and in all: they cannot leave meanwhile.
+#: Most bytes being written, as a share of the memory and in total, as they are pinned meanwhile.
 _WRITING_SHARE, _WRITING_NBYTES = 1 / 16, 64 << 20
-#: Most objects and bytes of one `SpillObjects`: some ms of a disk.
+#: Most objects and bytes of one `SpillObjects`, which takes a disk a few ms.
 BATCH_OBJECTS, BATCH_NBYTES = 256, 4 << 20
-#: Most objects that wait to be written; of more, the oldest are forgotten.
+#: Most objects that wait to be written; beyond that, the oldest are forgotten.
 _WAITING_OBJECTS = 1 << 16
 
 
 class DiskTier:
-    """The node's disk: how large it is, and what is being written. `nbytes` 0: there is none."""
+    """The node's disk: its size and the bytes being written. `nbytes` is 0 if there is no disk."""
 
     def __init__(self, memory: int) -> None:
         """memory: bytes of the arena."""
         self.nbytes = 0
         self.unit = 1
-        self.used = 0  # bytes of all rooms, those being written to included
+        self.used = 0  # bytes of all rooms, including those being written to
         self.most_writing = most_writing(memory)
-        self.writing = 0  # bytes of objects
-        self.slow = False  # whether a write takes too long to wait for it
+        self.writing = 0  # bytes of the objects being written
+        self.slow = False  # whether writes take so long that readers do not wait for them
 
     def __bool__(self) -> bool:
         return self.nbytes > 0
@@ -50,68 +50,70 @@ class DiskTier:
         return self.nbytes - self.used
 
     def rooms(self, nbytes: Ints) -> Ints:
-        """(k,) bytes that objects of these sizes take up."""
+        """Return (k,) bytes that objects of these sizes take up on disk."""
         return room_nbytes(nbytes, self.unit)
 
     def capacity(self, part: float, mean: float) -> int:
-        """Bytes of objects of mean size `mean` that this part of the disk holds for retention."""
+        """Return the bytes of objects of size `mean` that a fraction `part` of the disk retains."""
         return object_nbytes(part * self.nbytes, self.unit, self.most_writing, mean)
 
 
 def most_writing(memory: int) -> int:
-    """Most bytes that are written to disk at a time, given the bytes of memory."""
+    """Return the most bytes that are written to disk at a time, given the bytes of memory."""
     return int(min(_WRITING_SHARE * memory, _WRITING_NBYTES))
 
 
 def object_nbytes(disk: float, unit: int, writing: int, mean: float) -> int:
-    """Bytes of objects of mean size `mean` that a disk holds beside the memory.
+    """Return the bytes of objects of size `mean` that a disk holds in addition to memory.
 
     Args:
-        disk: bytes; unit: of which records take whole ones.
-        writing: bytes that are on their way, which are in both memory and disk.
+        disk: bytes of the disk.
+        unit: bytes; records take whole units.
+        writing: most bytes being written, which are both in memory and on disk.
     """
     room = int(room_nbytes(np.array([int(mean)]), unit)[0])
     return max(int(disk * mean / room) - 2 * writing, 0)
 
 
 class DiskCopies:
-    """What the disk has of one dataset.
+    """The objects of one dataset on disk.
 
     Attributes:
-        state: (n,) NOT_STORED, STORING or STORED; one byte per object, where there is a disk.
-        hopeless: whether memory needs room, and nothing can be written to make it.
-        refused: whether a write failed, and not for lack of room: nothing more is written.
+        state: (n,) NOT_STORED, STORING or STORED; one byte per object if there is a disk.
+        hopeless: whether memory needs room that no write can make.
+        refused: whether a write failed for another reason than lack of room; nothing more is
+            written then.
     """
 
     def __init__(self, residency: Residency, tier: DiskTier) -> None:
         n = len(residency)
         self.state: NDArray[np.uint8] = np.broadcast_to(np.uint8(NOT_STORED), n)
         self.objects = 0
-        self.nbytes = 0  # of rooms
-        self.storing = 0  # objects being written
+        self.nbytes = 0  # bytes of rooms
+        self.storing = 0  # number of objects being written
         self.hopeless = self.refused = False
         self._residency = residency
         self._tier = tier
-        self._loose: deque[Index] = deque()  # released, and not looked at yet
-        self._waiting = 0  # objects in there
+        self._loose: deque[Index] = deque()  # released objects that wait to be written
+        self._waiting = 0  # number of objects in `_loose`
         self._walks = [Walk(n) for _ in range(5)]
         self._clean, self._dirty, self._idle, self._twice, self._any = self._walks
         self.opened()
 
     def opened(self) -> None:
-        """The disk was opened or lost."""
+        """Allocate the states once the disk has been opened."""
         if self._tier and not self.state.flags.writeable:
             self.state = np.zeros(len(self.state), np.uint8)
 
     @property
     def column(self) -> NDArray[np.uint8] | None:
-        """The states, where there is a disk."""
+        """The states of the objects, or None without a disk."""
         return self.state if self._tier else None
 
-    # --- what is on disk -------------------------------------------------------------------------
+    # --- changes of state ------------------------------------------------------------------------
 
     def found(self, ids: Index) -> None:
-        """Objects, not on disk so far, are there; their lengths are known."""
+        """Enter objects of known length that are on disk from now on."""
         if not self._tier:
             return
         self.state[ids] = STORED
@@ -119,7 +121,7 @@ class DiskCopies:
         self.changed(len(ids))
 
     def lost(self, ids: Index) -> None:
-        """Objects that are on disk, as far as known, are not, or are of no use there."""
+        """Remove those of `ids` that are on disk: they are missing there, or of no use."""
         ids = ids[self.state[ids] == STORED]
         if len(ids):
             self._residency.emit(DropFromDisk(self._residency.name, ids.astype(np.int32)))
@@ -128,25 +130,28 @@ class DiskCopies:
             self.changed(len(ids))
 
     def changed(self, objects: int) -> None:
-        """Note that `objects` changed state: walks that found nothing may find some now."""
+        """Note that this many objects changed state, so that walks may find objects again."""
         for walk in self._walks:
             walk.changes += objects
 
     def lost_files(self, files: NDArray[np.int32]) -> None:
-        """These files have changed."""
+        """Remove the objects of files that have changed from the disk."""
         for first, last in map(self._residency.versions.objects, files.tolist()):
             self.lost(first + np.flatnonzero(self.state[first:last] == STORED))
 
     def lost_all(self) -> None:
-        """Nothing is on disk any more."""
+        """Remove all objects from the disk."""
         self.lost(np.flatnonzero(self.state == STORED))
 
     def completes(self, resident: int) -> bool:
-        """Whether memory, given its number of residents, and disk hold (nearly) all objects."""
+        """Return whether disk and memory together hold (nearly) all objects.
+
+        resident: number of objects in memory.
+        """
         return self.objects > 0 and self.objects + resident >= len(self.state)
 
     def closed(self) -> None:
-        """The dataset is removed; what is on disk stays there."""
+        """Stop counting a dataset that is removed from the core; its objects stay on disk."""
         self._tier.used -= self.nbytes
 
     def _count(self, ids: Index, sign: int) -> None:
@@ -155,12 +160,12 @@ class DiskCopies:
         self.nbytes += sign * nbytes
         self._tier.used += sign * nbytes
 
-    # --- who may leave memory --------------------------------------------------------------------
+    # --- objects that may leave memory -----------------------------------------------------------
 
     def clean(self, k: int, step: int) -> Index:
-        """Up to k residents that are on disk, too, due after `step`, those due last first.
+        """Return up to k residents that are on disk and due after `step`, those due last first.
 
-        For peers whatever no reader needs now: it comes back from disk.
+        For a peer's request (`FOR_PEERS`), any resident on disk that no reader needs now.
         """
         residency = self._residency
 
@@ -174,7 +179,7 @@ class DiskCopies:
         )
 
     def released(self, ids: Index) -> None:
-        """Residents are no longer pinned."""
+        """Queue residents that are no longer pinned, to be written to disk."""
         if not self._tier:
             return
         self.changed(len(ids))
@@ -183,10 +188,10 @@ class DiskCopies:
         while self._waiting > _WAITING_OBJECTS:
             self._waiting -= len(self._loose.popleft())
 
-    # --- who is written --------------------------------------------------------------------------
+    # --- objects to write ------------------------------------------------------------------------
 
     def next_released(self, nbytes: int, room: int) -> Index:
-        """Objects to write while the disk has `room`, `nbytes` at most: those read first."""
+        """Return released objects to write, oldest first: at most `nbytes`, and within `room`."""
         while self._loose:
             ids = self._loose.popleft()
             self._waiting -= len(ids)
@@ -202,9 +207,9 @@ class DiskCopies:
         return NONE
 
     def next_due_last(self, nbytes: int, step: int) -> Index:
-        """Objects to write so that they may leave memory, `nbytes` at most: those due last.
+        """Return up to `nbytes` of objects to write so that they may leave memory, due last first.
 
-        Only what is due after `step`, as `clean` asks for: nothing else makes room for that step.
+        Only objects due after `step` are written: `clean` evicts no others for that step.
         """
         ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._residency.policy.due, step)
         if len(ids):
@@ -212,9 +217,9 @@ class DiskCopies:
         return ids[: self._fitting(ids, nbytes, 1 << 62)]
 
     def _writable(self, at: Index | slice) -> Mask:
-        """(k,) whether each is resident, may leave, is not on disk, and its version is known.
+        """Return (k,) whether each object is resident, unpinned, not on disk, of a known version.
 
-        What a storage without versions gave would be served after a restart whatever became of it.
+        An object without a version could not be checked for changes after a restart.
         """
         residency = self._residency
         found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == NOT_STORED)
@@ -224,21 +229,21 @@ class DiskCopies:
         return found
 
     def _ids(self, at: Index | slice) -> Index:
-        """(k,) ids of the objects that a predicate is asked about."""
+        """Return (k,) ids of the objects that a predicate is called with."""
         return np.arange(*at.indices(len(self.state))) if isinstance(at, slice) else at
 
     def _fitting(self, ids: Index, nbytes: int, room: int) -> int:
-        """How many objects, from the first on, are `nbytes` at most and fit into `room`."""
+        """Return how many of the first objects are at most `nbytes` and fit into `room`."""
         length = self._residency.length[ids]
         k = affordable(length, nbytes)
         if not k and not self._tier.writing:
             k = 1
         return min(k, affordable(self._tier.rooms(length), max(room, 0)), BATCH_OBJECTS)
 
-    # --- who leaves the disk ---------------------------------------------------------------------
+    # --- objects that leave the disk -------------------------------------------------------------
 
     def make_room(self, nbytes: int) -> None:
-        """Remove what nobody keeps, then what memory holds and is due soonest, from the disk."""
+        """Free about `nbytes` on disk: objects not kept, then residents, those due next first."""
         residency = self._residency
         if not residency.policy.replaces:
             return
@@ -251,7 +256,7 @@ class DiskCopies:
         self._leave(nbytes - freed, self._twice, twice, lambda ids: -residency.policy.due(ids))
 
     def drop_idle(self, nbytes: int) -> int:
-        """Remove up to about `nbytes` that nobody keeps from the disk; bytes freed."""
+        """Remove about `nbytes` of objects that the policy does not keep; return bytes freed."""
         policy = self._residency.policy
         if not policy.replaces:
             return 0
@@ -265,9 +270,9 @@ class DiskCopies:
         return self._leave(nbytes, self._idle, idle, self._residency.policy.due)
 
     def unwritten(self) -> tuple[Index, Index]:
-        """Residents that are not on disk, and may be: those kept, and the others; due next first.
+        """Return residents to write at the daemon's end: kept ones, and others; due next first.
 
-        Also pinned ones: for the daemon's end, when nothing leaves memory any more.
+        Pinned residents are included, as nothing leaves memory any more.
         """
         residency = self._residency
         ids = np.flatnonzero((residency.state == RESIDENT) & (self.state == NOT_STORED))
@@ -277,11 +282,11 @@ class DiskCopies:
         return ids[kept], ids[~kept]
 
     def give(self, nbytes: int) -> None:
-        """Remove about `nbytes` from the disk for another dataset: what is due last."""
+        """Remove about `nbytes` of the objects due last from the disk, for another dataset."""
         self._leave(nbytes, self._any, self._settled, self._residency.policy.due)
 
     def _settled(self, at: Index | slice) -> Mask:
-        """(k,) whether each is on disk, and not being read from there."""
+        """Return (k,) whether each object is on disk and not being read from there."""
         state = self._residency.state[at]
         coming = (state == FETCHING) | (state == OVERDUE)
         found: Mask = (self.state[at] == STORED) & ~coming
@@ -290,7 +295,7 @@ class DiskCopies:
     def _leave(
         self, nbytes: int, walk: Walk, matches: Predicate, due: Callable[[Index], Ints]
     ) -> int:
-        """Remove objects of a kind from the disk; bytes freed."""
+        """Remove about `nbytes` of objects that match from the disk; return the bytes freed."""
         if nbytes <= 0:
             return 0
         before = self._tier.free

@@ -1,4 +1,4 @@
-"""Finding objects of some kind among all of a dataset, a part of them at a time. Pure."""
+"""Search for objects that match a predicate, a part of the dataset at a time. Pure."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import numpy as np
 
 from creel.policies.arrays import NONE, Index, Ints, Mask, joined
 
-#: Objects looked at together in search of some kind of object, and how often in one call.
+#: Objects examined together, and how often in one call of `take`.
 _SCANNED_AT_ONCE, _MAX_SCANS = 1 << 16, 4
-#: Of those found, the part (1/n) that is due last is used, and at least this many.
+#: Part (1/n) of the objects found that is used, those due last; and the least number of them.
 _BEST_PART, _BEST = 4, 64
-#: After this many changes a search that found nothing is repeated; sooner where it is cheap.
+#: Changes after which a search that found nothing is repeated; fewer in small datasets.
 _CHANGES = 256
 
-#: (k,) or a slice -> (k,) whether each object is of some kind.
+#: Takes (k,) ids or a slice; returns (k,) whether each object matches.
 Predicate = Callable[[Index | slice], Mask]
 
 
 class Walk:
-    """Finds objects that match, chunk by chunk of all: of each chunk, those due last first.
+    """Finds matching objects chunk by chunk; within a chunk, those due last come first.
 
-    Where none was found in all chunks, it looks again once `changes` objects may have become such.
+    After a pass that found none, it searches again once enough objects have changed (`changes`).
     """
 
     def __init__(self, objects: int) -> None:
         self.changes = 0
-        self._empty = 0  # chunks in a row in which there was none
+        self._empty = 0  # chunks in a row without a match
         self._objects = objects
         self._hand = 0
         self._found = NONE
@@ -35,7 +35,7 @@ class Walk:
     def take(
         self, k: int, matches: Predicate, due: Callable[[Index], Ints], above: int | None = None
     ) -> Index:
-        """Up to k distinct objects that are of this kind now; only those due after `above`."""
+        """Return up to k distinct objects that match now and are due after `above`."""
         out = []
         for _ in range(_MAX_SCANS + 1):
             while k > 0 and len(self._found):
@@ -48,12 +48,12 @@ class Walk:
             if k <= 0 or not self._look(matches, due):
                 break
         found = joined(out)
-        if len(out) > 1:  # a chunk may have come twice
+        if len(out) > 1:  # a chunk may have been examined twice
             found = found[np.sort(np.unique(found, return_index=True)[1])]
         return found
 
     def _look(self, matches: Predicate, due: Callable[[Index], Ints]) -> bool:
-        """Look into the next chunk; False where it is known that there is none in any."""
+        """Search the next chunk; return False if no chunk is known to have a match."""
         if self._empty * _SCANNED_AT_ONCE >= self._objects:
             if self.changes < min(_CHANGES, 1 + self._objects // 1024):
                 return False

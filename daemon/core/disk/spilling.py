@@ -1,14 +1,13 @@
-"""The disk tier: which residents are written to disk, and what leaves the disk for them. Pure.
+"""The disk tier: which residents are written to disk, and which objects leave it for them. Pure.
 
-Memory and disk together hold what retention keeps. While the disk has room, whatever is kept is
-written to it as soon as it was read: a resident that is on disk, too, can leave memory at any time
-without loss, and all that was written outlives the daemon. Once the disk is full, residents are
-written only where memory needs room, those due last first, in the room of what nobody keeps, and of
-what memory holds and is due soonest: so every object is in one place only, and memory has what is
-due next.
+Memory and disk together hold the objects that retention keeps. While the disk has room, each kept
+object is written as soon as it was read: a resident with a copy on disk can leave memory without
+loss, and the copy outlives the daemon. Once the disk is full, residents are written only when
+memory needs room, those due last first. They replace objects on disk that are not kept, then copies
+of the residents due soonest. Each object is then in one place, and memory has those due next.
 
-A reader waits for a write that makes room, a few ms. It does not wait for a disk that is too slow,
-or hangs: what that cannot take in time is lost, and read again from the source.
+A reader waits a few ms for a write that makes room. It does not wait for a disk that is too slow or
+hangs: objects that are not written in time are evicted, and read again from the source.
 """
 
 from __future__ import annotations
@@ -30,28 +29,29 @@ if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
 
-#: Nobody waits for a disk that takes longer for a batch, in seconds: 16 MB/s.
+#: Seconds for one batch, above which nobody waits for the disk: 16 MB/s.
 _SLOW_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spill:
-    """Objects being written, and the room that was taken for them."""
+    """Objects being written, and the room allocated for them."""
 
     residency: Residency
     ids: Index
     room: int
     nbytes: int
     begun: float
-    void: set[int]  # objects of changed files: not to be kept
+    void: set[int]  # objects whose files have changed, which are not to be kept
 
 
 class Spilling:
-    """All that is being written to disk.
+    """All objects that are being written to disk.
 
     Args:
-        tier: the disk; residencies: all datasets, a live view.
-        part: the part of the node's memory and disk that a dataset may claim.
+        tier: the disk.
+        residencies: all datasets, a live view.
+        part: returns the fraction of the node's memory and disk that a dataset may claim.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Spilling:
         self._spills: dict[int, _Spill] = {}
         self._last = 0
         self._now = 0.0
-        self._landed = 0.0  # when the disk was done with a batch last
+        self._landed = 0.0  # when the disk last finished a batch
 
     def look(self, now: float) -> None:
-        """Begin an event."""
+        """Begin an event: note the time, and whether the disk is too slow."""
         self._now = now
         queued = min((s.begun for s in self._spills.values()), default=now)
         self._tier.slow = now - max(queued, self._landed) > _SLOW_S
 
     def opened(self, nbytes: int, unit: int) -> None:
-        """The disk's size is known or has changed; 0: it is lost with all that was there."""
+        """Set the disk's size in bytes; 0: the disk is lost with all its objects."""
         if not nbytes:
             for residency in self._residencies.values():
                 residency.disk.lost_all()
@@ -85,16 +85,16 @@ class Spilling:
     def start(
         self, lacking: Iterable[tuple[Residency, int]], reading: Callable[[Residency], bool]
     ) -> bool:
-        """Begin to write what should be.
+        """Start writes: of released objects, and of objects that memory needs to evict.
 
         Args:
-            lacking: datasets that found no room in memory for what is read at a step of their
+            lacking: datasets without room in memory for objects that are due at a step of their
                 eviction policy's clock.
-            reading: whether objects of a dataset are being read from disk, whose room there may be
-                taken once they are in memory.
+            reading: returns whether objects of a dataset are being read from disk; their room on
+                disk can be reused once they are in memory.
 
         Returns:
-            Whether nothing can be written for one of `lacking`, so that it need not wait.
+            Whether nothing can be written for one of `lacking`, which then need not wait.
         """
         if not self._tier:
             return False
@@ -117,15 +117,15 @@ class Spilling:
         return any(residency.disk.hopeless for residency in soonest)
 
     def _left(self) -> int:
-        """Bytes that may be written in one go now."""
+        """Return the bytes that may be written in one batch now."""
         return min(self._tier.most_writing - self._tier.writing, BATCH_NBYTES)
 
     def _make_writable_room(
         self, residency: Residency, due: int, reading: Callable[[Residency], bool]
     ) -> bool:
-        """Write what is due last, and after `due`, so that it may leave for what is read then.
+        """Write objects due last and after `due`, so that they may leave memory for that step.
 
-        False where nothing can be, or soon.
+        Returns False if nothing can be written, now or soon.
         """
         left = self._left()
         if left <= 0:
@@ -146,8 +146,8 @@ class Spilling:
     def _make_room(self, residency: Residency, nbytes: int) -> None:
         """Free about `nbytes` on disk.
 
-        First of datasets that nobody reads, then, where this one has less than its part, of those
-        that have more than theirs, last of this one's own.
+        Datasets without readers lose their objects first. If this dataset is below its share,
+        datasets above theirs are next. Objects of this dataset leave last.
         """
         enough = self._tier.free + nbytes
         others = [other for other in self._residencies.values() if other is not residency]
@@ -163,7 +163,7 @@ class Spilling:
             residency.disk.make_room(enough - self._tier.free)
 
     def _excess(self, residency: Residency) -> int:
-        """Bytes on disk beyond what a dataset may claim."""
+        """Return a dataset's bytes on disk in excess of its share; negative below the share."""
         return residency.disk.nbytes - int(self._part(residency) * self._tier.nbytes)
 
     def _write(self, residency: Residency, ids: Index) -> None:
@@ -181,9 +181,9 @@ class Spilling:
         residency.emit(SpillObjects(self._last, residency.name, *what))
 
     def write_rest(self) -> None:
-        """Begin to write all that is in memory and not on disk, as far as there is room for it.
+        """Start to write all residents that are not on disk, as far as there is room.
 
-        Objects that nobody keeps leave the disk for kept ones; none leaves for one of its kind.
+        Kept objects replace objects on disk that are not kept; no other object leaves the disk.
         """
         if not self._tier:
             return
@@ -206,7 +206,7 @@ class Spilling:
                 ids = ids[k:]
 
     def cancel(self, residency: Residency, ids: Index) -> None:
-        """These objects leave memory although some may be being written: that will be of no use."""
+        """Discard the writes in progress of objects that leave memory."""
         if not residency.disk.storing:
             return
         for spill in (s for s in self._spills.values() if s.residency is residency):
@@ -215,7 +215,7 @@ class Spilling:
             if gone.any():
                 spill.void.update(spill.ids[gone].tolist())
                 self._release(residency, spill.ids[gone])
-                # Carried out after this spill, and before another one of these objects.
+                # The shell drops these after this spill, and before it writes them again.
                 residency.emit(DropFromDisk(residency.name, spill.ids[gone].astype(np.int32)))
 
     def _release(self, residency: Residency, ids: Index) -> None:
@@ -224,7 +224,7 @@ class Spilling:
         residency.unpin(ids, distinct=True)
 
     def landed(self, e: Spilled) -> None:
-        """A spill ended."""
+        """Enter the result of a spill that has ended."""
         spill = self._spills.pop(e.spill, None)
         if spill is None:
             return
@@ -236,9 +236,9 @@ class Spilling:
         ids, stored = spill.ids[~void], e.stored[~void]
         self._release(residency, ids)
         residency.disk.found(ids[stored])
-        if e.full:  # however large it was said to be
+        if e.full:  # the disk is smaller than it reported
             self._tier.nbytes = min(self._tier.nbytes, self._tier.used)
-        elif not stored.all():  # the next write would fare no better, and readers wait for it
+        elif not stored.all():  # the next write would fail as well, while readers wait for it
             residency.disk.refused = True
         residency.counts["spilled"] += int(np.count_nonzero(stored))
         residency.counts["spilled_nbytes"] += int(residency.length[ids[stored]].sum())
@@ -247,7 +247,7 @@ class Spilling:
             residency.policy.released(ids)
 
     def ids(self, residency: Residency) -> Index:
-        """(k,) objects of a dataset that are being written."""
+        """Return (k,) objects of a dataset that are being written."""
         own = [
             s.ids[[i not in s.void for i in s.ids.tolist()]]
             for s in self._spills.values()
