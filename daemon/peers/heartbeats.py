@@ -1,9 +1,9 @@
-"""Heartbeats: asks every other node of a cluster, again and again, whether it is there.
+"""Heartbeats: exchanges beats with every other node of a cluster to see which are reachable.
 
-Each has a connection of its own to the peer's server, with the handshake of all connections: what
-answers has the cluster's key, and no recorded answer counts. It takes the way that fetches take,
-through the same port, so that a node counts as there where it can be fetched from. One thread
-watches all nodes of all clusters.
+Each node is watched over a connection of its own to its peer server, with the usual handshake: the
+peer must have the cluster's key, and a recorded answer is invalid. Beats use the same port as
+fetches, so that a node counts as reachable if objects can be fetched from it. One thread watches
+all nodes of all clusters.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Heartbeats:
-    """Watches peers; its methods are for one thread, the loop.
+    """Watches peers; only the loop thread may call its methods.
 
     Args:
         on_beat: called with the cluster and the beat of a peer that has answered.
-        refused: called with the cluster and the number of a node where nobody listens.
-            Both are called in the thread of the heartbeats.
+        refused: called with the cluster and the number of a node that refuses connections.
+            Both are called in the heartbeat thread.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Heartbeats:
         self._thread.start()
 
     def say(self, beat: wire.PeerBeat, cluster: str, *, now: bool) -> None:
-        """Send this beat, which has the whole log, from now on; `now`: to all, at once."""
+        """Send this beat, which has the whole log, from now on; `now`: to all nodes at once."""
         self._call(self._say, cluster, beat, now)
 
     def watch(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
-        """Watch a node of the cluster, in place of the one of that number, if any."""
+        """Watch a node of the cluster, in place of an earlier one with the same number."""
         self._call(self._watch, node, peer, who, every_s)
 
     def forget(self, cluster: str) -> None:
-        """Watch a cluster's nodes no longer."""
+        """Stop watching the nodes of a cluster."""
         self._call(self._forget, cluster)
 
     def close(self) -> None:
-        """End all connections; nothing is called afterwards."""
+        """End all connections; no callback runs afterwards."""
         if self._thread.is_alive():
             self._call(self._loop.stop)
             self._thread.join()
@@ -116,7 +116,7 @@ class Heartbeats:
                 self._refused(who.cluster, node)
             except (OSError, EOFError, ProtocolError, asyncio.TimeoutError) as e:
                 log.debug("node %s does not answer: %r", peer.node, e)
-            except Exception:  # our bug: it counts as silent
+            except Exception:  # a bug of ours: the node counts as silent
                 log.exception("node %s could not be asked", peer.node)
             finally:
                 if streams is not None:
@@ -124,7 +124,7 @@ class Heartbeats:
             await asyncio.sleep(every_s)
 
     def _wanted(self, node: int, cluster: str) -> bool:
-        """Whether this task is to go on."""
+        """Return whether the current task should continue to watch this node."""
         return self._tasks.get((cluster, node)) is asyncio.current_task()
 
     async def _ask(

@@ -1,4 +1,4 @@
-"""PeerLink: a connection to another node's daemon, whose every wait has a deadline."""
+"""PeerLink: a connection to another node's daemon. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from creel.policies.cluster.agreement import SharedPlan
 
 log = logging.getLogger("creel.peers")
 
-CONNECT_S = 2.0  # also of the whole handshake
-STALL_S = 3.0  # longest pause of a payload
-_PLAN_S = 5.0  # until a plan is sent
-#: A thread that receives payload is woken for this many bytes, not for each 64 KiB: that takes half
-#: the CPU of both sides, at 1.8 times the rate (benchmarks/peers.py, 2 cores).
+CONNECT_S = 2.0  # longest time to connect, handshake included
+STALL_S = 3.0  # longest pause within a payload
+_PLAN_S = 5.0  # longest time until a plan is sent
+#: A thread that receives payload is woken for this many bytes, not for each 64 KiB: this halves the
+#: CPU time of both sides, at 1.8 times the rate (benchmarks/peers.py, 2 cores).
 WAKE_NBYTES = 256 << 10
 _CHUNK_NBYTES = 16 << 20  # allocated at once for an object of unknown length
 
@@ -38,7 +38,7 @@ class PeerLink:
     """One authenticated connection; for one thread at a time.
 
     Raises:
-        OSError, MalformedError: from every method, when the connection is of no use any more.
+        OSError, MalformedError: from every method, if the connection can no longer be used.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PeerLink:
         """`connected` is called with this link before the handshake."""
         until = time.monotonic() + CONNECT_S
         self._limit_s = 0.0
-        self._opener: sealing.Opener | None = None  # None: payload comes as it is
-        self._plain = memoryview(b"")  # of the latest record, not given out yet
-        self._sealed = bytearray()  # the latest record
+        self._opener: sealing.Opener | None = None  # None: payload is not encrypted
+        self._plain = memoryview(b"")  # payload of the latest record that was not consumed yet
+        self._sealed = bytearray()  # buffer of the latest record
         self.socket = socket.create_connection(address, CONNECT_S)
         try:
             self.socket.settimeout(None)  # the kernel's limits cost no system call each time
@@ -91,7 +91,7 @@ class PeerLink:
         self.socket.sendall(wire.pack(request, [ids.astype("<i4")], self._session.requests))
 
     def ask_plan(self, number: int, dataset: str, seed: int) -> None:
-        """Ask where objects lie; see `wire.PlanRequest`."""
+        """Ask for the plan of an epoch; see `wire.PlanRequest`."""
         request = wire.PlanRequest(number, dataset, seed)
         self.socket.sendall(wire.pack(request, seal=self._session.requests))
 
@@ -101,7 +101,7 @@ class PeerLink:
         return wire.shared_plan(answer, *columns)
 
     def answer(self, until: float) -> tuple[int, bytes]:
-        """The number of the next answer and its arrays; its payload follows."""
+        """Receive the number of the next answer and its arrays; the payload follows."""
         answer, arrays = self._message(wire.PeerAnswer, until, self._session.answers)
         return answer.number, arrays
 
@@ -125,7 +125,7 @@ class PeerLink:
         return data
 
     def fill(self, buffers: list[memoryview]) -> None:
-        """Receive payload; none of the buffers is empty."""
+        """Receive payload into the buffers, none of which is empty."""
         if self._opener is None:
             self._receive(buffers)
             return
@@ -138,7 +138,7 @@ class PeerLink:
                 self._plain, at = self._plain[n:], at + n
 
     def _next_record(self, opener: sealing.Opener) -> memoryview:
-        """The payload of the next record."""
+        """Receive the next record and return its payload."""
         header = bytearray(sealing.HEADER.size)
         self._receive([memoryview(header)])
         nbytes = opener.following(header)
@@ -151,7 +151,7 @@ class PeerLink:
     def _receive(self, buffers: list[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
         if nbytes >= 2 * WAKE_NBYTES:
-            first, buffers = cut(buffers, nbytes - WAKE_NBYTES)  # as many bytes follow it
+            first, buffers = cut(buffers, nbytes - WAKE_NBYTES)  # WAKE_NBYTES follow the first part
             self._wake_for(WAKE_NBYTES)
             self._fill(first)
             self._wake_for(1)
@@ -170,7 +170,7 @@ class PeerLink:
             buffers = cut(buffers, received)[1]
 
     def drain(self, nbytes: int) -> None:
-        """Receive payload that nobody wants."""
+        """Receive and discard payload."""
         scratch = memoryview(bytearray(min(nbytes, 1 << 20)))
         while nbytes > 0:
             piece = scratch[: min(nbytes, len(scratch))]
@@ -178,7 +178,7 @@ class PeerLink:
             nbytes -= len(piece)
 
     def whole(self, nbytes: int) -> bytes:
-        """Receive one object into new memory, which grows only as bytes come."""
+        """Receive one object into new memory, which grows only as bytes arrive."""
         chunks = []
         while nbytes > 0:
             chunk = bytearray(min(nbytes, _CHUNK_NBYTES))
@@ -188,7 +188,7 @@ class PeerLink:
         return b"".join(chunks)
 
     def _set_limit(self, which: int, seconds: float) -> None:
-        """Limit how long one system call waits; it then raises BlockingIOError."""
+        """Limit the wait of one system call, which raises BlockingIOError after that time."""
         if which == socket.SO_RCVTIMEO:
             if seconds == self._limit_s:
                 return
@@ -199,7 +199,7 @@ class PeerLink:
         )
 
     def shut(self) -> None:
-        """End it, from another thread: whoever waits for it fails at once."""
+        """End the connection from another thread: a thread that waits for it fails at once."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -207,7 +207,7 @@ class PeerLink:
 def ask_plan(
     address: tuple[str, int], peer: str, who: Credentials, dataset: str, seed: int
 ) -> SharedPlan | None:
-    """Ask a peer where objects lie in the epoch of this order; None: it does not say."""
+    """Ask a peer for the plan of the epoch of this order; return None if it gives none."""
     link = None
     try:
         link = PeerLink(address, peer, who)

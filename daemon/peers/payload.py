@@ -1,4 +1,4 @@
-"""What the server sends of an arena: the bytes of objects, as they lie there."""
+"""The payload of an answer: the bytes of objects, as they lie in the arena."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from creel.policies.arrays import Ints
 
 
 def payload(arena: Arena, place: Ints, nbytes: Ints) -> tuple[Ints, list[memoryview]]:
-    """What an answer says of the objects, and their bytes; neighbours in the arena are joined."""
+    """Return the (k,) nbytes of an answer, and the payload; neighbours in the arena are joined.
+
+    nbytes are NOT_HERE for objects that are not resident, LATER beyond ANSWER_NBYTES.
+    """
     nbytes = np.where((place == NOWHERE) | (nbytes < 0), NOT_HERE, nbytes)
     total = np.maximum(nbytes, 0).cumsum()
     later = (total > wire.ANSWER_NBYTES) & (nbytes >= 0)
-    later[(nbytes >= 0).argmax()] = False  # the first that is here
+    later[(nbytes >= 0).argmax()] = False  # the first resident is always sent
     nbytes[later] = LATER
     if (place < NOWHERE).any():
         return nbytes, _in_runs(arena, place, nbytes)
@@ -35,7 +38,10 @@ def payload(arena: Arena, place: Ints, nbytes: Ints) -> tuple[Ints, list[memoryv
 
 
 def _in_runs(arena: Arena, place: Ints, nbytes: Ints) -> list[memoryview]:
-    """The bytes of objects of which some are in several runs; `nbytes` loses those in none."""
+    """Return the bytes of objects of which some are in several runs.
+
+    Sets `nbytes` to NOT_HERE for objects whose runs cannot be read.
+    """
     found: list[memoryview] = []
     for i, (at, size) in enumerate(zip(place.tolist(), nbytes.tolist(), strict=True)):
         pieces = pieces_of(arena.view, at, size)

@@ -1,8 +1,8 @@
 """PeerSource: reads the objects of one dataset from another node's daemon.
 
-It reads as `cache/storage/source.Source` does, so that a fetch queue works for either. It never
-raises: what the peer does not have, or did not send in time, is -1, and the caller reads it from
-elsewhere. Every wait has a deadline.
+It has the interface of `cache/storage/source.Source`, so that a fetch queue works with either. It
+never raises: objects that the peer lacks, or did not send in time, get -1 bytes, and the caller
+reads them from elsewhere. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ from creel.policies.arrays import Index, Ints
 
 log = logging.getLogger("creel.peers")
 
-WAIT_S = 1.0  # how long a peer may take to get an object
-ANSWER_S = 3.0  # an answer may come this much later than the reader can wait
-#: Bytes of one request: two are on their way at a time, so that the peer always has one to send.
+WAIT_S = 1.0  # longest time that a peer may take to get an object
+ANSWER_S = 3.0  # time that an answer may take beyond WAIT_S
+#: Bytes of one request; two requests are pending at a time, so that the peer always has one.
 _REQUEST_NBYTES = 2 << 20
 _WINDOW = 2
 _GUESS_NBYTES = 128 << 10  # of an object of unknown length
-#: The clocks of two nodes run at rates that differ by at most this factor: NTP changes either by up
-#: to 500 ppm.
+#: Largest ratio between the rates of two nodes' clocks: NTP adjusts each by up to 500 ppm.
 CLOCK_RATES = 1.001
-#: A lost peer is tried again after the first; each further failure doubles the time.
+#: Time after which a lost peer is tried again; each further failure doubles it, up to the maximum.
 _LOST_S = 0.5
 _LOST_MAX_S = 4.0
 
-#: Called with the answer about objects (by position), whose payload follows.
+#: Called with the link, positions of objects and the answer about them; the payload follows.
 _Take: TypeAlias = Callable[["PeerLink", Index, Read], None]
 
 
 class PeerSource:
     """Reads objects from node `peer`; thread-safe.
 
-    Each thread that reads has a connection while it does; they are kept open for the next reads.
+    Each reading thread has a connection of its own; connections stay open for later reads.
 
     Args:
         address: host and port of the peer's `PeerServer`.
-        peer: its node's name.
-        credentials: this node's.
+        peer: name of the peer's node.
+        credentials: those of this node.
 
     Attributes:
         lost_until: time (`time.monotonic`) before which the peer is not asked: all reads fail at
@@ -84,7 +83,7 @@ class PeerSource:
         """End all connections, also those in use. Later reads fail at once."""
         with self._lock:
             self._closed = True
-            for link in self._busy:  # its thread closes it
+            for link in self._busy:  # the thread that uses the link closes it
                 link.shut()
         self._close_idle()
 
@@ -97,8 +96,8 @@ class PeerSource:
             parts: (k,) buffers, together of these lengths.
 
         Returns:
-            nbytes: as the peer has it. Where that is not `length`, nothing was read; -1: the peer
-                does not have it, or is lost.
+            nbytes: size of each object at the peer. An object was read only if this equals
+                `length`; -1: the peer lacks the object, or is lost.
         """
         read, wanted = Read.failed(len(ids)), length.tolist()
 
@@ -119,7 +118,7 @@ class PeerSource:
         return read
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
-        """Each object (for those of unknown length), None where it failed."""
+        """Return each object, of unknown length; None for objects that failed."""
         whole: list[WholeObject | None] = [None] * len(ids)
 
         def take(link: PeerLink, where: Index, found: Read) -> None:
@@ -134,7 +133,7 @@ class PeerSource:
     # --- connections --------------------------------------------------------------------------
 
     def _read(self, ids: NDArray[np.integer], length: Ints, take: _Take) -> None:
-        """Ask for all objects, and once more where a connection that was kept proves dead."""
+        """Request all objects; try once more if a kept connection proves dead."""
         left = _requests(length)
         for _ in range(2):
             if not left or self._closed or time.monotonic() < self.lost_until:
@@ -147,7 +146,7 @@ class PeerSource:
                 if not (kept and isinstance(e, ConnectionError)):
                     self._lose(e)
                     return
-                self._close_idle()  # the peer began anew: these are dead, too
+                self._close_idle()  # the peer has restarted: these connections are dead as well
             else:
                 self._failures = 0
             finally:
@@ -157,8 +156,8 @@ class PeerSource:
     def _exchange(
         self, link: PeerLink, ids: NDArray[np.integer], left: deque[Index], take: _Take
     ) -> None:
-        """Empty `left`, of requests; what was not answered stays in it."""
-        asked: dict[int, tuple[Index, float]] = {}  # and when
+        """Send the requests in `left` and take the answers; unanswered requests stay in `left`."""
+        asked: dict[int, tuple[Index, float]] = {}  # request -> positions, time of sending
         try:
             while left or asked:
                 while left and len(asked) < _WINDOW:
@@ -173,7 +172,7 @@ class PeerSource:
                 where, sent = asked[number]
                 nbytes, version, age = wire.answered(arrays, len(where))
                 now = nbytes != LATER
-                # The peer took the age after this was sent: it asked the storage no earlier.
+                # The peer computed the age after this request was sent: this time is the earliest.
                 since = np.where(np.isfinite(age), sent - age * CLOCK_RATES, 0.0)
                 take(link, where[now], Read(nbytes[now], version[now], since[now]))
                 if not now.all():
@@ -187,7 +186,7 @@ class PeerSource:
             left.extend(where for where, _ in asked.values())
 
     def _open(self) -> tuple[PeerLink, bool]:
-        """A connection, and whether it was kept."""
+        """Return a connection, and whether it is one that was kept."""
         with self._lock:
             link = self._idle.pop() if self._idle else None
             if link is not None:
@@ -223,11 +222,11 @@ class PeerSource:
             link.socket.close()
 
     def _lose(self, error: Exception) -> None:
-        """Do not ask the peer again for a while."""
+        """Mark the peer as lost, so that it is not asked for a while."""
         now = time.monotonic()
         with self._lock:
             if self._closed or now < self.lost_until:
-                return  # closed on purpose; or another thread said so
+                return  # closed on purpose, or already marked by another thread
             self.lost_until = now + min(_LOST_S * 2**self._failures, _LOST_MAX_S)
             self._failures = min(self._failures + 1, 16)
         level = logging.WARNING if self._failures == 1 else logging.DEBUG

@@ -1,13 +1,12 @@
 """Encrypted payload between nodes (`cluster.encrypt`): AES-256-GCM, by the package `cryptography`.
 
-Both sides of a connection make a fresh X25519 key each, whose public halves are under the MACs of
-the handshake (`wire.PeerSession`). The key of the payload comes from what both have agreed on and
-from the cluster's key (HKDF's extraction, RFC 5869): who recorded a connection and learns the
-cluster's key later, or has read it where a process group's store showed it, can read nothing.
+Each side of a connection makes a fresh X25519 key, whose public half is under the MACs of the
+handshake (`wire.PeerSession`). The payload key is derived from the shared secret and the cluster's
+key (HKDF's extraction, RFC 5869). An attacker who recorded a connection and later learns the
+cluster's key, for example from a process group's store, cannot read the payload.
 
-Payload travels in *records*: their length, then ciphertext and tag. A record's nonce is its number,
-so none can be changed, left out, repeated or moved unnoticed; what a tag does not vouch for reaches
-nobody.
+Payload is sent in *records*: length, ciphertext and tag. A record's nonce is its number, so a
+changed, missing, repeated or moved record is detected. No byte is used before its tag is verified.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _NONCE = struct.Struct("<Q4x")
 
 
 def why_not() -> str:
-    """Reason why nothing can be encrypted here; "" if it can."""
+    """Return the reason why this node cannot encrypt payload; "" if it can."""
     if find_spec("cryptography") is None:
         return "cluster.encrypt needs the package cryptography: pip install 'creel[encryption]'"
     return ""
 
 
 class KeyAgreement:
-    """One side's fresh key of a handshake; `public` is what the other side is to know."""
+    """One side's fresh key for a handshake; `public` is the half sent to the other side."""
 
     def __init__(self) -> None:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -49,10 +48,10 @@ class KeyAgreement:
         self.public: bytes = self._private.public_key().public_bytes_raw()
 
     def cipher(self, session: wire.PeerSession, public: bytes) -> AESGCM:
-        """The cipher of the payload; `public` is the other side's.
+        """Return the cipher of the payload; `public` is the other side's public key.
 
         Raises:
-            MalformedError: that is no such key.
+            MalformedError: `public` is no X25519 key.
         """
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -65,14 +64,14 @@ class KeyAgreement:
 
 
 class Sealer:
-    """Makes records of payload, in order."""
+    """Encrypts payload into records, in order."""
 
     def __init__(self, cipher: AESGCM) -> None:
         self._cipher = cipher
         self._numbers = count()
 
     def record(self, buffers: list[memoryview]) -> tuple[memoryview, list[memoryview]]:
-        """The record of the first bytes of some buffers, and the rest of these."""
+        """Return a record of the first bytes of the buffers, and the remaining buffers."""
         first, rest = cut(buffers, RECORD_NBYTES)
         plain = first[0] if len(first) == 1 else b"".join(first)
         header = HEADER.pack(len(plain))
@@ -81,17 +80,17 @@ class Sealer:
 
 
 class Opener:
-    """Gets payload back from records, in order."""
+    """Decrypts the payload of records, in order."""
 
     def __init__(self, cipher: AESGCM) -> None:
         self._cipher = cipher
         self._numbers = count()
 
     def following(self, header: bytes | bytearray) -> int:
-        """Bytes that follow a record's header.
+        """Return the number of bytes that follow a record's header.
 
         Raises:
-            MalformedError: no record has as many bytes.
+            MalformedError: the length is impossible for a record.
         """
         (nbytes,) = HEADER.unpack(header)
         if not 0 < nbytes <= RECORD_NBYTES:
@@ -99,10 +98,10 @@ class Opener:
         return int(nbytes) + _TAG_NBYTES
 
     def opened(self, header: bytes | bytearray, sealed: memoryview) -> bytes:
-        """The payload of a record.
+        """Return the payload of a record.
 
         Raises:
-            MalformedError: it is not the next one that the other side sent.
+            MalformedError: this is not the next record that the other side sent.
         """
         from cryptography.exceptions import InvalidTag
 

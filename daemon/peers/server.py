@@ -1,11 +1,11 @@
-"""The server of a daemon's objects to the daemons of other nodes.
+"""The peer server: sends a daemon's objects to the daemons of other nodes.
 
-One thread and one epoll serve all connections: it waits for nobody, so a receiver that stopped
-costs neither a thread nor, after a few seconds, the memory that is pinned for it. More threads do
-not send more on few cores, and one fills 25 Gbit/s (`benchmarks/peers.py`).
+One thread with one epoll serves all connections. It never blocks, so a receiver that has stopped
+costs no thread, and after a few seconds no pinned memory. More threads do not send more on few
+cores, and one thread fills 25 Gbit/s (`benchmarks/peers.py`).
 
-The bytes go from the arena to the socket; of several connections that take bytes, the one whose
-reader needs them first goes on.
+Bytes go from the arena straight to the socket. Of all sockets that take bytes, the server chooses
+the one whose reader needs its bytes first.
 """
 
 from __future__ import annotations
@@ -48,35 +48,32 @@ from creel.messages import Message
 
 log = logging.getLogger("creel.peers")
 
-MAX_UNAUTHENTICATED = 64  # connections without proof; one more ends the oldest
+MAX_UNAUTHENTICATED = 64  # connections without proof; one more closes the oldest
 HANDSHAKE_S = 3.0
-_UNAUTHENTICATED_NBYTES = 2048  # read from one of these at once
+_UNAUTHENTICATED_NBYTES = 2048  # read at once from an unauthenticated connection
 _READ_NBYTES = 64 << 10
-#: Bytes sent to one connection before the most urgent one is looked for again. Of 2 MiB the socket
-#: takes a part each time, and says when it takes more: 1.2 times the CPU (benchmarks/peers.py).
+#: Bytes sent to one connection before the server looks for the most urgent one again. Of 2 MiB the
+#: socket takes only a part each time, which costs 1.2 times the CPU (benchmarks/peers.py).
 _QUANTUM = 512 << 10
 _LONGEST_WAIT_S = 60.0
 _SWEEP_S = 0.25
 
 
 class PeerServer:
-    """Serves the arena to peers.
-
-    Its methods are for one thread, the loop.
+    """Serves the arena to peers; only the loop thread may call its methods.
 
     Args:
-        host, port: where to listen; port 0: any. `address` has what it became.
-        name: of this node.
-        arena: what is served; closed only after this.
-        post: called with each `PeerAsked`, which is to lead to one `serve`, each `PlanAsked`, which
-            is to lead to one `serve_plan`, and a `PeerServed` for each `serve`.
-        on_beat: called with the cluster and the beat of each node that asks whether this one is
-            there; `say` has the answer.
-            Both are called in the server's thread and must neither wait nor raise.
-        encrypt: whether payload leaves encrypted alone.
+        host, port: address to listen at; port 0: any. `address` has the actual one.
+        name: name of this node.
+        arena: holds the objects; to be closed after the server.
+        post: called with each `PeerAsked`, to be answered by one `serve`, with each `PlanAsked`, to
+            be answered by one `serve_plan`, and with one `PeerServed` for each `serve`.
+        on_beat: called with the cluster and the beat of each node that sends one; `say` sets the
+            answer. Both callbacks run in the server's thread and must neither block nor raise.
+        encrypt: whether to encrypt payload, and to refuse peers that do not.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: the address is not available.
     """
 
     def __init__(
@@ -102,12 +99,12 @@ class PeerServer:
         self._names: dict[str, str] = {}  # of this node, by cluster
         self._number = 0
         self._requests: dict[int, Request] = {}  # not served yet
-        #: Changed by the server's thread alone; for others a glance.
+        #: By descriptor; only the server's thread writes it, others may only look at it.
         self.connections: dict[int, PeerConnection] = {}
         self._unauthenticated: dict[int, PeerConnection] = {}  # oldest first
         self.accounts: dict[tuple[str, str], Account] = {}  # by cluster and name; as `connections`
         self._sendable: set[PeerConnection] = set()
-        self._orders: deque[Callable[[], None]] = deque()  # of the loop
+        self._orders: deque[Callable[[], None]] = deque()  # calls from the loop thread
         self._swept = time.monotonic()
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -121,12 +118,12 @@ class PeerServer:
         self._thread = threading.Thread(target=self._run, name="creel-peers", daemon=True)
         self._thread.start()
 
-    # --- for the loop -------------------------------------------------------------------------
+    # --- in the loop thread -------------------------------------------------------------------
 
     def admit(self, cluster: str, key: bytes, name: str) -> None:
-        """Serve the nodes of a cluster; another key than before ends their connections.
+        """Serve the nodes of a cluster; a new key ends connections with the old one.
 
-        name: of this node among them.
+        name: this node's name in the cluster.
         """
         if len(key) != wire.KEY_NBYTES:
             raise ValueError(f"a key has {wire.KEY_NBYTES} bytes")
@@ -134,14 +131,14 @@ class PeerServer:
         self._order(partial(self._set_key, cluster, key))
 
     def expel(self, cluster: str) -> None:
-        """Serve a cluster no longer and end its connections."""
+        """Stop serving a cluster and end its connections."""
         self._order(partial(self._set_key, cluster, b""))
 
     def serve(self, answer: ServeObjects) -> None:
-        """Answer a `PeerAsked`, with one element for each of its ids.
+        """Answer a `PeerAsked`; the arrays have one element for each of its ids.
 
-        What is sent must stay where it is until `PeerServed`, which follows in any case. After
-        `close` nothing happens.
+        The objects must stay in place until `PeerServed`, which always follows. Does nothing after
+        `close`.
         """
         self._order(partial(self._serve, answer))
 
@@ -150,13 +147,13 @@ class PeerServer:
         self._order(partial(self._serve_plan, answer))
 
     def say(self, cluster: str, beat: wire.PeerBeat) -> None:
-        """Answer the beats of a cluster's nodes with this one, which has the whole log."""
+        """Answer beats of a cluster's nodes with this beat, which has the whole log."""
         self._order(partial(self._beats.__setitem__, cluster, beat))
 
     def close(self) -> None:
-        """End all connections; all that was being served is `PeerServed` before this returns.
+        """End all connections; each pending `serve` gets its `PeerServed` before this returns.
 
-        Nothing is called and nothing read from the arena afterwards.
+        Afterwards no callback runs and the arena is not read.
         """
         if self._closing:
             return
@@ -171,13 +168,13 @@ class PeerServer:
             self._orders.append(order)
             os.eventfd_write(self._wake, 1)
 
-    # --- the thread ---------------------------------------------------------------------------
+    # --- in the server's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:
             try:
                 self._turn()
-            except Exception:  # noqa: PERF203  our bug, or no memory: start afresh
+            except Exception:  # noqa: PERF203  a bug, or no memory: end all connections
                 log.exception("peers could not be served")
                 self._end_all()
                 time.sleep(_SWEEP_S)
@@ -204,7 +201,7 @@ class PeerServer:
             self._guarded(connection, self._send, connection, now)
         if now - self._swept >= _SWEEP_S:
             self._sweep(now)
-        if accept_ready:  # last: until here a descriptor is of the connection it was reported for
+        if accept_ready:  # last, as a new connection may reuse a descriptor that epoll has reported
             self._accept(now)
 
     def _obey(self) -> None:
@@ -212,19 +209,19 @@ class PeerServer:
             self._orders.popleft()()
 
     def _guarded(self, connection: PeerConnection, act: Callable[..., None], *args: Any) -> None:
-        """Act for one connection, and end it where that fails."""
+        """Call `act` for one connection, and end the connection if that fails."""
         try:
             act(*args)
         except (MalformedError, OSError) as e:
             log.debug("a peer's connection ends: %s", e)
             self._end(connection)
-        except Exception:  # our bug, or no memory
+        except Exception:  # a bug of ours, or no memory
             log.exception("a peer could not be served")
             self._end(connection)
 
     def _accept(self, now: float) -> None:
         for sock in self._listener.accepted():
-            with contextlib.suppress(OSError):  # it is gone: epoll will report that
+            with contextlib.suppress(OSError):  # the peer has left: epoll will report that
                 watch(sock)
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 self._end(next(iter(self._unauthenticated.values())))
@@ -300,7 +297,7 @@ class PeerServer:
             self._epoll.modify(connection.socket, mask)
 
     def _parse(self, connection: PeerConnection, now: float) -> None:
-        """Handle all whole frames that came, as long as the peer has credit."""
+        """Handle all complete frames in the inbox, as long as the peer has credit."""
         inbox, size = connection.inbox, wire.HEADER.size
         while len(inbox) >= size and connection.socket.fileno() >= 0:
             if connection.account is not None and connection.account.full:
@@ -318,7 +315,7 @@ class PeerServer:
             self._handle(connection, message, arrays, now)
 
     def _resume(self, account: Account) -> None:
-        """Read on where the peer has credit again."""
+        """Read from a peer's connections again if it has credit."""
         if not account.full:
             for c in [c for c in account.connections if not c.mask & select.EPOLLIN]:
                 self._watch(c, select.EPOLLIN, on=True)
@@ -345,7 +342,7 @@ class PeerServer:
             self._beat(connection, message)
 
     def _beat(self, connection: PeerConnection, beat: wire.PeerBeat) -> None:
-        """Answer at once: a connection with beats carries nothing else."""
+        """Answer a beat at once: a connection with beats carries no other messages."""
         assert connection.session is not None  # noqa: S101
         greeting = connection.session.greeting
         mine = self._beats.get(greeting.cluster)
@@ -377,7 +374,7 @@ class PeerServer:
         send_whole(connection.socket, frame)
 
     def _received(self, connection: PeerConnection, call: int, deadline: float) -> int:
-        """Note a request that is to be answered; its number."""
+        """Note a request that is to be answered; return its number."""
         assert connection.account is not None  # noqa: S101
         if self._encrypt and connection.sealer is None:
             raise MalformedError("it does not encrypt payload")
@@ -404,7 +401,7 @@ class PeerServer:
             request.left = [memoryview(column) for column in columns]
 
     def _take(self, number: int) -> Request | None:
-        """A request that is to be answered now; None: its connection has ended."""
+        """Return a request that is to be answered now; None if its connection has ended."""
         request = self._requests.pop(number, None)
         if request is None:
             return None
@@ -440,7 +437,7 @@ class PeerServer:
                 self._resume(connection.account)
 
     def _done(self, request: Request) -> None:
-        """Give up the bytes of a request that was served."""
+        """Release the bytes of a request that was served, or whose connection has ended."""
         request.left = request.plain = []
         account = request.connection.account
         if account is not None:

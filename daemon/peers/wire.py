@@ -1,7 +1,7 @@
-"""Bytes between the daemons of different nodes: handshake, frames, messages. Pure.
+"""The peer protocol between daemons of different nodes: handshake, frames, messages. Pure.
 
 One TCP connection carries requests one way and answers the other way. It begins with a handshake in
-which both sides prove that they have the key of their cluster, first the one that connects:
+which both sides prove that they have the key of their cluster, the client first:
 
     client                                      server
     Greeting(protocol, cluster, name, nonce) ->
@@ -13,9 +13,9 @@ which both sides prove that they have the key of their cluster, first the one th
 Other connections carry a PeerBeat each way from time to time, or a PlanRequest and its answer.
 
 A *frame* is a header, a body (msgspec, as `creel.messages`) and arrays (raw, little endian). After
-the handshake each frame has a MAC over its number and its bytes, by a key that only this connection
-has: a recorded frame is worth nothing anywhere, not even in the same connection. The payload after
-an answer is as it lies in the arena, neither encrypted nor under a MAC, or both: see `sealing`.
+the handshake each frame has a MAC over its number and its bytes, with a key of this connection: a
+recorded frame is invalid everywhere, even in the same connection. The payload after an answer has
+no MAC and is not encrypted, unless `cluster.encrypt` is set: see `sealing`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed,
 from creel.policies.cluster.placement import EPOCH, nobody, node_type
 from creel.policies.eviction.selection import Nodes
 
-#: Increased whenever two versions could misread each other.
+#: To be increased whenever two versions could misread each other.
 PEER_PROTOCOL = 4
 
-#: Bytes of a body, and of a whole frame in the handshake: names are of some 100 bytes.
+#: Most bytes of a body, and of a whole frame in the handshake; names have about 100 bytes.
 _MAX_BODY = 1024
-#: Bytes of a beat: it may tell of `MAX_CHANGES` changes.
+#: Most bytes of a beat, which may contain `MAX_CHANGES` changes.
 MAX_BEAT = 16 << 10
 NONCE_NBYTES = KEY_NBYTES = 32
 _MAC_NBYTES = 16
@@ -54,10 +54,10 @@ _MAC_NBYTES = 16
 MAX_OBJECTS = 4096
 #: Most bytes of one answer, unless its first object alone has more.
 ANSWER_NBYTES = 16 << 20
-#: In an answer, instead of the bytes of an object: it is not here; the answer is full, ask again.
+#: Instead of an object's size in an answer: it is not resident; the answer is full, ask again.
 NOT_HERE = -1
 LATER = -2
-#: Bytes about each object in an answer, and the age of one whose version is not known to be new.
+#: Bytes about each object in an answer, and the age that stands for an unknown one.
 _OBJECT_NBYTES = 8 + 8 + 4
 _AGELESS = (1 << 32) - 1
 
@@ -67,10 +67,10 @@ _COUNTED = struct.Struct("<QII")
 
 
 class Credentials(NamedTuple):
-    """What a daemon proves: that it is `name` (a node) and has the `key` (32 bytes) of `cluster`.
+    """A daemon's identity: its node `name`, and the `key` (32 bytes) of its `cluster`.
 
-    All nodes of a cluster have one key: among them a name is a claim, not a proof. `encrypt`:
-    whether payload is encrypted.
+    All nodes of a cluster have the same key, so that the key proves the cluster but not the name.
+    `encrypt`: whether payload is encrypted.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Credentials(NamedTuple):
 
 
 class Greeting(Message, frozen=True):
-    """First frame of a connection: who connects, to which cluster.
+    """First frame of a connection: the client's name and its cluster.
 
-    `public`: of a `sealing.KeyAgreement`, for encrypted payload; empty: there is to be none, or it
-    travels as it is.
+    `public`: key of a `sealing.KeyAgreement` for encrypted payload; empty if the connection carries
+    no payload, or payload is not encrypted.
     """
 
     protocol: int
@@ -94,9 +94,9 @@ class Greeting(Message, frozen=True):
 
 
 class Challenge(Message, frozen=True):
-    """The answer, also where the cluster is unknown: without proof one learns the name alone.
+    """The answer to a Greeting, even of an unknown cluster: without proof it reveals only the name.
 
-    `public`: empty where this node does not encrypt payload.
+    `public`: empty if this node does not encrypt payload.
     """
 
     name: str
@@ -105,13 +105,13 @@ class Challenge(Message, frozen=True):
 
 
 class Proof(Message, frozen=True):
-    """Proof that the sender has the cluster's key (see `proof`)."""
+    """Proof that the sender has the cluster's key (see `PeerSession.proof`)."""
 
     mac: bytes
 
 
 class PeerRequest(Message, frozen=True):
-    """Send these objects; the reader can wait for `wait_s` seconds. Array: (k,) int32 ids."""
+    """A request for objects; the reader can wait for `wait_s` seconds. Array: (k,) int32 ids."""
 
     number: int
     dataset: str
@@ -121,20 +121,20 @@ class PeerRequest(Message, frozen=True):
 class PeerAnswer(Message, frozen=True):
     """The answer to request `number`.
 
-    Arrays: (k,) int64 nbytes, (k,) int64 version of each object, (k,) uint32 how many ms ago, at
-    most, the storage was asked for that version, or _AGELESS. nbytes may be NOT_HERE or LATER. The
-    bytes of all others follow, in order.
+    Arrays: (k,) int64 nbytes, (k,) int64 version of each object, (k,) uint32 the most ms since the
+    storage was asked for that version, or _AGELESS. nbytes may be NOT_HERE or LATER. The bytes of
+    all other objects follow, in order.
     """
 
     number: int
 
 
 class PeerBeat(Message, frozen=True):
-    """The node of this number is there; the answer is the other's beat, of the same cluster.
+    """A heartbeat of node number `node`; the answer is the receiver's beat for the same cluster.
 
-    `latest` is the last change of members that it knows; `log`, those up to it, is empty where the
-    receiver is known to know them. `plans`: the inputs of its plans; `by_hash`: datasets without
-    one, as some node reads them for a job on other nodes, too.
+    `latest` is the last change of members that the sender knows. `log` has the changes up to it,
+    and is empty if the receiver is known to have them. `plans`: digests of the inputs of the
+    sender's plans. `by_hash`: datasets without a plan, as a node reads them for another job, too.
     """
 
     node: int
@@ -146,7 +146,7 @@ class PeerBeat(Message, frozen=True):
 
 
 class PlanRequest(Message, frozen=True):
-    """Where do objects lie in the epoch of this order? For a node that has missed it."""
+    """A request for the plan of the epoch of this order (`seed`), from a node that missed it."""
 
     number: int
     dataset: str
@@ -154,9 +154,9 @@ class PlanRequest(Message, frozen=True):
 
 
 class PlanAnswer(Message, frozen=True):
-    """The answer: a `SharedPlan`; `known` is None where the node does not know.
+    """The answer to a PlanRequest: a `SharedPlan`; `known` is None if the node has no plan.
 
-    `holder` and `planned` are their bytes, which follow; -1: there is none.
+    `holder` and `planned` are the sizes in bytes of these columns, which follow; -1: absent.
     """
 
     number: int
@@ -168,9 +168,9 @@ class PlanAnswer(Message, frozen=True):
     planned: int = -1
 
 
-#: What a client may send once both sides have proved who they are.
+#: Messages that a client may send after the handshake.
 CLIENT_SAYS = PeerRequest | PeerBeat | PlanRequest
-#: A message's class, or several.
+#: The class of a message, or a union of classes.
 Kind: TypeAlias = type[Message] | UnionType
 
 _decoders: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
@@ -188,9 +188,9 @@ _MAX_BODIES: dict[Kind, int] = {CLIENT_SAYS: MAX_BEAT, PeerBeat: MAX_BEAT}
 
 
 class PeerSession:
-    """What both sides know after `Greeting` and `Challenge`: proofs, and the keys of this session.
+    """The keys and proofs of a connection, which follow from `Greeting` and `Challenge`.
 
-    Names, cluster, protocol, both nonces and both public keys are under every MAC.
+    Every MAC covers names, cluster, protocol, both nonces and both public keys.
     """
 
     def __init__(self, key: bytes, greeting: Greeting, challenge: Challenge) -> None:
@@ -211,12 +211,12 @@ class PeerSession:
         return Proof(self._mac(side))
 
     def proves(self, side: str, proof: Proof) -> bool:
-        """Whether the other side, `side`, has the key."""
+        """Return whether a proof of the other side, `side`, shows that it has the key."""
         return hmac.compare_digest(proof.mac, self._mac(side))
 
     @property
     def payload_salt(self) -> bytes:
-        """What the key of the payload comes from beside the sides' agreement."""
+        """Salt from which, with the shared secret, the key of the payload is derived."""
         return self._mac("payload")
 
     def _mac(self, purpose: str) -> bytes:
@@ -224,9 +224,9 @@ class PeerSession:
 
 
 class Seal:
-    """MACs of the frames of one direction, each of which has its number.
+    """MACs of the numbered frames of one direction.
 
-    By keyed BLAKE2 (RFC 7693): 1 us a frame, where OpenSSL 3 takes 13 for an HMAC.
+    Uses keyed BLAKE2 (RFC 7693): 1 us per frame, where OpenSSL 3 takes 13 us for an HMAC.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -234,7 +234,7 @@ class Seal:
         self._count = 0
 
     def mac(self, body_nbytes: int, rest: bytes) -> bytes:
-        """The MAC of the next frame; `rest` is its body and its arrays."""
+        """Return the MAC of the next frame; `rest` are its body and its arrays."""
         self._count += 1
         counted = _COUNTED.pack(self._count, body_nbytes, len(rest))
         return blake2b(counted + rest, key=self._key, digest_size=_MAC_NBYTES).digest()
@@ -244,7 +244,7 @@ class Seal:
 
 
 def pack(message: Message, arrays: Sequence[NDArray[Any]] = (), seal: Seal | None = None) -> bytes:
-    """The frame of a message; `seal` is None in the handshake."""
+    """Return the frame of a message; `seal` is None in the handshake."""
     body = encode(message)
     rest = b"".join([body, *(array.tobytes() for array in arrays)])
     mac = seal.mac(len(body), rest) if seal else bytes(_MAC_NBYTES)
@@ -252,10 +252,10 @@ def pack(message: Message, arrays: Sequence[NDArray[Any]] = (), seal: Seal | Non
 
 
 def following(header: bytes | bytearray, kind: Kind) -> int:
-    """Bytes that follow the header of a frame with a message of this kind.
+    """Return the number of bytes that follow the header of a frame of this kind.
 
     Raises:
-        MalformedError: more than such a message ever has.
+        MalformedError: more than such a message can have.
     """
     body_nbytes, arrays_nbytes, _ = HEADER.unpack(header)
     most = _MAX_BODIES.get(kind, _MAX_BODY), _MAX_ARRAYS.get(kind, 0)
@@ -267,10 +267,10 @@ def following(header: bytes | bytearray, kind: Kind) -> int:
 def unpack(
     header: bytes | bytearray, rest: bytes, kind: Kind, seal: Seal | None = None
 ) -> tuple[Any, bytes]:
-    """The message of a frame, and the bytes of its arrays.
+    """Return the message of a frame, and the bytes of its arrays.
 
     Raises:
-        MalformedError: for any invalid bytes, or another MAC; nothing else is ever raised.
+        MalformedError: for any invalid bytes or a wrong MAC; nothing else is ever raised.
     """
     body_nbytes, _, mac = HEADER.unpack(header)
     if seal is not None and not hmac.compare_digest(mac, seal.mac(body_nbytes, rest)):
@@ -281,17 +281,17 @@ def unpack(
         raise MalformedError(str(e)) from e
 
 
-#: Stands for the changes that a receiver knows, where nothing is known of it.
+#: Change id for a receiver of which it is unknown which changes it has.
 NOTHING_KNOWN = ChangeId(-1, -1)
 
 
 def shortened(beat: PeerBeat, known: ChangeId) -> PeerBeat:
-    """This beat, which has the whole log, for a node that knows the changes up to `known`."""
+    """Drop the log of a beat for a receiver that knows all changes in it (`known` is the last)."""
     return msgspec.structs.replace(beat, log=()) if known == beat.latest else beat
 
 
 def plan_answer(number: int, plan: SharedPlan | None) -> tuple[PlanAnswer, list[bytes]]:
-    """The answer to a `PlanRequest`, and what follows it."""
+    """Return the answer to a `PlanRequest`, and the columns that follow it."""
     if plan is None:
         return PlanAnswer(number), []
     columns = [None if one is None else one.tobytes() for one in (plan.holder, plan.planned)]
@@ -304,10 +304,10 @@ def plan_answer(number: int, plan: SharedPlan | None) -> tuple[PlanAnswer, list[
 def shared_plan(
     answer: PlanAnswer, holder: bytes | None, planned: bytes | None
 ) -> SharedPlan | None:
-    """What a `PlanAnswer` and the bytes after it say.
+    """Return the plan in a `PlanAnswer` and the columns after it; None if there is none.
 
     Raises:
-        MalformedError: nodes that do not exist.
+        MalformedError: the plan names nodes that do not exist.
     """
     if answer.known is None:
         return None
@@ -328,10 +328,10 @@ def _nodes(column: bytes, nodes: int) -> Nodes:
 
 
 def requested(request: PeerRequest, arrays: bytes) -> Ids:
-    """(k,) the ids of a request.
+    """Return (k,) the ids of a request.
 
     Raises:
-        MalformedError: none, negative ones, or a time that is none.
+        MalformedError: there are no ids or negative ones, or `wait_s` is not a duration.
     """
     if not arrays or len(arrays) % 4:
         raise MalformedError(f"{len(arrays)} bytes of ids")
@@ -344,7 +344,7 @@ def requested(request: PeerRequest, arrays: bytes) -> Ids:
 
 
 def about(nbytes: Ints, version: Ints, age: Floats) -> list[NDArray[Any]]:
-    """The arrays of an answer; age: in seconds, or inf.
+    """Return the arrays of an answer; age: in seconds, or inf.
 
     >>> arrays = about(np.array([5, 5]), np.array([7, 7]), np.array([1.2, np.inf]))
     >>> answered(b"".join(array.tobytes() for array in arrays), 2)
@@ -355,10 +355,10 @@ def about(nbytes: Ints, version: Ints, age: Floats) -> list[NDArray[Any]]:
 
 
 def answered(arrays: bytes, objects: int) -> tuple[Ints, Ints, Floats]:
-    """(k,) nbytes, (k,) versions and (k,) ages of an answer about this many objects.
+    """Return (k,) nbytes, (k,) versions and (k,) ages of an answer about this many objects.
 
     Raises:
-        MalformedError: about another number of them, or LATER where it is no answer at all.
+        MalformedError: the answer is about another number of objects, or LATER for all of them.
     """
     if len(arrays) != _OBJECT_NBYTES * objects:
         raise MalformedError(f"{len(arrays)} bytes about {objects} objects")

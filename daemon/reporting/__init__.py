@@ -1,1 +1,1 @@
-"""A daemon's reports: `stats`, the numbers of `creel stats`; the same for Prometheus; logs."""
+"""A daemon's reports: counters for `creel stats` (`stats`) and for Prometheus, and logs."""

@@ -9,8 +9,8 @@ import msgspec
 
 from creel.errors import ConfigError
 
-_MOST = 1000  # the latest of a node
-_LONGEST = 1000  # characters of an address or reason
+_MOST = 1000  # most samples kept, the latest of the node
+_LONGEST = 1000  # most characters of an address or reason
 
 
 class BadSamples:
@@ -20,10 +20,10 @@ class BadSamples:
         self._rows: deque[dict[str, Any]] = deque(maxlen=_MOST)
 
     def add(self, job: str, rank: int, given: object) -> None:
-        """Note what a rank tells: (number, address, reason) of each sample.
+        """Add the bad samples of a rank: (number, address, reason) each.
 
         Raises:
-            ConfigError: it tells something else.
+            ConfigError: `given` has another form.
         """
         try:
             rows = msgspec.convert(given, list[tuple[int, str, str]])
@@ -34,5 +34,5 @@ class BadSamples:
             self._rows.append({"job": job, "rank": rank, "index": index, **about})
 
     def rows(self) -> list[dict[str, Any]]:
-        """All of them, oldest first."""
+        """Return all bad samples, oldest first."""
         return list(self._rows)

@@ -14,7 +14,7 @@ _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERRO
 
 
 class _LogHandler(logging.Handler):
-    """Writes lines to a descriptor; to a file, at most _MAX_NBYTES bytes."""
+    """Writes lines to a descriptor; if it is a file, at most _MAX_NBYTES bytes."""
 
     def __init__(self, fd: int, *, as_json: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _json(record: logging.LogRecord) -> str:
 
 
 def set_up_logging(level: str, *, as_json: bool) -> None:
-    """Send `creel.*` to standard error, replacing earlier handlers."""
+    """Send the logs of `creel.*` to standard error, in place of earlier handlers."""
     logger = logging.getLogger("creel")
     for old in list(logger.handlers):
         logger.removeHandler(old)

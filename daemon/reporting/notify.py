@@ -9,16 +9,17 @@ from collections.abc import Mapping
 
 
 class Notify:
-    """The service manager's notification socket; without one every call does nothing.
+    """The service manager's notification socket; without one, every call does nothing.
 
-    The environment has NOTIFY_SOCKET (path, or "@name" for an abstract one) and WATCHDOG_USEC.
+    Reads NOTIFY_SOCKET (a path, or "@name" for an abstract one) and WATCHDOG_USEC from the
+    environment.
     """
 
     def __init__(self) -> None:
         address = os.environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
-        #: Seconds between two WATCHDOG=1, half of what systemd allows; 0 without a watchdog.
+        #: Seconds between two WATCHDOG=1, half the time that systemd allows; 0 without a watchdog.
         self.watchdog_s = _watchdog_s(os.environ) if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -37,7 +38,7 @@ class Notify:
         self("READY=1", f"STATUS={status}", f"MAINPID={os.getpid()}")
 
     def reloading(self) -> None:
-        """The settings are being reloaded; `ready` ends it."""
+        """Report that the settings are being reloaded; `ready` reports the end."""
         self("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
@@ -50,7 +51,7 @@ class Notify:
 
 
 def _watchdog_s(env: Mapping[str, str]) -> float:
-    """Half of WATCHDOG_USEC in seconds when it is meant for this process.
+    """Return half of WATCHDOG_USEC in seconds; 0 if it is not meant for this process.
 
     >>> _watchdog_s({"WATCHDOG_USEC": "2000000"})
     1.0

@@ -1,7 +1,7 @@
-"""The HTTP server of one page: few connections at once, each with a thread and a deadline.
+"""An HTTP server of one page, for few connections, each with a thread and a deadline.
 
-Anybody who reaches the address may connect, send half a request, or never read the answer. That
-costs only their own connection: the oldest one ends where there are too many.
+A client may send half a request, or never read the answer. This costs only its own connection, and
+the server closes the oldest connection when there are too many.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 log = logging.getLogger("creel.page")
 
 MAX_CONNECTIONS = 32  # Prometheus needs one
-_SILENT_S = 10.0  # a client that sends or takes nothing is left; also Prometheus' default timeout
-_SHORT_S = 0.2  # pause where descriptors or threads are short
-_LOOK_S = 0.1  # between two looks at whether to stop
+_SILENT_S = 10.0  # time-out of a client that sends or reads nothing; Prometheus' default as well
+_SHORT_S = 0.2  # pause when no descriptor is free
+_LOOK_S = 0.1  # pause between two checks whether to stop
 
-#: Content type and body, for the value of a request's Accept header.
+#: Takes the value of a request's Accept header; returns content type and body.
 Render = Callable[[str], tuple[str, bytes]]
 
 
@@ -34,7 +34,7 @@ class PageHandler(BaseHTTPRequestHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        """Answer with the page, whatever the path."""
+        """Answer with the page, for any path."""
         try:
             kind, body = self.server.render(self.headers.get("accept", ""))
         except Exception:  # the daemon's loop may be busy; the next scrape comes soon
@@ -48,11 +48,11 @@ class PageHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Requests are not logged."""
+        """Do not log requests."""
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page that `render` makes, until `close`."""
+    """Serves the page that `render` returns, until `close`."""
 
     request_queue_size = 128
 
@@ -61,13 +61,14 @@ class PageServer(ThreadingHTTPServer):
 
         Raises:
             OSError: the address is not available.
-            OverflowError: no such port.
+            OverflowError: there is no such port.
         """
         self.render = render
         self.address_family, _, _, _, where = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        #: The oldest first. Threads take theirs out: `popitem` finds and removes one in one step.
+        #: Open connections, oldest first. Threads remove theirs, so that only the atomic `popitem`
+        #: finds and removes one safely.
         self._open: OrderedDict[socket.socket, None] = OrderedDict()
         super().__init__((str(where[0]), port), PageHandler)
         self.port = int(self.socket.getsockname()[1])
@@ -83,14 +84,14 @@ class PageServer(ThreadingHTTPServer):
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """Have the thread of the oldest connection end."""
-        with suppress(KeyError, OSError):  # it has ended meanwhile
+        """End the oldest connection, and so its thread."""
+        with suppress(KeyError, OSError):  # the connection has ended meanwhile
             self._open.popitem(last=False)[0].shutdown(socket.SHUT_RDWR)
 
-    # --- as `socketserver` calls them -------------------------------------------------------------
+    # --- called by `socketserver` -----------------------------------------------------------------
 
     def server_bind(self) -> None:
-        """Bind, without asking for this machine's name."""
+        """Bind without the look-up of this machine's name that HTTPServer does."""
         TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -111,4 +112,4 @@ class PageServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
-        """A client has left, or is left."""
+        """Ignore the error: the client has left, or its connection was ended."""

@@ -1,6 +1,6 @@
 """The page for Prometheus: the counters of `stats`, as metric families.
 
-Label sets are bounded: no sample, path or token.
+Label sets are bounded: no label has a sample, a path or a token.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from creel.errors import ConfigError
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-_PAGE_S = 2.0  # how long a scrape waits for the loop
+_PAGE_S = 2.0  # longest time that a scrape waits for the loop
 
 
 def serve_page(address: str, take: Callable[[], dict[str, Any]]) -> PageServer:
     """Serve a Prometheus page on its own address.
 
     Args:
-        address: "127.0.0.1:9464".
+        address: host and port, such as "127.0.0.1:9464".
         take: returns status and stats, or raises TimeoutError.
 
     Raises:
-        ConfigError: the address cannot be had, or prometheus_client is not installed.
+        ConfigError: the address is not available, or prometheus_client is not installed.
     """
     try:
         from prometheus_client import CollectorRegistry
@@ -45,7 +45,7 @@ def serve_page(address: str, take: Callable[[], dict[str, Any]]) -> PageServer:
 
     try:
         return PageServer(host.strip("[]"), int(port), render)
-    except (OSError, OverflowError) as e:  # the latter: no such port
+    except (OSError, OverflowError) as e:  # OverflowError: no such port
         why = getattr(e, "strerror", None) or e
         raise ConfigError(f"daemon.metrics = {address}: {why}") from e
 
@@ -63,8 +63,8 @@ class _Collector:
         own = {"memory": answer["memory"]}
         tiers = [([name], own.get(name, {}) | tier) for name, tier in answer["tiers"].items()]
         yield from _families("tier", ["tier"], tiers)
-        # The key stands for the source: a root may contain a bucket's name and would grow without
-        # bound.
+        # The dataset's key labels the source: a root may contain a bucket's name, and the number of
+        # roots is unbounded.
         sources = [([one["dataset"][:12]], one) for one in answer["sources"]]
         yield from _families("source", ["source"], sources)
         yield from _families("node", [], [([], {"errors": _errors(answer)})])
@@ -72,7 +72,7 @@ class _Collector:
 
 
 def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], Any]) -> Any:
-    """Return `make()`, run on the loop thread; TimeoutError when that takes too long."""
+    """Return `make()`, run on the loop thread; raise TimeoutError if that takes too long."""
     done = threading.Event()
     box: list[Any] = []
 
@@ -97,7 +97,7 @@ def _build_info(answer: dict[str, Any]) -> Metric:
 def _families(
     of: str, who: list[str], rows: list[tuple[list[str], dict[str, Any]]]
 ) -> Iterator[Metric]:
-    """One family for each counter of `of`; `rows`: values of the labels, and counts."""
+    """Yield one family for each counter of `of`; `rows`: values of the labels, and counts."""
     from prometheus_client import core
 
     for one in COUNTERS:
@@ -121,7 +121,7 @@ def _add_metric(family: Any, one: Counter, label: list[str], count: Any) -> None
 
 
 def _errors(answer: dict[str, Any]) -> dict[str, int]:
-    """Failures by kind, of all sources and of the daemon itself."""
+    """Return failures by kind, of all sources and of the daemon itself."""
     kinds = collections.Counter(bug=answer["fetch"]["bugs"])
     for some in (answer["fetch"]["past_errors"], *(s["errors_by_kind"] for s in answer["sources"])):
         kinds.update(some)
@@ -138,7 +138,7 @@ def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
 
 
 def _ranks(answer: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Counters of each rank; what its open sessions have ready: all steps, the shortest lead."""
+    """Return the counters of each rank, with the steps its sessions have ready: sum, least lead."""
     found = {(one["job"], one["rank"]): dict(one) for one in answer["ranks"]}
     for one in answer["sessions"]:
         rank = found.get((one["job"], one["rank"]))

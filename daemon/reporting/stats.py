@@ -1,7 +1,7 @@
-"""The answer of `creel stats`: every number of it is put together here (`stats`).
+"""The answer to `creel stats`, assembled by `stats`.
 
-They come from the core's tables, from threads of the daemon, and from the shared words of sessions,
-where trainers and workers count. Which counters there are says `creel.counters`.
+The numbers come from the core's tables, from threads of the daemon, and from the shared words of
+sessions, where trainers and workers count. `creel.counters` lists all counters.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _MAX_RANKS = 1024  # most ranks reported
 
 
-#: What `Core.snapshot` gives.
+#: The result of `Core.snapshot`.
 Snapshot: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
 def memory(node: Node, core: Snapshot) -> dict[str, int]:
-    """Bytes of the arena: budget, used by objects, and read but not yet stored.
+    """Return the bytes of the arena: budget, used by objects, and held in private memory.
 
-    Also what tables and plans take beside the arena, and may take.
+    Also the bytes that tables and plans take beside the arena, and their limit.
     """
     counted = core["datasets"].values()
     return {
@@ -42,12 +42,12 @@ def memory(node: Node, core: Snapshot) -> dict[str, int]:
 
 
 def tiers(core: Snapshot) -> dict[str, dict[str, Any]]:
-    """Hits, misses and evictions of each tier, over all datasets of the core's snapshot.
+    """Return hits, misses and evictions of each tier, over all datasets of the core's snapshot.
 
-    What memory misses, disk and peers may have: "disk" is there where there is one, or was, "peers"
-    once one was asked.
+    Disk and peers may have objects that memory misses: "disk" is present if there is or was a disk,
+    "peers" once a peer was asked.
 
-    An object that was in flight for another session when it was requested counts as a hit: it
+    An object that was in flight for another session when it was requested counts as a hit, as it
     costs no read.
     """
     past = core["past"]["datasets"]
@@ -107,7 +107,7 @@ def source(one: DatasetRecord) -> dict[str, Any]:
 
 
 def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
-    """State and counters of one session, its trainer's counters included.
+    """Return state and counters of one session, including its trainer's counters.
 
     `step_s` is the recent mean time of a step, in seconds.
     """
@@ -130,7 +130,7 @@ def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
 
 
 class Ranks:
-    """Counters by job and rank: all of a rank's loaders together, closed ones included.
+    """Counters by job and rank: the sums over all of a rank's loaders, including closed ones.
 
     The latest 1024 ranks are kept.
     """
@@ -139,13 +139,13 @@ class Ranks:
         self._closed: dict[tuple[str, int], dict[str, int]] = {}
 
     def add_closed(self, one: SessionRecord) -> None:
-        """Keep a session's counters at its end; its shared words still exist."""
+        """Keep the counters of a session that ends, while its shared words still exist."""
         _add(self._closed, one)
         while len(self._closed) > _MAX_RANKS:
             del self._closed[next(iter(self._closed))]
 
     def reports(self, sessions: Iterable[SessionRecord]) -> list[dict[str, Any]]:
-        """Counters of each rank, given the open sessions; the latest come last."""
+        """Return the counters of each rank, given the open sessions; the latest come last."""
         sums = {who: dict(counters) for who, counters in self._closed.items()}
         for one in sessions:
             _add(sums, one)
@@ -154,7 +154,7 @@ class Ranks:
 
 
 def _add(sums: dict[tuple[str, int], dict[str, int]], one: SessionRecord) -> None:
-    """Add a session's counters to its rank's, and make that the latest."""
+    """Add a session's counters to those of its rank, and make that rank the latest."""
     who = one.opened.job, one.opened.rank
     before = sums.pop(who, {})
     # Clients may write anything: counters never go down.

@@ -1,1 +1,1 @@
-"""The daemon's shell: sockets, threads, shared memory, and who may use them."""
+"""The daemon's shell: sockets, threads, shared memory, and access to them."""

@@ -1,4 +1,4 @@
-"""A thread for work that takes the loop too long, such as all that is proportional to a dataset."""
+"""A thread for work that would block the loop too long, such as work per object of a dataset."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 
 class BackgroundThread:
-    """One thread, started on first use, that does its work in order.
+    """One thread, started on first use, that runs functions in order.
 
-    Not an executor of Python's: that would wait for its thread at exit, however long a disk hangs.
+    An executor of `concurrent.futures` would wait at exit for its thread, even if a disk hangs.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,14 +23,14 @@ class BackgroundThread:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system gives no thread: do it here, slowly
+            except RuntimeError:  # the system gives no thread: do the work here, slowly
                 work()
                 return
             self._thread = thread
         self._queue.put(work)
 
     def close(self, wait_s: float = 1.0) -> bool:
-        """End after the queued work; waits for at most `wait_s`. Returns whether it has ended."""
+        """End after the queued work; wait at most `wait_s`, and return whether it has ended."""
         if self._thread is None:
             return True
         self._queue.put(None)

@@ -1,4 +1,4 @@
-"""One cluster that this node belongs to: its daemons, who of them is there, and the core's view."""
+"""One cluster that this node belongs to: its daemons, their reachability, and the core's view."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from creel.policies.arrays import Ints, Mask
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import PlanDigest, authority, latest
 
-#: Datasets that are told in a beat, which has room for some 200.
+#: Most datasets that a beat names; it has room for about 200.
 _MAX_BY_HASH = 64
 
 
 class Cluster:
-    """A cluster, as long as some client of its job is connected.
+    """A cluster; it exists as long as a client of its job is connected.
 
     Args:
-        joined: what the first client said.
-        me: this node's number; own: this daemon.
-        origins: for each node, its number as origin of a fetch; SOURCE: this node.
+        joined: the first client's request.
+        me: this node's number.
+        own: this daemon.
+        origins: for each node, its number as origin of a fetch; SOURCE for this node.
         now: seconds (monotonic).
         lost_s: see `SilenceLimits`.
     """
@@ -34,7 +35,7 @@ class Cluster:
     ) -> None:
         self.name, self.key = joined.cluster, joined.key
         self.tokens: set[str] = set()
-        self.plans: tuple[PlanDigest, ...] = ()  # the inputs of this node's plans
+        self.plans: tuple[PlanDigest, ...] = ()  # digests of the inputs of this node's plans
         self.joined = list(joined.members)
         self.joined[me] = own
         self.origins = origins
@@ -53,16 +54,16 @@ class Cluster:
         )
 
     def same(self, request: Join) -> bool:
-        """Whether a request is about this cluster; its daemons may have been restarted since."""
+        """Return whether a request is about this cluster; its daemons may have restarted."""
         numbers = self.key, self._ranks, len(self.joined)
         return numbers == (request.key, request.ranks, len(request.members))
 
     def has(self, node: int) -> bool:
-        """Whether there is a node of this number beside this one."""
+        """Return whether another node of the cluster has this number."""
         return 0 <= node < len(self.joined) and node != self.me
 
     def seen(self, now: float) -> ClusterView:
-        """The view from now on; the same object where nothing has changed."""
+        """Update and return the view; the same object if nothing has changed."""
         log, old = self.members.log, self.view
         reachable = self.members.reachable(now)
         origin = np.where(reachable, self.origins, SOURCE)
@@ -80,19 +81,19 @@ class Cluster:
 
     @property
     def complete(self) -> bool:
-        """Whether all that plans count on has been heard of: then they know its memory, too."""
+        """Whether all members have been heard, so that plans know the memory of each."""
         known = np.array([one.arena_nbytes > 0 for one in self.joined])
         return bool(known[self.members.members()].all())
 
     def found(self, node: int, member: Member) -> None:
-        """A node of a list has answered for the first time."""
+        """Enter a node of a list that has answered for the first time."""
         listed = self.joined[node]
         where = {"node": listed.node, "host": listed.host, "port": listed.port}
         self.joined[node] = msgspec.structs.replace(member, **where)
         self._resize()
 
     def resized(self, node: int, disk_nbytes: int, disk_unit: int) -> bool:
-        """A node's disk has another size now; return whether that is news."""
+        """Enter the present size of a node's disk; return whether it has changed."""
         before = self.joined[node]
         size = {"disk_nbytes": disk_nbytes, "disk_unit": disk_unit}
         self.joined[node] = msgspec.structs.replace(before, **size)
@@ -102,7 +103,7 @@ class Cluster:
         return True
 
     def place_by_hash(self, datasets: frozenset[str]) -> bool:
-        """No plan of this cluster is about these from now on; return whether that is news."""
+        """Exclude these datasets from the cluster's plans; return whether that is news."""
         by_hash = self.view.by_hash | datasets
         if by_hash == self.view.by_hash or len(by_hash) > _MAX_BY_HASH:
             return False
@@ -113,12 +114,12 @@ class Cluster:
         self.view = replace(self.view, capacity=self._capacity(), disk=self._disks())
 
     def replaced(self, node: int, member: Member, origin: int, now: float) -> None:
-        """Another daemon has taken a node's place; `origin` is its number."""
+        """Enter another daemon that has taken a node's place; `origin` is its number."""
         self.joined[node], self.origins[node] = member, origin
         self.members.restarted(node, now)
 
     def authority(self, now: float) -> int | None:
-        """The origin of the node whose plan counts; None: no other node is there."""
+        """Return the origin of the node whose plan is valid; None if no other node is reachable."""
         there = self.members.reachable(now)
         there[self.me] = False
         first = authority(self.members.log)
@@ -127,12 +128,12 @@ class Cluster:
         return self.origins[first if there[first] else int(there.argmax())]
 
     def names(self, members: Mask) -> str:
-        """Of these nodes, for people."""
+        """Return the hosts of these nodes, for logs."""
         return ", ".join(self.joined[i].host for i in np.flatnonzero(members))
 
 
 def _names(members: list[Member]) -> tuple[str, ...]:
-    """(nodes,) a name for each, which a daemon that takes its place will have, too.
+    """Return a name for each node, which a daemon that takes its place will have as well.
 
     >>> _names([Member("a", "h", 1, 9), Member("b", "i", 1, 9), Member("c", "h", 2, 9)])
     ('h', 'i', 'h 1')

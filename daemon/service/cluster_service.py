@@ -1,4 +1,4 @@
-"""Cluster service: the nodes of each job on this node, which serve each other."""
+"""Cluster service: membership of this node in the clusters of its jobs, and service to peers."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("creel.clusters")
 
-#: Nodes of a cluster: each asks each other one twice a second whether it is there.
+#: Most nodes of a cluster: each sends a beat to each other one, twice a second up to 64 nodes.
 _MAX_MEMBERS = 1024
 _MAX_RANKS = 1 << 16
-#: The other nodes hear of a new size of the disk where it differs by more than this part (1/n).
+#: The other nodes are told a new size of the disk if it differs by more than this part (1/n).
 _DISK_PARTS = 16
 
 
 class ClusterService:
-    """All clusters of a daemon. Used by the loop thread alone.
+    """All clusters of a daemon. Only the loop thread may use it.
 
     Args:
-        arena: what peers are served from.
-        settings: after what silence a node counts as lost, and whether payload is encrypted.
-        core: is asked for its plans and for the size of the disk.
+        arena: holds the objects that peers are served.
+        settings: silence after which a node is lost, and whether payload is encrypted.
+        core: gives its plans and the size of the disk.
         handle: gives an event to the core.
-        call_soon: runs a function on the loop thread, from any thread.
-        unreachable: ends all fetches from a peer, which is not asked any more.
+        call_soon: runs a function on the loop thread; may be called from any thread.
+        unreachable: ends all fetches from a peer, given its origin.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class ClusterService:
         self._server: PeerServer | None = None
         self._beats: Heartbeats | None = None
         self._clusters: dict[str, Cluster] = {}
-        #: By origin of a fetch: who is to be asked, and as whom.
+        #: By origin of a fetch: the peer, and this node's credentials for it.
         self._peers: dict[int, tuple[Member, Credentials]] = {}
-        self._asking: set[str] = set()  # datasets whose plan a peer is asked for
-        self._disk = 0, 1  # bytes and unit, as the other nodes know them
+        self._asking: set[str] = set()  # datasets whose plan is being requested from a peer
+        self._disk = 0, 1  # bytes and unit of the disk, as the other nodes know them
 
     # --- serving ------------------------------------------------------------------------------
 
     def host(self, address: str, port: int) -> Member:
-        """Serve peers at this address of this node, unless that was begun; return how to reach it.
+        """Start to serve peers at this address, if not done before; return this node as a member.
 
-        Nobody gets anything before a cluster and its key are known. Port 0: any.
+        The server serves nobody before a cluster and its key are known. Port 0: any.
 
         Raises:
-            UnavailableError: the system does not allow that, they are served at another port, or
+            UnavailableError: the address is not available, peers are served at another port, or
                 payload is to be encrypted and cannot be.
         """
         if self._encrypt and (why := sealing.why_not()):
@@ -114,19 +114,19 @@ class ClusterService:
         return self._member(self.node)
 
     def _member(self, name: str) -> Member:
-        """This node, by its name in a cluster."""
-        assert self._server is not None  # noqa: S101  or nothing can be asked of it
+        """Return this node under its name in a cluster."""
+        assert self._server is not None  # noqa: S101  peers need an address to ask
         own = *self._server.address, self._arena.nbytes, self._born
         return Member(name, *own, *self._disk)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes to and from the peers that this node serves, by purpose; empty: it serves none."""
+        """Return the bytes to and from peers by purpose; empty if this node serves no peers."""
         if self._server is None:
             return {}
         return {"payload": self._server.nbytes, **self._server.traffic.nbytes}
 
     def _on_loop(self, call: Callable[..., Any]) -> Callable[..., None]:
-        """What has the loop thread make a call."""
+        """Return a function that runs `call` on the loop thread."""
         return lambda *args: self._call_soon(partial(call, *args))
 
     def serve(self, action: ServeObjects) -> None:
@@ -140,10 +140,10 @@ class ClusterService:
     # --- joining ------------------------------------------------------------------------------
 
     def join(self, token: str, request: Join) -> bool:
-        """Enter a cluster, for the client of this token; return whether all nodes are known.
+        """Enter a cluster for the client of this token; return whether all members are known.
 
         Raises:
-            MalformedError: an impossible request.
+            MalformedError: the request is invalid.
             UnavailableError: this node is not one of the members.
         """
         known = self._clusters.get(request.cluster)
@@ -171,7 +171,7 @@ class ClusterService:
             raise UnavailableError("this node is not one of the cluster's")
 
     def _enter(self, request: Join) -> Cluster:
-        assert self._server is not None  # noqa: S101  `_check` has seen to that
+        assert self._server is not None  # noqa: S101  `_check` makes sure
         nodes = [one.node for one in request.members]
         me = request.me if request.me >= 0 else nodes.index(self.node)
         who = Credentials(nodes[me], request.cluster, request.key, self._encrypt)
@@ -196,20 +196,20 @@ class ClusterService:
         return cluster
 
     def _new_origin(self, peer: Member, who: Credentials) -> int:
-        """Give a peer the lowest number that is free."""
+        """Give a peer the lowest free number and return it."""
         number = next(n for n in count() if n not in self._peers)
         self._peers[number] = peer, who
         return number
 
     def client_left(self, token: str) -> None:
-        """Leave the clusters of a client that has disconnected, if it was the last one there."""
+        """Leave the clusters in which a client that has disconnected was the last one."""
         for cluster in list(self._clusters.values()):
             cluster.tokens.discard(token)
             if not cluster.tokens:
                 self._leave(cluster)
 
     def _leave(self, cluster: Cluster) -> None:
-        """End a cluster: its nodes get nothing, and none of them is asked any more."""
+        """End a cluster: stop serving its nodes and fetching from them."""
         del self._clusters[cluster.name]
         if self._server is not None:
             self._server.expel(cluster.name)
@@ -224,12 +224,12 @@ class ClusterService:
     # --- members ------------------------------------------------------------------------------
 
     def view(self, name: str) -> ClusterView | None:
-        """The nodes of a cluster; None where this node does not belong to it."""
+        """Return the view of a cluster; None if unknown, or not all of its members are known."""
         known = self._clusters.get(name)
         return known.view if known is not None and known.complete else None
 
     def tick(self, now: float) -> None:
-        """Notice silent nodes; tell the core which are there, and log changes that are due."""
+        """Detect silent nodes, log changes that are due, and give the core the views."""
         self._tell_disk_size()
         for cluster in self._clusters.values():
             due = cluster.members.due(now)
@@ -246,7 +246,7 @@ class ClusterService:
             self._update_view(cluster, now)
 
     def _tell_disk_size(self) -> None:
-        """Tell all nodes where the disk has another size now: it was lost, or is full earlier."""
+        """Tell all nodes if the disk's size has changed: it was lost, or has less room."""
         nbytes, unit = self._core.disk.nbytes, self._core.disk.unit
         known_nbytes = self._disk[0]
         if abs(nbytes - known_nbytes) * _DISK_PARTS <= known_nbytes:
@@ -257,18 +257,18 @@ class ClusterService:
             self._update_beats(cluster, now=True)
 
     def _resize(self, cluster: Cluster, node: int, nbytes: int, unit: int) -> None:
-        """A node's disk has this size now: all plan with it from their next plan on."""
+        """Enter the size of a node's disk, which counts from the next plan on."""
         if cluster.resized(node, nbytes, unit):
             self._handle(ClusterChanged(cluster.name, cluster.view))
 
     def _place_by_hash(self, cluster: Cluster, datasets: frozenset[str]) -> None:
-        """A node reads these datasets for a job on other nodes, too: all nodes are to know that."""
+        """Tell core and nodes that a node reads these datasets for a job on other nodes, too."""
         if cluster.place_by_hash(datasets):
             self._handle(ClusterChanged(cluster.name, cluster.view))
             self._update_beats(cluster, now=True)
 
     def _update_view(self, cluster: Cluster, now: float) -> None:
-        """Tell the core what has changed of a cluster; end fetches from nodes that are gone."""
+        """Tell the core of changes of a cluster; end fetches from unreachable nodes."""
         before, view = cluster.view, cluster.seen(now)
         if view is before:
             return
@@ -278,7 +278,7 @@ class ClusterService:
             self._unreachable(number)
 
     def _update_beats(self, cluster: Cluster, *, now: bool) -> None:
-        """Put what this node knows of the cluster's changes into the beats that it sends."""
+        """Update the beats that this node sends; `now`: send them at once."""
         assert self._server is not None  # noqa: S101
         assert self._beats is not None  # noqa: S101
         members = cluster.members
@@ -289,7 +289,7 @@ class ClusterService:
         self._beats.say(beat, cluster.name, now=now)
 
     def _on_beat(self, name: str, beat: wire.PeerBeat, *, answer: bool) -> None:
-        """Take in a beat of a node; `answer`: it came over the connection that fetches use."""
+        """Handle a beat of a node; `answer`: it answers a beat that this node sent to the peer."""
         cluster = self._clusters.get(name)
         if cluster is None or not cluster.has(beat.node):
             return
@@ -316,12 +316,12 @@ class ClusterService:
             self._update_view(cluster, now)
 
     def _replace(self, cluster: Cluster, node: int, member: Member) -> None:
-        """Take another daemon for a node, if it is a younger one."""
+        """Replace a node's daemon by `member`, if that is younger."""
         before = cluster.joined[node]
         if node == cluster.me or member.born <= before.born:
             return
         if not before.arena_nbytes and member.node == before.node:
-            cluster.found(node, member)  # for the first time, where the list said
+            cluster.found(node, member)  # its first answer, at the address in the list
             return
         mine = cluster.joined[cluster.me].node
         who = Credentials(mine, cluster.name, cluster.key, self._encrypt)
@@ -337,12 +337,12 @@ class ClusterService:
     # --- asking -------------------------------------------------------------------------------
 
     def source(self, origin: int, dataset: str) -> PeerSource:
-        """Reads a dataset's objects from a peer."""
+        """Return a reader of a dataset's objects from a peer."""
         member, who = self._peers[origin]
         return PeerSource((member.host, member.port), member.node, dataset, who)
 
     def ask_plan(self, action: AskPlan) -> None:
-        """Ask a peer where objects lie; `PlanShared` is the answer, if there is one."""
+        """Ask a peer for its plan; if it has one, the core gets `PlanShared`."""
         cluster = self._clusters.get(action.cluster)
         origin = None if cluster is None else cluster.authority(time.monotonic())
         if origin is None or action.dataset in self._asking:
@@ -357,7 +357,7 @@ class ClusterService:
 
         try:
             threading.Thread(target=ask, name="creel-ask-plan", daemon=True).start()
-        except RuntimeError:  # no thread to be had: the core asks again
+        except RuntimeError:  # the system gives no thread: the core will ask again
             self._asking.discard(action.dataset)
 
     def _plan_came(self, dataset: str, plan: SharedPlan | None) -> None:
@@ -366,7 +366,7 @@ class ClusterService:
             self._handle(PlanShared(dataset, plan))
 
     def close(self) -> None:
-        """End all connections; nothing is read from the arena afterwards."""
+        """End all connections; the arena is not read afterwards."""
         if self._beats is not None:
             self._beats.close()
         if self._server is not None:

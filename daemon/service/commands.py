@@ -1,4 +1,4 @@
-"""Commands of the CLI to a daemon, and the answers (docs/cli.md has the schema)."""
+"""Commands of the CLI to a daemon, and their answers (docs/cli.md has the schema)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Args = dict[str, Any]
 
 
 def answer(node: Node, ask: Command) -> dict[str, Any]:
-    """Return the answer to a command.
+    """Execute a command and return the answer.
 
     Raises:
         ConfigError: the command is unknown, or its arguments are wrong.
@@ -52,7 +52,7 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
 
 
 def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, Any]:
-    """Give the core an event about one dataset."""
+    """Give the core an event about one dataset; return the dataset's counters."""
     dataset = _named(node, args)
     node.handle_event(event(dataset.key))
     if event is Dropped:
@@ -66,7 +66,7 @@ def _stop(node: Node, args: Args) -> dict[str, Any]:
 
 
 def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
-    """Note bad samples of a session, if there are any in `args`; return all."""
+    """Add the bad samples in `args`, if any; return all of the node."""
     if "rows" in args:
         session = node.registry.sessions.get(args.get("session", -1))
         if session is None:

@@ -1,8 +1,8 @@
 """Control socket: client handshake and descriptor passing (SOCK_SEQPACKET).
 
-Bytes from clients are checked here, once: what reaches the core is well-formed and belongs to its
-sender. A malformed packet costs its sender the connection and never stops the daemon. Work per
-turn is bounded, so a flood slows only its sender.
+Packets from clients are checked here, once: a request that reaches the core is well-formed and
+concerns only its sender. A malformed packet costs its sender the connection and never stops the
+daemon. Work per turn is bounded, so a flood of packets delays only its sender.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from creel.unix_peers import peer_of, why_apart
 log = logging.getLogger("creel.control_socket")
 
 _ROLES = frozenset({"trainer", "worker", "cli", "service"})
-_REFUSALS = 32  # refused connections that get a reason; further ones are just closed
-_HELLO_S = 5.0  # a connection that sends nothing is closed after this
+_REFUSALS = 32  # most refused connections that wait for a reason; others are closed at once
+_HELLO_S = 5.0  # time after which a connection without a Hello is closed
 _MAX_MANIFEST = 16 << 30
-_RELEASE_S = 2.0  # a daemon that does not answer by then keeps its address
+_RELEASE_S = 2.0  # time for the answer of a daemon that is asked to release its address
 
 
 @dataclass(eq=False)
@@ -98,19 +98,19 @@ class ControlSocket:
 
     @property
     def clients(self) -> int:
-        """Number of connections that completed the handshake."""
+        """Number of connections that have completed the handshake."""
         return sum(1 for c in self._connections.values() if c.role)
 
     def pids(self) -> dict[str, int]:
-        """Process id of each token's owner."""
+        """Return the process id of each token's owner."""
         return {token: c.pid for token, c in self._by_token.items()}
 
     def knows(self, token: str) -> bool:
-        """Whether this token was issued and its owner is still connected."""
+        """Return whether the owner of this token is connected."""
         return token in self._by_token
 
     def handles(self, fd: int) -> bool:
-        """Whether this descriptor belongs to the control socket."""
+        """Return whether this descriptor belongs to the control socket."""
         return fd == self.fd or fd in self._connections or fd in self.keep_alive
 
     def ready(self, fd: int, now: float) -> None:
@@ -125,13 +125,13 @@ class ControlSocket:
         connection = self._connections.get(fd)
         if connection is None:
             return
-        if connection.busy:  # only a hang-up is reported while busy
+        if connection.busy:  # epoll reports only hang-ups of busy connections
             self._end(connection)
             return
         self._serve(connection)
 
     def sweep(self, now: float) -> None:
-        """Close connections without a handshake; listen again where descriptors were short."""
+        """Close connections without a handshake; accept again after a lack of descriptors."""
         self._listener.resume()
         for connection in list(self._connections.values()):
             if not connection.role and now > connection.hello_by:
@@ -145,7 +145,7 @@ class ControlSocket:
             self._end(connection)
 
     def stop_listening(self) -> None:
-        """Accept no new connections; another daemon may use the address at once."""
+        """Stop accepting connections; another daemon may use the address at once."""
         if self._listener.socket.fileno() >= 0:
             self._epoll.unregister(self.fd)
             self._listener.socket.close()
@@ -160,7 +160,7 @@ class ControlSocket:
 
     def _admit(self, sock: socket.socket, now: float) -> None:
         pid, uid = peer_of(sock)
-        # Refused connections do not count against the limit: other users may connect, too.
+        # Refused connections do not count against the limit, as other users may connect.
         waiting = sum(c.refusal is not None for c in self._connections.values())
         refusal = self._refusal(sock, uid, len(self._connections) - waiting)
         if refusal is not None and waiting >= _REFUSALS:
@@ -171,7 +171,7 @@ class ControlSocket:
         self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
 
     def _refusal(self, sock: socket.socket, uid: int, served: int) -> Refused | None:
-        if uid != self._uid:  # also root: this daemon reads with its own user's rights
+        if uid != self._uid:  # also root: this daemon reads files with the rights of its own user
             return Refused(f"this daemon belongs to user {self._uid}: start your own")
         if why := why_apart(sock):
             return Refused(
@@ -201,7 +201,7 @@ class ControlSocket:
             flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
             body, fds, got, _ = socket.recv_fds(connection.socket, MAX_BODY, MAX_FDS, flags)
             if connection.refusal is not None:
-                # Only now: closing with the hello unread would discard the answer.
+                # Not before the hello was read: closing would discard the answer.
                 self._send(connection, Answer(connection.refusal))
                 self._end(connection)
                 return
@@ -216,7 +216,7 @@ class ControlSocket:
         except (MalformedError, OSError) as e:
             log.info("closing the connection of process %d: %s", connection.pid, e)
             self._end(connection)
-        except Exception:  # our bug, or no memory: only the sender loses its connection
+        except Exception:  # a bug of ours, or no memory: only the sender loses its connection
             log.exception("a request of process %d could not be handled", connection.pid)
             self._end(connection)
         finally:
@@ -224,7 +224,7 @@ class ControlSocket:
                 os.close(fd)
 
     def _send(self, connection: _Connection, answer: Answer) -> None:
-        """Send without blocking, or close the connection of a client that does not read."""
+        """Send an answer without blocking; close the connection of a client that does not read."""
         try:
             body = encode(answer.message)
             socket.send_fds(connection.socket, [body], answer.fds, socket.MSG_DONTWAIT)
@@ -277,14 +277,14 @@ class ControlSocket:
         if hello.role == "service":
             if not self._node.embedded:
                 raise UnavailableError("this daemon is a service, too")
-            self._node.stop(False)  # frees the address at once; it ends with its last client
+            self._node.stop(False)  # frees the address at once; the daemon ends later
         if fds:
             self.keep_alive.take(fds.pop())
         welcome, arena = self._node.welcome(connection.token)
         self._send(connection, Answer(welcome, (arena,)))
 
     def _close(self, connection: _Connection, request: Close) -> None:
-        with contextlib.suppress(UnavailableError):  # a session may have ended by itself
+        with contextlib.suppress(UnavailableError):  # the session may have ended already
             self._node.close_session(self._node.registry.owned(connection.token, request.session))
 
     def _register(self, connection: _Connection, request: Register, fds: list[int]) -> None:
@@ -293,7 +293,7 @@ class ControlSocket:
         if not 0 < request.nbytes <= _MAX_MANIFEST:
             raise MalformedError(f"a manifest of {request.nbytes} bytes")
         self._node.quota.check(request.nbytes, "a manifest")
-        (fd, *copies), fds[:] = fds, []  # `read_manifest` closes them
+        (fd, *copies), fds[:] = fds, []  # `read_manifest` closes the descriptors
         connection.busy = True
         self._epoll.modify(connection.socket.fileno(), select.EPOLLRDHUP)
 
@@ -310,10 +310,10 @@ class ControlSocket:
 
 
 def released(address: str) -> bool:
-    """Whether an embedded daemon of this user has freed its address for a service.
+    """Ask an embedded daemon of this user to release its address; return whether it has.
 
-    A training process starts a daemon where none listens, also in the second that a service needs
-    to restart. Without this the service could not come back before that training ends.
+    A training process starts a daemon if none listens, even in the second in which a service
+    restarts. Without this request, the service could not start again before that training ends.
     """
     kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_UNIX, kind) as asking:
@@ -341,12 +341,12 @@ def _opened(session: SessionRecord) -> Answer:
 
 
 def read_manifest(fd: int, nbytes: int, copies: int | None = None) -> Manifest:
-    """Return the manifest in a client's memfd, `copies` in another; closes both.
+    """Return the manifest in a client's memfd `fd`, with the copies in `copies`; close both.
 
-    It is mapped in place where seals keep the client from changing it, and copied otherwise.
+    The manifest is mapped in place if seals keep the client from changing it, and copied otherwise.
 
     Raises:
-        MalformedError: not a memfd of this size, or not a manifest.
+        MalformedError: `fd` is not a memfd of this size, or has no valid manifest.
     """
     try:
         status = os.fstat(fd)

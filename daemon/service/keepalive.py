@@ -1,7 +1,7 @@
 """Processes without a connection that keep an embedded daemon alive.
 
-torch's loader makes new workers in each epoch. They are the daemon's clients, so between epochs it
-has none: without their parent process the daemon would end and lose all it holds.
+torch's loader starts new workers in each epoch. If only they are the daemon's clients, it has none
+between epochs: unless their parent process kept it alive, the daemon would end and lose its cache.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import select
 from contextlib import suppress
 from pathlib import Path
 
-_MAX_PIDS = 256  # processes; for further ones the daemon only lingers
+_MAX_PIDS = 256  # most processes; for others the daemon only lingers
 _PID = "Pid:"
 
 
 class KeepAlive:
-    """Their pidfds, in the loop's epoll. Each process counts once."""
+    """The pidfds of these processes, in the loop's epoll. Each process counts once."""
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
         self._pids: dict[int, int] = {}  # by pidfd
 
     def take(self, fd: int) -> None:
-        """Add the process of this pidfd, for which a client works; takes over the descriptor."""
+        """Add the process of a pidfd, for which a client works, and take over the descriptor."""
         pid = _pid_of(fd)
         if pid > 0 and pid not in self._pids.values() and len(self._pids) < _MAX_PIDS:
             self._epoll.register(fd, select.EPOLLIN)
@@ -49,7 +49,7 @@ class KeepAlive:
 
 
 def _pid_of(fd: int) -> int:
-    """Process id of a pidfd; -1 where the process has ended, or this is no pidfd."""
+    """Return the process id of a pidfd; -1 if the process has ended, or `fd` is no pidfd."""
     with suppress(OSError, ValueError):
         for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
             if line.startswith(_PID):

@@ -1,6 +1,6 @@
-"""The node: registry, core, arena and fetch threads put together, called by both sockets.
+"""The node: connects registry, core, arena and fetch threads; called by both sockets.
 
-Runs on the loop thread alone; other threads hand their results in through `call_soon`. Every event
+Runs only on the loop thread; other threads deliver their results through `call_soon`. Every event
 goes through `handle_event`, which executes the core's actions.
 """
 
@@ -59,24 +59,24 @@ T = TypeVar("T")
 log = logging.getLogger("creel.node")
 
 BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
-#: Open files kept per dataset with many objects per file (the default soft limit is 1024).
+#: Files kept open per dataset with many objects per file (the default soft limit is 1024).
 _KEPT_FILES = 128
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer over the control socket: a message and descriptors, which the sender keeps open."""
+    """An answer over the control socket: a message, and descriptors that the sender keeps open."""
 
     message: Welcome | Registered | Opened | Hosting | Joined | Refused
     fds: tuple[int, ...] = ()
 
 
 class Node:
-    """What the control and request sockets call; refusals are UnavailableError or ConfigError.
+    """Handles the requests of both sockets; refuses by UnavailableError or ConfigError.
 
     Args:
         config: all settings.
-        call_soon: runs a function on the loop thread, soon; callable from any thread.
+        call_soon: runs a function on the loop thread, soon; may be called from any thread.
         send: sends (client, message) over the request socket.
         embedded: whether this daemon ends with its last client.
     """
@@ -126,7 +126,7 @@ class Node:
         )
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
-        self._sound = True  # whether what the core says of the arena can be relied on
+        self._sound = True  # whether the core's tables are consistent with the arena
         self._send = send
         self._call_soon = call_soon
         self._background = BackgroundThread("creel-register")
@@ -148,13 +148,13 @@ class Node:
     # --- events and actions -------------------------------------------------------------------
 
     def handle_event(self, event: events.Event) -> bool:
-        """Handle an event and execute the actions; False when that failed and its session is over.
+        """Handle an event and execute the actions; return False if that failed.
 
-        Does nothing while draining: READY does not go back for clients that disconnect now, so no
+        Does nothing while draining: READY is not lowered for clients that disconnect then, so no
         byte may move, and the core's tables would not match the shared ones.
 
         Writes the heartbeat first: with plans for millions of objects an event may take a second,
-        and a turn of the loop has many.
+        and a turn of the loop handles many events.
         """
         if self.state == "draining":
             return True
@@ -176,10 +176,10 @@ class Node:
         return True
 
     def _recover(self, number: int) -> None:
-        """End the session that the core failed at; the others continue.
+        """End the session whose event made the core fail; the other sessions continue.
 
-        A failure is a bug of ours, or lack of memory. Where the core stays inconsistent, the daemon
-        ends: its clients read directly, and the next daemon starts afresh.
+        The failure is a bug of ours, or a lack of memory. If the core remains inconsistent, the
+        daemon ends: its clients read directly, and the next daemon starts with an empty arena.
         """
         self.bugs += 1
         session = self.registry.sessions.get(number)
@@ -204,7 +204,7 @@ class Node:
         self.registry.datasets[action.dataset].table.offset[action.ids] = action.offset
 
     def _plan(self, action: events.PlanRetention) -> None:
-        """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
+        """Plan retention, in the planner's thread; after a failure the core continues as before."""
         try:
             planned = events.RetentionPlanned(
                 action.dataset, action.boundary, action.boundary.plan()
@@ -227,7 +227,7 @@ class Node:
             self.handle_event(event)
 
     def _hand_in(self, event: events.Event) -> None:
-        """Handle an event soon; from any thread."""
+        """Handle an event soon, on the loop thread; may be called from any thread."""
 
         def handle() -> None:
             self.handle_event(event)
@@ -240,7 +240,7 @@ class Node:
         return self.clusters.source(origin, dataset)
 
     def beat(self, now: float) -> None:
-        """Write the heartbeat of all sessions when it is due."""
+        """Write the heartbeat of all sessions if it is due."""
         if now - self._beaten >= BEAT_S / 2:
             self._beaten = now
             self.registry.beat()
@@ -261,7 +261,7 @@ class Node:
         self.fetcher.tick()
         self.handle_event(events.Tick())
 
-    # --- Host ---------------------------------------------------------------------------------
+    # --- datasets and sessions ----------------------------------------------------------------
 
     def welcome(self, token: str) -> tuple[Welcome, int]:
         """Return the greeting and the arena's descriptor."""
@@ -272,7 +272,7 @@ class Node:
         """Import pyarrow in the background, as a client is about to register a dataset."""
 
         def load() -> None:
-            with contextlib.suppress(ImportError, MemoryError):  # whoever needs it reports that
+            with contextlib.suppress(ImportError, MemoryError):  # `register` reports the failure
                 import pyarrow as pa
 
                 del pa
@@ -282,11 +282,11 @@ class Node:
     def register(
         self, token: str, read: Callable[[], Manifest], reply: Callable[[Answer], None]
     ) -> None:
-        """Read and check a manifest in the background, then register it here."""
+        """Read and check a manifest in the background, then register it on the loop thread."""
 
         def read_with_key() -> Manifest:
             manifest = read()
-            _ = manifest.key, manifest.summed  # cached: computing them takes too long for the loop
+            _ = manifest.key, manifest.summed  # cached here, as the loop must not compute them
             return manifest
 
         def enter(dataset: DatasetRecord) -> None:
@@ -318,7 +318,7 @@ class Node:
     def _in_background(
         self, work: Callable[[], T], then: Callable[[T], None], reply: Callable[[Answer], None]
     ) -> None:
-        """Run `work` in the background, then `then` on its result here; or refuse."""
+        """Run `work` in the background, then `then(result)` here; `reply` if `work` fails."""
 
         def attempt() -> None:
             try:
@@ -333,7 +333,7 @@ class Node:
         self._background.put(attempt)
 
     def _prepare(self, manifest: Manifest, record: int, tables_nbytes: int) -> DatasetRecord:
-        """Do all work proportional to the number of objects; in the background."""
+        """Do all work proportional to the number of objects, in the background thread."""
         source = Source(manifest, self.config.fetch, files=_KEPT_FILES, relative=False)
         dataset = DatasetRecord.create(manifest, source, record, tables_nbytes)
         self.disk.attach(manifest.key, len(manifest))
@@ -364,7 +364,7 @@ class Node:
             dataset.close()
             dataset = known
         dataset.claim(token)
-        if token not in self.pids():  # it left meanwhile
+        if token not in self.pids():  # the client left meanwhile
             dataset.unclaim(token)
         return Answer(Registered(dataset.key))
 
@@ -377,7 +377,7 @@ class Node:
         """Open a session.
 
         Raises:
-            UnavailableError: when draining, when memory is short, or from `Registry.open`.
+            UnavailableError: the daemon is draining, memory is short, or from `Registry.open`.
             MalformedError: from `Registry.open`.
         """
         self._check_serving()
@@ -398,22 +398,22 @@ class Node:
             raise UnavailableError("this daemon is stopping: connect again to reach the next one")
 
     def close_session(self, session: SessionRecord) -> None:
-        """Close a session; the core takes back all it had pinned."""
+        """Close a session; the core unpins its objects."""
         self.ranks.add_closed(session)
-        if self.state != "draining":  # while draining nothing in the arena changes any more
+        if self.state != "draining":  # while draining, the arena does not change any more
             session.unready(0)
         self.registry.remove(session)
         self.handle_event(events.SessionClosed(session.id))
 
     def client_left(self, token: str) -> None:
-        """Close the sessions of a client that has disconnected."""
+        """Close the sessions of a client that has disconnected, and drop its claims."""
         for session in self.registry.of(token):
             self.close_session(session)
         self.registry.client_left(token)
         self.clusters.client_left(token)
 
     def forget_idle(self, *, room: int = 0) -> None:
-        """Free idle datasets beyond the time and number in the settings.
+        """Forget idle datasets beyond the time and number in the settings.
 
         Args:
             room: number of further datasets that must fit within `daemon.max_datasets`.
@@ -430,7 +430,7 @@ class Node:
             self._forget(dataset)
 
     def _forget(self, dataset: DatasetRecord) -> None:
-        """Free what an idle dataset holds, unless it has fetches in flight."""
+        """Forget an idle dataset and free its memory, unless it has fetches in flight."""
         if not self.core.busy(dataset.key):
             self.handle_event(events.Unregistered(dataset.key))
             self.fetcher.remove(dataset.key)
@@ -440,8 +440,8 @@ class Node:
     def extended(self, session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]) -> None:
         """Append to a session's plan.
 
-        Where memory is short for the next uses of another epoch, the session becomes unplanned;
-        where it is short for the plan itself, the session ends and its client reads directly.
+        If memory is short for the next uses of another epoch, the session becomes unplanned. If it
+        is short for the plan itself, the session ends and its client reads directly.
         """
         objects, ends = arrays
         nbytes = objects.nbytes + ends.nbytes
@@ -464,7 +464,7 @@ class Node:
             self.waiting(session)
 
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
-        """Note how an epoch is dealt to the ranks of a session's job, or that it is not known."""
+        """Tell the core how an epoch is dealt to the ranks of a job, or that this is not known."""
         view = self.clusters.view(message.cluster)
         if view is None:
             return
@@ -482,7 +482,7 @@ class Node:
             session.acknowledge()
 
     def waiting(self, session: SessionRecord) -> None:
-        """Answer waits that are over, and give the core the urgency of the others."""
+        """Answer waits that are over, and tell the core of the others."""
         for who, call, step in session.over():
             self._send(who, Ready(call, session.id, step))
         self._progressed(session)

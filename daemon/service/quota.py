@@ -1,4 +1,4 @@
-"""Limits the memory that clients make a daemon take beside the arena: tables and plans."""
+"""The limit on memory that clients make a daemon use beside the arena: tables and plans."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from creel.daemon.service.registry import DatasetRecord, Registry
 from creel.errors import UnavailableError
 from creel.units import format_size
 
-#: The limit under any budget: enough for 10 million objects.
+#: Least limit, whatever the budget: enough for 10 million objects.
 MIN_LIMIT_NBYTES = 512 << 20
-_SMALL_NBYTES = 16 << 20  # smaller requests do not check the machine's free memory
+_SMALL_NBYTES = 16 << 20  # for smaller requests, the machine's free memory is not checked
 
 
 class Quota:
-    """Memory of tables, plans and next uses: at most half as much as the arena.
+    """Limits the memory of tables, plans and next uses to half the size of the arena.
 
     Args:
         budget: bytes of the arena.
-        forget: frees what an idle dataset holds, if possible.
+        forget: frees the memory of an idle dataset, if possible.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Quota:
         self._forget = forget
 
     def used(self) -> int:
-        """Bytes taken or reserved."""
+        """Return the bytes in use or reserved."""
         known = sum(d.tables_nbytes for d in self._registry.datasets.values())
         return known + sum(self.coming.values()) + self._core.plans_nbytes()
 
     def fits(self, nbytes: int) -> bool:
-        """Whether `nbytes` more may be taken; forgets idle datasets for it, the largest first."""
+        """Return whether `nbytes` more are allowed; forget idle datasets if needed, largest first."""
         if nbytes > _SMALL_NBYTES and nbytes > limits.memory().available // 2:
             return False
         idle = sorted(self._registry.idle(), key=lambda d: d.tables_nbytes)
@@ -49,10 +49,10 @@ class Quota:
         return True
 
     def check(self, nbytes: int, what: str) -> None:
-        """Make sure that `nbytes` more may be taken.
+        """Make sure that `nbytes` more are allowed.
 
         Raises:
-            UnavailableError: they may not.
+            UnavailableError: they are not.
         """
         if not self.fits(nbytes):
             raise UnavailableError(

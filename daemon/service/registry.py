@@ -1,7 +1,7 @@
 """The registry: all datasets and sessions, and the shared memory of each.
 
-Written by the loop thread only. The core has the same sessions by number; the registry holds what
-the core must not touch: descriptors, mappings, tokens and pending waits.
+Only the loop thread writes it. The core has the same sessions by number; the registry holds their
+descriptors, mappings, tokens and pending waits, which the core must not touch.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from creel.errors import MalformedError, UnavailableError
 from creel.messages import Open
 
 DRAINING, CLOSED = 1, 2
-_MAX_WAITERS = 4096  # of one session; workers x threads stays far below
-_MAX_NAME = 4096  # characters of a job
-#: Memory per object: in the table (less where all objects have one length), in the core's columns
-#: (state, pins) and in its eviction policy's (few except during planning).
+_MAX_WAITERS = 4096  # most pending waits of a session; workers x threads stays far below
+_MAX_NAME = 4096  # most characters of a job's name
+#: Bytes per object, and per record of one length: in the table, in the core's columns (state, pins)
+#: and in those of the eviction policy (fewer except during planning).
 _OBJECT_NBYTES, _RECORD_NBYTES = 16 + 5 + 16, 4 + 5 + 16
-#: Of a disk tier: in the core, and in the store's index.
+#: Bytes per object for a disk tier: in the core, and in the store's index.
 _DISK_NBYTES = 1 + 6
-#: Memory per manifest row beside the row itself: derived columns, a version and when it was seen.
+#: Bytes per manifest row beside the row: derived columns, a version and its generation.
 _ROW_NBYTES = 48
-#: A dataset whose tables take at most this part of the limit is kept for all of `daemon.idle_s`.
+#: A dataset whose tables take at most this part of the limit is kept for the whole `daemon.idle_s`.
 _SMALL = 1 / 16
 
 
 @dataclass(eq=False)
 class DatasetRecord:
-    """A registered dataset; later mappings of `table_fd` are read-only."""
+    """A registered dataset; clients can map `table_fd` only for reading."""
 
     key: str
     manifest: Manifest
@@ -59,23 +59,23 @@ class DatasetRecord:
     table: LocationTable
     table_fd: int
     record: int  # as in `LocationTable`
-    tables_nbytes: int  # of all that is kept per object and per row
-    versions: Versions  # written by the core alone
-    claims: set[str] = field(default_factory=set)  # tokens of owners without a session yet
-    used_at: float = 0.0  # when the last claim or session began or ended, monotonic seconds
+    tables_nbytes: int  # as the function `tables_nbytes` counts
+    versions: Versions  # only the core writes it
+    claims: set[str] = field(default_factory=set)  # tokens of clients without a session yet
+    used_at: float = 0.0  # monotonic seconds when the last claim or session began or ended
 
     @classmethod
     def create(
         cls, manifest: Manifest, source: Source, record: int, tables_nbytes: int
     ) -> DatasetRecord:
-        """Make the location table: nothing is resident, lengths come from the manifest.
+        """Create a dataset with its location table: no residents, lengths from the manifest.
 
-        Only this takes time proportional to the number of objects (except for records, whose table
-        is zeros); it may run in any thread.
+        This alone takes time proportional to the number of objects (except for records, whose table
+        is all zeros). It may run in any thread.
 
         Args:
-            record: what `LocationTable.record_of` gives.
-            tables_nbytes: what the dataset's tables count as, see `tables_nbytes` below.
+            record: result of `LocationTable.record_of`.
+            tables_nbytes: result of the function `tables_nbytes`.
         """
         n = len(manifest)
         fd = sealed_memfd("creel-table", LocationTable.nbytes(n, record))
@@ -96,7 +96,7 @@ class DatasetRecord:
         self.used_at = time.monotonic()
 
     def unclaim(self, token: str) -> None:
-        """Drop the claim of `token`, whose owner opened a session or disconnected."""
+        """Drop the claim of `token`, whose owner has opened a session or disconnected."""
         if token in self.claims:
             self.claims.remove(token)
             self.used_at = time.monotonic()
@@ -108,7 +108,7 @@ class DatasetRecord:
 
 
 def tables_nbytes(manifest: Manifest, record: int, *, disk: bool) -> int:
-    """Bytes that a daemon keeps per object and per row of this manifest, in all.
+    """Return the bytes that a daemon keeps for all objects and rows of a manifest.
 
     disk: whether there is a disk tier.
     """
@@ -119,7 +119,7 @@ def tables_nbytes(manifest: Manifest, record: int, *, disk: bool) -> int:
 
 @dataclass(eq=False)
 class SessionRecord:
-    """One stream of steps. `steps` is published, `done` and `wanted` as last given to the core."""
+    """One stream of `steps` planned steps; the core was last given `done` and `wanted`."""
 
     id: int
     token: str
@@ -128,18 +128,18 @@ class SessionRecord:
     words: SharedWords
     words_fd: int
     steps: int = 0
-    epoch: int = -1  # of the last plan
+    epoch: int = -1  # epoch of the latest planned step
     done: int = 0
     wanted: int = 0
     ready: int = 0
-    early: tuple[int, ...] = ()  # steps after READY that are ready all the same
+    early: tuple[int, ...] = ()  # steps after READY that are ready before it
     truncates: int = 0
-    revoked: int = 0  # how often READY went back
+    revoked: int = 0  # number of times that READY was lowered
     asked: int = 0  # highest step + 1 in a Wait
-    waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (who, call) -> step
+    waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (client, call) -> step
 
     def progress(self) -> tuple[int, int] | None:
-        """(done, wanted), clamped to what is possible, when the client moved them; else None."""
+        """Return (done, wanted), clamped to valid values, or None if neither has moved."""
         words = self.words
         done = min(max(words[DONE], self.done), self.steps)
         wanted = min(max(words[WANTED], self.asked, self.wanted), self.steps)
@@ -149,7 +149,7 @@ class SessionRecord:
         return done, wanted
 
     def wait(self, who: bytes, call: int, step: int) -> bool:
-        """Add a wait; False when there are too many."""
+        """Add a wait; return False if there are too many."""
         if len(self.waiters) >= _MAX_WAITERS:
             return False
         self.waiters[who, call] = step
@@ -157,7 +157,7 @@ class SessionRecord:
         return True
 
     def unready(self, step: int) -> None:
-        """Lower READY to `step` before the bytes of later steps may be overwritten."""
+        """Lower READY to `step`, before the bytes of later steps may be overwritten."""
         self.ready = min(self.ready, step)
         self.words[READY] = self.ready
         self._set_early([k for k in self.early if k < step])
@@ -169,12 +169,12 @@ class SessionRecord:
         self.unready(step)
         self.steps = min(self.steps, step)
         self.done, self.wanted = min(self.done, self.steps), min(self.wanted, self.steps)
-        self.asked = min(self.asked, self.steps)  # nobody has asked for steps of the next plan
+        self.asked = min(self.asked, self.steps)  # no client has asked for steps of the next plan
 
     def acknowledge(self) -> None:
         """Announce that READY refers to the new plan from now on."""
         self.words[KNOWN] = self.steps
-        self.truncates += 1  # the shared word itself may have been written by the client
+        self.truncates += 1  # counted here, as the client may have written to the shared word
         self.words[TRUNCATED] = self.truncates
 
     def set_ready(
@@ -196,7 +196,7 @@ class SessionRecord:
             self.words.set_early(steps)
 
     def over(self) -> list[tuple[bytes, int, int]]:
-        """Remove and return (client, call, step) of all waits that are over."""
+        """Remove all waits that are over; return their (client, call, step)."""
         over = [
             (who, call, s)
             for (who, call), s in self.waiters.items()
@@ -207,14 +207,14 @@ class SessionRecord:
         return over
 
     def close(self) -> None:
-        """Mark the session closed in its shared words and unmap them."""
+        """Mark the session as closed in its shared words and unmap them."""
         self.words[STATE] = CLOSED
         self.words.close()
         os.close(self.words_fd)
 
 
 def _new_words() -> tuple[SharedWords, int]:
-    """Shared words and their descriptor; UnavailableError where the system gives none."""
+    """Make shared words and their descriptor; raise UnavailableError if the system gives none."""
     fd = -1
     try:
         fd = sealed_memfd("creel-words", WORDS_NBYTES)
@@ -238,7 +238,7 @@ class Registry:
         self._ids = itertools.count(1)
 
     def check_room(self) -> None:
-        """Raise UnavailableError when one more dataset would be too many."""
+        """Raise UnavailableError if one more dataset would be too many."""
         if len(self.datasets) >= self._max_datasets:
             raise UnavailableError(
                 f"the limit of {self._max_datasets} registered datasets is reached:"
@@ -249,7 +249,7 @@ class Registry:
         self.datasets[dataset.key] = dataset
 
     def idle(self) -> list[DatasetRecord]:
-        """Datasets without claims and sessions, those longest unused first."""
+        """Return datasets without claims and sessions, those longest unused first."""
         used = {s.dataset.key for s in self.sessions.values()}
         idle = [d for d in self.datasets.values() if not d.claims and d.key not in used]
         return sorted(idle, key=lambda d: d.used_at)
@@ -257,13 +257,13 @@ class Registry:
     def expired(
         self, now: float, linger_s: float, max_idle: int, *, tables_limit: int, room: int
     ) -> list[DatasetRecord]:
-        """Idle datasets to remove: unused for `linger_s`, or beyond `max_idle` of them.
+        """Return idle datasets to forget: unused for `linger_s`, or beyond `max_idle` in number.
 
-        One with large tables is removed sooner: in inverse proportion to its part of the limit.
+        A dataset with large tables expires sooner, in inverse proportion to its part of the limit.
 
         Args:
-            tables_limit: bytes that all tables and plans may take.
-            room: number of further datasets that must fit within the limit on all.
+            tables_limit: most bytes of all tables and plans.
+            room: number of further datasets that must fit within `max_datasets`.
         """
         idle = self.idle()
         max_idle = min(max_idle, self._max_datasets - room - (len(self.datasets) - len(idle)))
@@ -285,8 +285,8 @@ class Registry:
 
         Raises:
             UnavailableError: the dataset is unknown, there are too many sessions, or the system
-                gives no descriptor for one more.
-            MalformedError: a job with a longer name than any loader makes.
+                gives no descriptor for another one.
+            MalformedError: the name of the job is longer than any that a loader makes.
         """
         if len(request.job) > _MAX_NAME:
             raise MalformedError(f"a job of more than {_MAX_NAME} characters")
@@ -309,7 +309,7 @@ class Registry:
         """Return a session of the owner of `token`.
 
         Raises:
-            UnavailableError: there is none.
+            UnavailableError: the owner has no such session.
         """
         session = self.sessions.get(session_id)
         if session is None or session.token != token:
@@ -336,7 +336,7 @@ class Registry:
             session.words[HEARTBEAT] = now
 
     def drain(self) -> None:
-        """Mark all sessions as draining: nothing new will come."""
+        """Mark all sessions as draining: no further step will become ready."""
         for session in self.sessions.values():
             session.words[STATE] = DRAINING
 

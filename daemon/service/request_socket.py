@@ -1,8 +1,8 @@
 """Request socket: plans, waits and commands after the handshake, over one ROUTER socket.
 
-What reaches the core is well-formed and belongs to its sender: every message carries its client's
-token, and arrays are checked against the dataset. A client that sends an impossible plan loses its
-control connection; messages without a valid token are dropped.
+A message that reaches the core is well-formed and concerns only its sender: every message carries
+its client's token, and arrays are checked against the dataset. A client that sends an invalid plan
+loses its control connection; messages without a valid token are dropped.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from creel.messages import (
 
 log = logging.getLogger("creel.request_socket")
 
-_MESSAGES = 64  # a turn, so that a flood leaves time for other clients
-_MAX_TURN_S = 0.01  # a turn takes no longer, except for its last message
-_MAX_PIECE = 1 << 20  # reads, and steps, in a message
-_MAX_FRAME = 16 << 20  # bytes: more than such a piece takes, so that its sender gets an answer
+_MESSAGES = 64  # most messages in a turn, so that a flood leaves time for other work
+_MAX_TURN_S = 0.01  # longest turn, except for its last message
+_MAX_PIECE = 1 << 20  # most reads, and steps, in a message
+_MAX_FRAME = 16 << 20  # bytes; above the size of such a piece, so that an excess is reported
 
 
 class RequestSocket:
-    """The ROUTER socket."""
+    """The ROUTER socket, served by the loop thread."""
 
     def __init__(
         self, node: Node, control_socket: ControlSocket, context: zmq.Context[Any]
@@ -62,14 +62,14 @@ class RequestSocket:
         self._socket.setsockopt(zmq.RCVHWM, 256)
         self._socket.setsockopt(zmq.SNDHWM, 4096)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-        with contextlib.suppress(zmq.ZMQError, AttributeError):  # where libzmq was built with that
+        with contextlib.suppress(zmq.ZMQError, AttributeError):  # an optional feature of libzmq
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
         self.address = request_address(os.getuid(), secrets.token_hex(16))
         self._socket.bind(self.address)
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def turn(self) -> bool:
-        """Handle messages, up to a limit; return whether more may wait."""
+        """Handle a bounded number of messages; return whether more may wait."""
         until = time.monotonic() + _MAX_TURN_S
         for _ in range(_MESSAGES):
             if time.monotonic() > until:
@@ -84,20 +84,20 @@ class RequestSocket:
         return True
 
     def more(self) -> bool:
-        """Whether messages wait: call it after sending, which may swallow the wake-up.
+        """Return whether messages wait; to be called after sending, which may consume the wake-up.
 
-        Also before receiving: libzmq then sees whose messages have come. Of itself it looks only
-        after 100 parts of messages as long as one client has more.
+        Also to be called before receiving: libzmq then notices all clients that have sent messages.
+        By itself it checks only every 100 message parts while one client has more.
         """
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def send(self, who: bytes, message: Any) -> None:
-        """Send a message; clients that do not read their answers lose them."""
+        """Send a message; it is dropped if the client does not read its answers."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([who, encode(message)], zmq.DONTWAIT)
 
     def close(self) -> None:
-        """Close the socket; the last messages have 0.1 s to leave."""
+        """Close the socket; pending messages have 0.1 s to be sent."""
         self._socket.close(linger=100)
 
     def _message(self, who: bytes, frames: list[zmq.Frame]) -> None:
@@ -109,7 +109,7 @@ class RequestSocket:
         except MalformedError as e:
             if token:
                 self._control_socket.drop(token, str(e))
-        except Exception:  # our bug, or no memory: only the sender loses its connection
+        except Exception:  # a bug of ours, or no memory: only the sender loses its connection
             log.exception("a message could not be handled")
             if token:
                 self._control_socket.drop(token, "its message could not be handled")
@@ -133,7 +133,7 @@ class RequestSocket:
         except UnavailableError as e:
             if isinstance(message, Wait):
                 self.send(who, Failed(message.call, str(e)))
-            return  # the session may have ended meanwhile
+            return  # not an error: the session may have ended meanwhile
         if isinstance(message, Extend):
             self._node.extended(session, message, _checked(session, message, frames))
         elif isinstance(message, Deal | Follow):
@@ -165,11 +165,11 @@ class RequestSocket:
 def _checked(
     session: SessionRecord, message: Extend, frames: list[memoryview]
 ) -> list[NDArray[Any]]:
-    """Return aligned copies of a plan's arrays.
+    """Check a plan's arrays and return aligned copies.
 
     Raises:
-        MalformedError: not two arrays, too long ones, steps that do not follow, unknown ids, ends
-            out of order.
+        MalformedError: there are not two arrays, the message is too long, its steps do not continue
+            the plan, an id is out of range, or the ends are out of order.
     """
     arrays = extend_arrays(frames)
     if max(map(len, arrays)) > _MAX_PIECE:

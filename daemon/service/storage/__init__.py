@@ -1,1 +1,1 @@
-"""Threads that read what the daemon caches, and the disk tier that holds a part of it."""
+"""Threads that read objects into the arena, and the disk tier."""

@@ -1,7 +1,7 @@
-"""Writing what was read to its place in the arena, as cheaply as memory there allows.
+"""Writes objects to their places in the arena in the cheapest way.
 
-Memory that was never written to costs a fault a page through the mapping: such objects go through a
-buffer and one system call. The others are read straight to where they lie.
+Pages that were never written cost a page fault each through the mapping, so objects there are read
+into a buffer and written by one system call. Other objects are read straight into their places.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from creel.cache.storage.reads import Read, parts_in
 from creel.daemon.service.storage.fetch_queue import Readable
 from creel.policies.arrays import Ids, Index, Ints
 
-#: Size of the read buffer in front of the arena; stays within a core's cache.
+#: Size of the read buffer in front of the arena; it fits into a core's cache.
 SCRATCH_NBYTES = 1 << 20
-#: Objects up to this size go through the buffer where the arena was never written to.
+#: Objects up to this size go through the buffer if their pages were never written.
 _LARGE_NBYTES = 1 << 20
 
 
 class ArenaWriter:
-    """Reads objects from a source into an arena, or copies them; for many threads.
+    """Reads or copies objects into an arena; thread-safe.
 
-    Its methods raise OSError where the machine has no memory for the arena.
+    Its methods raise OSError if the machine has no memory for the arena.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -34,9 +34,9 @@ class ArenaWriter:
         self._scratch = _ReadBuffer()
 
     def fill(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
-        """Read objects to their places, directly or through a buffer.
+        """Read objects into their places, directly or through a buffer.
 
-        All small ones go the same way, so that neighbours are one read.
+        All small objects take the same way, so that neighbours in a file are one read.
         """
         read = Read.failed(len(ids))
         straight = (length > _LARGE_NBYTES) | (offset < NOWHERE)
@@ -51,13 +51,13 @@ class ArenaWriter:
         return read
 
     def link(self, place: Ints, length: Ints, runs: Runs) -> None:
-        """Write the headers of objects in several runs."""
+        """Write the headers of the runs of objects in several runs."""
         for i in (place < NOWHERE).nonzero()[0].tolist():
             for start, header in headers(runs[int(place[i])], int(length[i])):
                 self._arena.write(start, memoryview(header))
 
     def write(self, place: int, data: memoryview, runs: Runs) -> None:
-        """Write one object, or neighbours, to its place."""
+        """Write an object, or adjacent objects joined in `data`, to the place of the first."""
         if place >= 0:
             self._arena.write(place, data)
             return
@@ -74,7 +74,7 @@ class ArenaWriter:
         return read
 
     def _put(self, scratch: memoryview, begins: Ints, offset: Ints, length: Ints) -> None:
-        """Write objects from the buffer to their places; objects adjacent in both in one go."""
+        """Write objects from the buffer to their places; one write for objects adjacent in both."""
         ends = begins + length
         joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
         first = np.flatnonzero(np.append(True, ~joined))
@@ -85,7 +85,7 @@ class ArenaWriter:
 
 
 def _portions(where: Index, length: Ints) -> list[Index]:
-    """Split `where` into stretches of about SCRATCH_NBYTES."""
+    """Split positions into portions of about SCRATCH_NBYTES."""
     if not len(where):
         return []
     cut = np.flatnonzero(np.diff((length[where].cumsum() - 1) // SCRATCH_NBYTES)) + 1
@@ -95,7 +95,7 @@ def _portions(where: Index, length: Ints) -> list[Index]:
 class _ReadBuffer(threading.local):
     """A buffer for each thread, as large as the largest request."""
 
-    _view = memoryview(bytearray())  # writable, also where nothing is written
+    _view = memoryview(bytearray())  # writable, though empty
 
     def view(self, nbytes: int) -> memoryview:
         """Return at least `nbytes` bytes of memory that only this thread uses."""

@@ -1,8 +1,8 @@
-"""The disk tier's shell: opens the store, carries out what the core says, and reads.
+"""The disk tier's shell: opens the store, executes the core's actions, and reads objects.
 
-Opened when the first dataset comes, in the thread that reads manifests, as finding what is there
-takes a second for each million objects. One thread writes, in the order in which the core said;
-reads are a queue of the fetcher. Whatever fails is no disk tier, and one warning.
+The store is opened when the first dataset is registered, in the thread that reads manifests, as
+loading its index takes a second per million objects. One thread writes, in the order of the core's
+actions; reads have a queue of the fetcher. After any failure there is one warning and no disk tier.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from creel.errors import ConfigError
 from creel.policies.arrays import Ints
 from creel.settings import DiskSettings
 
-#: Longest delay of the daemon's end, in s, to write what is in memory alone. Slurm
-#: kills 30 s after SIGTERM, systemd 20 s after it (deploy/creeld.service).
+#: Longest time, in s, for the last writes at the daemon's end. Slurm kills 30 s after SIGTERM,
+#: systemd 20 s after it (deploy/creeld.service).
 _LAST_WRITES_S = 5.0
-#: A disk that has not written 64 MiB by then is of no use.
+#: Longest wait, in s, for pending writes (64 MiB at most) before a dataset is looked up.
 _WAIT_S = 10.0
 
 log = logging.getLogger("creel.disk")
 
 
 class Disk:
-    """The node's disk tier, or none.
+    """The node's disk tier; without a folder in the settings, it does nothing.
 
     Args:
-        settings: where, and how much.
-        arena: what is written is there.
-        post: hands an event to the loop, from any thread.
+        settings: folder and size.
+        arena: holds the objects to write.
+        post: gives an event to the loop; may be called from any thread.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class Disk:
         self._post = post
         self._store: DiskStore | None = None
         self._opened = not settings.path
-        self._lost = False  # whether the core knows that it is off
+        self._lost = False  # whether the core knows that the disk is lost
         self._found: dict[str, FoundOnDisk] = {}
         self._writer = BackgroundThread("creel-disk")
-        self._until = float("inf")  # when nothing more is written
-        self._late = 0  # objects that were to be written then
+        self._until = float("inf")  # time after which nothing more is written
+        self._late = 0  # objects that were not written because of that
 
     # --- in the node's background thread ---------------------------------------------------------
 
     def attach(self, dataset: str, objects: int) -> None:
-        """Look for a dataset that is about to be added."""
+        """Look up the objects on disk of a dataset that is about to be added."""
         if not self._opened:
             self._opened = True
             self._open()
@@ -80,7 +80,7 @@ class Disk:
                 self._found[dataset] = FoundOnDisk(dataset, ids, nbytes)
 
     def _idle(self) -> bool:
-        """Wait for the writer, which may have yet to detach this very dataset."""
+        """Wait for the writer, which may have to detach the same dataset first; return success."""
         done = threading.Event()
         self._writer.put(done.set)
         return done.wait(_WAIT_S)
@@ -95,14 +95,14 @@ class Disk:
         else:
             self._post(DiskOpened(self._store.nbytes, self._store.unit))
 
-    # --- in the loop's ---------------------------------------------------------------------------
+    # --- in the loop thread ----------------------------------------------------------------------
 
     def found(self, dataset: str) -> FoundOnDisk | None:
-        """What there is of a dataset that was added just now."""
+        """Return the objects on disk of a dataset that was just added, or None."""
         return self._found.pop(dataset, None)
 
     def detach(self, dataset: str, length: Ints) -> None:
-        """A dataset is removed, or was not added after all; what is on disk stays there.
+        """Stop using a dataset that was removed, or not added; its objects stay on disk.
 
         length: (n,) bytes of each object.
         """
@@ -115,7 +115,7 @@ class Disk:
         self._writer.put(partial(self._write, action))
 
     def drop(self, action: DropFromDisk) -> None:
-        """Remove objects, after all that was ordered before."""
+        """Remove objects, after all earlier actions."""
         if self._store is not None:
             self._order(partial(self._store.drop, action.dataset, action.ids))
 
@@ -125,24 +125,24 @@ class Disk:
             self._order(partial(self._drop_traces, dataset))
 
     def source(self, dataset: str) -> DiskSource:
-        """What reads a dataset from disk, in a queue of the fetcher."""
+        """Return a reader of a dataset's objects on disk, for a queue of the fetcher."""
         return DiskSource(self._store, dataset)
 
     def close(self, last: Callable[[], Sequence[Action]]) -> None:
-        """Carry out what is left to do, end the writer, and let the folder go.
+        """Execute the remaining actions, end the writer, and release the folder.
 
-        Takes `_LAST_WRITES_S` and a second at most; a disk that hangs keeps writer and folder until
-        the process ends.
+        Takes at most `_LAST_WRITES_S` and a second. If the disk hangs, writer and folder remain in
+        use until the process ends.
 
         Args:
-            last: says what is to be written and removed (`Core.end`).
+            last: returns the last actions (`Core.end`).
         """
         self._until = time.monotonic() + _LAST_WRITES_S
         if self._store is not None:
             self._store.leave()
             try:
                 actions = last()
-            except Exception:  # our bug: what is in memory alone is lost
+            except Exception:  # a bug of ours: objects that are only in memory are lost
                 log.exception("what is in memory cannot be written to disk")
                 actions = []
             for action in actions:
@@ -156,12 +156,12 @@ class Disk:
             log.info("%d objects were not written to disk within %g s", self._late, _LAST_WRITES_S)
 
     def _order(self, work: Callable[[], None]) -> None:
-        """Have the writer do something after all that was ordered before."""
+        """Have the writer do `work` after all earlier work."""
 
         def guarded() -> None:
             try:
                 work()
-            except Exception:  # our bug: what is not on disk as thought is a miss
+            except Exception:  # a bug of ours: objects missing on disk will be misses
                 log.exception("the disk tier failed")
 
         self._writer.put(guarded)
@@ -183,7 +183,7 @@ class Disk:
                 parts = self._arena.parts(action.place, action.nbytes)
                 what = action.dataset, action.ids, parts, action.version
                 stored, full = self._store.write(*what)
-        except Exception:  # our bug: they are not on disk
+        except Exception:  # a bug of ours: the objects are not on disk
             log.exception("objects of %s could not be written to disk", action.dataset)
         self._post(Spilled(action.spill, stored, full))
         if self._store is not None and not self._store.nbytes and not self._lost:
@@ -192,16 +192,16 @@ class Disk:
 
 
 def _copied(length: Ints) -> Ints:
-    """The same lengths, when the table is gone; all of one length take no memory."""
+    """Copy the lengths, as the table may be unmapped; equal ones of records take no memory."""
     if len(length) and length.strides == (0,):
         return np.broadcast_to(length[:1].copy(), len(length))
     return length.copy()
 
 
 class DiskSource:
-    """Reads the objects of one dataset from disk, as `cache/storage/source.Source` does.
+    """Reads the objects of one dataset from disk; the interface of `cache/storage/source.Source`.
 
-    It never raises: what is not there as it was written is -1.
+    It never raises: objects that are missing or damaged get -1 bytes.
     """
 
     def __init__(self, store: DiskStore | None, dataset: str) -> None:
@@ -219,8 +219,8 @@ class DiskSource:
         return read
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
-        """None for each: of what is on disk the length is known."""
+        """Return None for each object: the lengths of objects on disk are always known."""
         return [None] * len(ids)
 
     def close(self) -> None:
-        """Nothing to close: the store is all datasets'."""
+        """Do nothing: all datasets share the store."""

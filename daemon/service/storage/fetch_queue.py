@@ -1,4 +1,4 @@
-"""A queue of the fetcher: what is to be read from one source, and the threads that do it."""
+"""A queue of the fetcher: the reads from one source, and the threads that do them."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource
 from creel.policies.concurrency import Concurrency
 
-#: What a queue may read from: a dataset's storage, a peer, or the disk.
+#: A source of a queue: a dataset's storage, a peer, or the disk.
 Readable: TypeAlias = Source | PeerSource | DiskSource
 
 _CORES = len(os.sched_getaffinity(0))
 
-#: By object id: what is in private memory.
+#: By object id: objects in private memory.
 Held: TypeAlias = dict[int, WholeObject]
 
 
 @dataclass(eq=False)
 class FetchJob:
-    """A fetch or a check in flight; each part fills in its own slice of `read`."""
+    """A fetch or a check in flight; each part fills its own slice of `read`."""
 
     action: FetchObjects | CheckVersions
-    objects: int  # or files
+    objects: int  # number of objects, or of files of a check
     held: Held = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.read = Read.failed(self.objects)
-        self.left = self.objects  # of unfinished parts
+        self.left = self.objects  # objects of unfinished parts
 
     @property
     def fetch(self) -> FetchObjects:
-        """The action, where this is a fetch."""
+        """The action, if this is a fetch."""
         assert isinstance(self.action, FetchObjects)  # noqa: S101
         return self.action
 
     def part_done(self, objects: int) -> bool:
-        """Whether a part of `objects` objects was the last one."""
+        """Note the end of a part of `objects` objects; return whether it was the last one."""
         with self.lock:
             self.left -= objects
             return self.left == 0
 
 
 def _user_s() -> float:
-    """CPU seconds of this thread in user mode."""
+    """Return the CPU seconds of this thread in user mode."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
 
 
@@ -64,10 +64,10 @@ class FetchQueue:
     `Concurrency` decides how many threads work; each takes one part at a time.
 
     Args:
-        owned: whether the source is closed with the queue.
-        run: reads a part; returns of how many objects that tells the speed.
+        run: reads a part; returns the number of objects in it that measure the source's speed.
         limit: most threads.
         free_threads: has a permit for each thread that all queues may start beside their first.
+        owned: whether the source is closed with the queue.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class FetchQueue:
         self._run = run
         self._limit = limit
         self._free_threads = free_threads
-        #: Deadline, order of coming, job, and the first object of it that no thread has taken.
+        #: Deadline, order of arrival, job, and the first object of it that no thread has taken.
         self._heap: list[tuple[float, int, FetchJob, int]] = []
         self._waiting = 0  # objects in the heap
         self._count = 0
         self._idle = 0
-        self._began: dict[int, float] = {}  # by thread, while it reads
+        self._began: dict[int, float] = {}  # by thread that reads: when it began its part
         self._closed = False
         self._ready = threading.Condition()
         self.speed = Concurrency(_CORES)
@@ -108,7 +108,7 @@ class FetchQueue:
             self._work_in_caller()
 
     def _work_in_caller(self) -> None:
-        """Read what is queued in the calling thread, where the system gives no thread at all."""
+        """Read all queued jobs in the calling thread, as the system gives no thread at all."""
         while True:
             with self._ready:
                 if not self._heap:
@@ -117,14 +117,14 @@ class FetchQueue:
             self._run(job, part)
 
     def tick(self) -> None:
-        """Wake or start threads, also to replace ones that hang."""
+        """Wake or start threads, also in place of threads that hang."""
         with self._ready:
             self._grow()
 
     def close(self) -> list[tuple[FetchJob, int]]:
         """End all threads that do not hang; return the jobs that were queued.
 
-        With each, how many of its objects no thread has taken.
+        With each job comes the number of its objects that no thread has taken.
         """
         with self._ready:
             self._closed = True
@@ -139,7 +139,7 @@ class FetchQueue:
         return queued
 
     def cancel(self, fetches: frozenset[int]) -> list[tuple[FetchJob, int]]:
-        """Forget queued fetches; return their jobs, and how many objects no thread has taken."""
+        """Forget queued fetches; return as `close` does."""
         with self._ready:
             gone = [entry for entry in self._heap if entry[2].fetch.fetch in fetches]
             if gone:
@@ -166,7 +166,7 @@ class FetchQueue:
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # a limit of the system: use the threads there are until `tick`
+            except RuntimeError:  # a limit of the system: `tick` tries again
                 if self.threads:
                     self._free_threads.release()
                 return
@@ -195,7 +195,7 @@ class FetchQueue:
             return self._part()
 
     def _part(self) -> tuple[FetchJob, slice]:
-        """Take the next part of the most urgent job, as large as the measured speed suggests."""
+        """Take the next part of the most urgent job; the measured speed determines its size."""
         deadline, count, job, start = self._heap[0]
         stop = min(start + self.speed.part_objects(self._waiting), job.objects)
         if stop < job.objects:

@@ -1,12 +1,12 @@
 """The fetcher: threads that execute `FetchObjects` actions, earliest deadline first.
 
-Every dataset has a queue with threads of its own, so a thread in a dead mount, where no signal
-reaches it, delays neither other datasets nor the exit (threads are daemonic). Checks of file
-versions have a queue of their own, so they wait for no read.
+Every dataset has a queue with threads of its own. A thread that hangs in a dead mount, where no
+signal reaches it, delays neither other datasets nor the exit (threads are daemonic). Checks of file
+versions have queues of their own, so they wait for no read.
 
 A fetch is cut into parts that take about 2 ms each at the queue's current speed: many small records
-to a part where reads are quick, one object to a part where each is a round trip. One `Fetched` is
-posted per fetch, after its last part.
+per part if reads are quick, one object per part if each is a round trip. One `Fetched` is posted
+per fetch, after its last part.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from creel.policies.arrays import Ids, Ints
 
 log = logging.getLogger("creel.fetch")
 
-#: Held objects are joined up to this size: a system call costs less than another copy of more.
+#: Held objects are joined up to this size: beyond it, another copy costs more than a system call.
 _JOINED_NBYTES = 64 << 10
-#: Threads that copy what was read before its length was known.
+#: Threads that copy held objects, which were read before their lengths were known.
 _COPIERS = 2
 #: Threads that read from one peer: one copies while the other waits.
 _PEER_THREADS = 2
-#: Threads that read a dataset from disk: eight get 1.6 times as much as one (benchmarks/disk.py).
+#: Threads that read a dataset from disk: eight have 1.6 times the rate of one (benchmarks/disk.py).
 _DISK_THREADS = 8
 
 
@@ -59,10 +59,10 @@ class Fetcher:
     """All fetch queues of a daemon.
 
     Args:
-        arena: where objects are written.
+        arena: the memory that objects are written to.
         post: called with each `Fetched` and `Checked`, from any thread.
-        other: makes what reads a dataset from a peer or from disk, by origin and dataset.
-        threads: most threads over all queues, and of one (a queue always gets one).
+        other: returns the reader for an origin (peer or disk) and a dataset.
+        threads: most threads of all queues together, and of one; each queue gets at least one.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Fetcher:
         self._threads = threads
         self._other = other
         self._queues: dict[str, FetchQueue] = {}
-        self._other_queues: dict[tuple[str, int], FetchQueue] = {}  # by origin, other than SOURCE
+        self._other_queues: dict[tuple[str, int], FetchQueue] = {}  # by dataset and other origin
         self._checks: dict[str, FetchQueue] = {}
         self._held: dict[int, Held] = {}  # by fetch
         self._landed: Held = {}
         self._short = False  # whether the machine ran out of memory
-        self.pending = 0  # unanswered fetches and checks; only the loop thread counts
+        self.pending = 0  # unanswered fetches and checks; only the loop thread writes it
 
     def add(self, dataset: str, source: Source) -> None:
-        """Add a queue: fetches of `dataset` read from `source`, whom the caller closes."""
+        """Add a dataset whose fetches read from `source`, which the caller closes."""
         threads = self._threads, self._free_threads
         self._queues[dataset] = FetchQueue(dataset, source, partial(self._run, source), *threads)
         self._checks[dataset] = FetchQueue(
@@ -102,16 +102,16 @@ class Fetcher:
             queue.close()
 
     def remove_peer(self, origin: int) -> None:
-        """End the queues towards a peer: what they have not read fails, and `origin` is free.
+        """End the queues of a peer: objects not read yet fail, and `origin` can be reused.
 
-        Also what their threads wait for fails at once, or within the deadline to connect (2 s).
+        Reads in progress also fail, at once or within the deadline to connect (2 s).
         """
         for key in [key for key in self._other_queues if key[1] == origin]:
             for job, objects in self._other_queues.pop(key).close():
                 self._part_done(job, objects)
 
     def object_ns(self, dataset: str) -> int:
-        """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
+        """Return the best recent time of a thread for one object, in ns; 0: not known yet."""
         return self._queues[dataset].speed.object_ns
 
     def submit(self, fetch: FetchObjects) -> None:
@@ -126,7 +126,7 @@ class Fetcher:
             self._finish(job)
 
     def cancel(self, action: CancelFetches) -> None:
-        """Do not read what no thread has taken of these fetches from the source."""
+        """Do not read the objects of these fetches that no thread has taken."""
         for job, objects in self._queues[action.dataset].cancel(action.fetches):
             self._part_done(job, objects)
 
@@ -153,9 +153,9 @@ class Fetcher:
 
     @contextmanager
     def landing(self, event: Fetched | Checked) -> Iterator[None]:
-        """While the loop handles this event, what is held for it can be fetched from HELD.
+        """Allow the objects held for this event to be fetched from HELD while the loop handles it.
 
-        What is not is freed at the end: the core has no room for it, or it is out of date.
+        The other held objects are freed at the end: they have no room, or are out of date.
         """
         self.pending -= 1
         self._landed = self._held.pop(event.fetch, {}) if isinstance(event, Fetched) else {}
@@ -165,7 +165,7 @@ class Fetcher:
             self._landed = {}
 
     def held_nbytes(self) -> int:
-        """Bytes in private memory that are not copied to the arena yet."""
+        """Return the bytes in private memory that are not copied to the arena yet."""
         return sum(len(data) for held in list(self._held.values()) for data, *_ in held.values())
 
     def _all(self) -> list[FetchQueue]:
@@ -177,27 +177,27 @@ class Fetcher:
             queue.tick()
 
     def close(self) -> None:
-        """Have all threads end after their current part; does not wait."""
+        """Make all threads end after their current part, without waiting for them."""
         for queue in self._all():
             queue.close()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for threads after `close`, no longer than that: a dead mount may hold one."""
+        """Wait for threads after `close`, for at most `timeout_s`: a dead mount may hold one."""
         deadline = time.monotonic() + timeout_s
         for thread in [t for queue in self._all() for t in queue.threads]:
             thread.join(max(deadline - time.monotonic(), 0))
 
     def _run(self, source: Readable, job: FetchJob, part: slice) -> int:
-        """Read or copy one part, in a queue's thread; return the objects that tell its speed."""
+        """Read or copy one part, in a queue's thread; return the objects that measure its speed."""
         objects: int = part.stop - part.start
         try:
             if job.fetch.origin == HELD:
                 self._copy(job, part)
             else:
                 objects -= self._read(source, job, part)
-        except OSError as e:  # sources raise none: this is the arena
+        except OSError as e:  # from the arena, as sources raise none
             self._no_memory(e)
-        except Exception:  # our bug: the objects fail and are read directly
+        except Exception:  # a bug of ours: the objects fail and are read directly
             log.exception("fetch %d failed", job.fetch.fetch)
         self._part_done(job, part.stop - part.start)
         return objects
@@ -207,12 +207,12 @@ class Fetcher:
             self._finish(job)
 
     def _look(self, source: Source, job: FetchJob, part: slice) -> int:
-        """Check one part, in a queue's thread; how many files that were."""
+        """Check one part, in a queue's thread; return its number of files."""
         assert isinstance(job.action, CheckVersions)  # noqa: S101
         files: int = part.stop - part.start
         try:
             job.read.version[part] = source.versions(job.action.files[part])
-        except Exception:  # our bug: all count as changed and are fetched again
+        except Exception:  # a bug of ours: all files count as changed and are fetched again
             log.exception("a check failed")
             job.read.version[part] = CHANGING
         if job.part_done(files):
@@ -220,7 +220,7 @@ class Fetcher:
         return files
 
     def _no_memory(self, error: OSError) -> None:
-        """Log that the arena cannot be written; out of memory only once, as it repeats."""
+        """Log that the arena cannot be written; log a lack of memory only once, as it repeats."""
         if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
             log.error("the arena cannot be written", exc_info=error)
         elif not self._short:
@@ -235,7 +235,7 @@ class Fetcher:
         self._post(Fetched(fetch.fetch, *job.read))
 
     def _read(self, source: Readable, job: FetchJob, part: slice) -> int:
-        """Read one part; return for how many objects the source was not asked."""
+        """Read one part; return the number of objects that did not come from the source."""
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
         read = job.read.part(part)
@@ -267,7 +267,7 @@ class Fetcher:
         data, offset = [one.data for one in found], fetch.offset[part]
         nbytes, version, _ = job.read.part(part)
         for first, last in _neighbours(data, offset):
-            # one system call for many small objects
+            # One system call writes many small objects.
             joined = data[first] if last == first + 1 else b"".join(data[first:last])
             self._writer.write(int(offset[first]), memoryview(joined), fetch.runs)
             nbytes[first:last] = fetch.length[part][first:last]
@@ -275,7 +275,7 @@ class Fetcher:
 
 
 def _copied(source: Readable, ids: Ids) -> list[WholeObject | None]:
-    """Those of (k,) objects of which a client has given copies; the others are None."""
+    """Return the (k,) objects that a client has given copies of; None for the others."""
     if not isinstance(source, Source) or source.copies is None:
         return [None] * len(ids)
     rows, asked = source.manifest.rows(ids), time.monotonic()
@@ -285,7 +285,7 @@ def _copied(source: Readable, ids: Ids) -> list[WholeObject | None]:
 
 
 def _neighbours(data: list[bytes], offset: Ints) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of adjacent objects, up to _JOINED_NBYTES at a time.
+    """Yield (first, last + 1) of adjacent objects, of up to _JOINED_NBYTES together.
 
     >>> list(_neighbours([b"ab", b"c", b"d"], np.array([4, 6, 9])))
     [(0, 2), (2, 3)]
