@@ -1,1 +1,1 @@
-"""Bytes and where they lie: shared memory, local disk, and the storage they come from."""
+"""Storage of bytes: shared memory, local disk, and the storage that datasets come from."""

@@ -1,1 +1,1 @@
-"""Objects on local disk: what memory has no room for, and what outlives the daemon."""
+"""Objects on local disk: for those without room in memory, and for the next daemon."""

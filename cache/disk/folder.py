@@ -1,4 +1,4 @@
-"""The folder and the file of a disk tier: whose they are, who may use them, how they are read."""
+"""The folder and the data file of a disk tier: ownership, locking, direct reads and writes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 
 _OBJECTS_FILE = "objects"
 _LEAVING_FILE = "leaving"
-#: Longest wait, in s, for a folder whose daemon has said that it ends; pause between two looks.
+#: Longest wait, in s, for a folder that a daemon is about to leave; pause between two tries.
 LEAVING_S, _LOOK_AGAIN_S = 10.0, 0.05
-#: The file grows by this many bytes at a time; allocating it ahead keeps it in few pieces.
+#: The file grows by this many bytes at a time; allocation ahead keeps it in few extents.
 SEGMENT_NBYTES = 256 << 20
-#: Part of the file's bytes that stays free for the index: 1 / n, and some bytes.
+#: Room that stays free for the index: a part (1/n) of the free bytes, and some more bytes.
 _INDEX_SHARE, _INDEX_NBYTES = 64, 1 << 20
-#: Least alignments of direct reads and writes that disks have.
+#: Alignments of direct reads and writes that disks may require.
 _ALIGNMENTS = (512, 4096)
 
 
 def open_folder(path: str) -> int:
-    """`private_folder`, locked.
+    """Return the descriptor of `private_folder(path)`, locked.
 
-    The lock goes with the descriptor's process, however that ends. One that is `mark_leaving` is
-    waited for.
+    The kernel releases the lock when the process ends, however it ends. If another process holds
+    the lock and has called `mark_leaving`, this waits for it.
 
     Raises:
-        OSError: as `private_folder`; another process uses it (EWOULDBLOCK).
+        OSError: as `private_folder`; another process uses the folder (EWOULDBLOCK).
     """
     fd = private_folder(path)
     try:
@@ -42,13 +42,13 @@ def open_folder(path: str) -> int:
 
 
 def private_folder(path: str) -> int:
-    """Descriptor of this user's own folder below `path`; made where it is missing.
+    """Return a descriptor of this user's own folder below `path`, creating the folder if needed.
 
     Raises:
-        OSError: it cannot be made; it is another's, or others may look into it (EPERM).
+        OSError: it cannot be created; another user owns it, or others have access to it (EPERM).
     """
     own = _own(path)
-    own.mkdir(0o700, exist_ok=True)  # no parents: a missing mount is no disk
+    own.mkdir(0o700, exist_ok=True)  # no parents: `path` is missing if the disk is not mounted
     fd = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _check_private(fd, own)
@@ -86,10 +86,10 @@ def _locked(fd: int) -> bool:
 
 
 def mark_leaving(folder: int) -> None:
-    """Say in the folder that its lock is free within `LEAVING_S`.
+    """Announce in the folder that its lock will be free within `LEAVING_S`.
 
     Raises:
-        OSError: that cannot be written.
+        OSError: the mark cannot be written.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(_LEAVING_FILE, dir_fd=folder)
@@ -107,9 +107,9 @@ def _is_left(folder: int) -> bool:
 class DataFile:
     """The file that holds all records, preallocated in segments.
 
-    It is read and written past the page cache where the file system can do that (less CPU, and no
-    second copy in memory: benchmarks/disk.py); else the cache is told to forget it. All offsets and
-    sizes are multiples of `unit`, buffers lie on pages (`buffer`).
+    Reads and writes bypass the page cache if the file system allows that (less CPU, and no second
+    copy in memory: benchmarks/disk.py); else the pages are dropped from the cache afterwards. All
+    offsets and sizes are multiples of `unit`, and buffers begin at pages (`buffer`).
 
     Args:
         folder: descriptor of the folder.
@@ -131,11 +131,11 @@ class DataFile:
             raise
 
     def _probe(self, folder: int) -> int:
-        """Reopen the file for direct access where possible; return the least unit."""
+        """Reopen the file for direct access if possible; return the least unit."""
         self.direct = False
         try:
             fd = os.open(_OBJECTS_FILE, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, dir_fd=folder)
-        except OSError:  # this file system has none
+        except OSError:  # this file system has no direct access
             return _ALIGNMENTS[0]
         for least in _ALIGNMENTS:
             try:
@@ -156,14 +156,14 @@ class DataFile:
 
     @property
     def limit(self) -> int:
-        """Bytes that it may grow to now."""
+        """Bytes that the file may grow to now."""
         stats = os.fstatvfs(self._fd)
         room = max(stats.f_bavail * stats.f_frsize - self._keep_free - _INDEX_NBYTES, 0)
         room -= room // _INDEX_SHARE
         return min(self._budget, self.nbytes + room) // self.unit * self.unit
 
     def grow(self) -> int:
-        """Allocate another segment, or what is left of the limit; return its bytes, 0: none."""
+        """Allocate another segment, within the limit; return the new bytes, 0 if there are none."""
         more = min(self.limit - self.nbytes, SEGMENT_NBYTES) // self.unit * self.unit
         if more <= 0:
             return 0
@@ -177,7 +177,7 @@ class DataFile:
         return more
 
     def read(self, view: memoryview, offset: int) -> int:
-        """Fill a view; return the bytes read, fewer at the end of the file."""
+        """Fill a view; return the number of bytes read, fewer only at the end of the file."""
         got = os.preadv(self._fd, [view], offset)
         if not self.direct:
             os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
@@ -185,7 +185,7 @@ class DataFile:
 
     def write(self, view: memoryview, offset: int) -> None:
         write_all(self._fd, view, offset)
-        if not self.direct:  # what is not written back yet is not forgotten, but the rest is
+        if not self.direct:  # drops all pages that are written back already
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -200,12 +200,12 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def buffer(nbytes: int) -> memoryview:
-    """Zeroed memory that begins with a page, as direct access needs it."""
+    """Return zeroed memory that begins at a page, as direct access requires."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
 def _unit(budget: int) -> int:
-    """Least unit with which a disk of this size has fewer than 2**31 of them.
+    """Return the least unit with which a disk of this size has fewer than 2**31 units.
 
     >>> _unit(1 << 30), _unit(3 << 40)
     (512, 2048)

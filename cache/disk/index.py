@@ -1,4 +1,4 @@
-"""Where the records of a dataset are on disk, in 6 bytes per object."""
+"""The index of a dataset's records on disk, in 6 bytes per object."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 from creel.cache.disk.journal import ENTRY, Entries
 from creel.policies.arrays import Ints
 
-#: Units of a record in one run from which on it is listed as a chain: its column has 16 bits.
+#: A record of this many units or more is entered as a chain, as the column `units` has 16 bits.
 MANY_UNITS = (1 << 16) - 1
 
 
 @dataclass(eq=False)
 class DatasetIndex:
-    """Where the objects of a dataset are: unit + 1 of a record in one run, minus its ...
+    """The places of a dataset's records.
 
-    ... number among `chains` where it is in several; 0: it is not here.
+    `place` (n,): first unit + 1 of a record in one run; -number in `chains` of a record in several
+    runs; 0 for objects that are not on disk. `units` (n,): size of a record in one run.
     """
 
     identity: bytes
@@ -27,14 +28,14 @@ class DatasetIndex:
     chains: dict[int, Ints] = field(default_factory=dict)  # (r, 2) first unit and units
 
     def runs(self, object_id: int) -> Ints | None:
-        """(r, 2) first unit and units of each run of an object, or None."""
+        """Return (r, 2) first unit and units of each run of an object, or None."""
         place = int(self.place[object_id])
         if place > 0:
             return np.array([[place - 1, int(self.units[object_id])]])
         return self.chains[-place] if place else None
 
     def put(self, object_id: int, runs: Ints) -> None:
-        """Enter an object that is not here."""
+        """Enter an object that is not in the index."""
         if len(runs) == 1 and runs[0, 1] < MANY_UNITS:
             self.place[object_id], self.units[object_id] = runs[0, 0] + 1, runs[0, 1]
         else:
@@ -42,7 +43,7 @@ class DatasetIndex:
             self.chains[number], self.place[object_id] = runs, -number
 
     def take(self, object_id: int) -> Ints | None:
-        """Remove an object; return its runs, if it was here."""
+        """Remove an object; return its runs, or None if it is not in the index."""
         runs = self.runs(object_id)
         if runs is not None:
             self.chains.pop(-int(self.place[object_id]), None)

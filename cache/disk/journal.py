@@ -1,10 +1,10 @@
-"""The index of the disk as a file: a journal of which record was written where.
+"""The index of the disk as a file: a journal of the places of written records.
 
-Blocks of 4 KiB, each with a checksum, are appended as records are written, and never before. There
-is no entry for a record that leaves: a later one in its room says so. A process killed at any
-moment thus loses what it was writing, and nothing else; the kernel has the rest. After a power
-failure blocks may be missing, or name records that never reached the disk: those do not match their
-checksums. Loading takes about a second and 250 MB for a million records.
+Blocks of 4 KiB with a checksum are appended after the records that they name are written. There is
+no entry for a record that leaves: a later record in its room replaces it. A process killed at any
+moment loses only the records that it was writing; the kernel writes the others. After a power
+failure, blocks may be missing, or name records that never reached the disk and so do not match
+their checksums. Loading takes about a second and 250 MB for a million records.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from creel.cache.disk.folder import write_all
 from creel.policies.arrays import Index
 
-#: One run of a record. `serial` numbers records in the order of writing; `start` and `units` are in
-#: units of the disk, `nbytes` are the object's, `dataset` is the first half of its identity.
+#: One run of a record. `serial` numbers records in the order of writing. `start`, `units` (of the
+#: run) and `room` (of all runs) are in units of the disk, `nbytes` is the object's size in bytes,
+#: `dataset` is the first half of the dataset's identity.
 ENTRY = np.dtype(
     [
         *(("dataset", "<u8"), ("serial", "<u8"), ("nbytes", "<i8")),
@@ -35,7 +36,7 @@ _MAGIC = b"creel x1"
 PER_BLOCK = (_BLOCK_NBYTES - _HEADER.size) // ENTRY.itemsize
 
 _NAME, _NEW = "index", "index.new"
-#: The file is rewritten when it is this many times as long as its live entries need, plus a bit.
+#: The file is rewritten above this multiple of the blocks that its live entries need, plus some.
 _SLACK, _SLACK_BLOCKS = 2, 1024
 
 
@@ -44,7 +45,7 @@ class Journal:
 
     Args:
         folder: descriptor of the folder.
-        unit: of the disk, in bytes; entries of another unit do not count.
+        unit: unit of the disk, in bytes; entries with another unit are ignored.
     """
 
     def __init__(self, folder: int, unit: int) -> None:
@@ -54,7 +55,7 @@ class Journal:
         self._blocks = os.fstat(self._fd).st_size // _BLOCK_NBYTES
 
     def load(self) -> Entries:
-        """All entries, in the order of writing; blocks that are damaged are left out."""
+        """Return all entries in the order of writing, without those of damaged blocks."""
         data = bytearray(self._blocks * _BLOCK_NBYTES)
         view, done = memoryview(data), 0
         while done < len(data) and (got := os.preadv(self._fd, [view[done:]], done)):
@@ -63,17 +64,17 @@ class Journal:
         return np.concatenate([np.empty(0, ENTRY), *found])
 
     def append(self, entries: Entries) -> None:
-        """Append entries; `entries` are of records that are on the disk already."""
+        """Append entries of records that are on disk already."""
         data = _pack(entries, self._unit)
         write_all(self._fd, memoryview(data), self._blocks * _BLOCK_NBYTES)
         self._blocks += len(data) // _BLOCK_NBYTES
 
     def too_long(self, live: int) -> bool:
-        """Whether `rewrite` is worth it where `live` entries count."""
+        """Return whether a `rewrite` is worth it, given the number of `live` entries."""
         return self._blocks > _SLACK * -(-live // PER_BLOCK) + _SLACK_BLOCKS
 
     def rewrite(self, entries: Entries) -> None:
-        """Replace the whole journal by these entries, at once or not at all."""
+        """Replace the whole journal by these entries, atomically."""
         fd = self._open(_NEW, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             data = _pack(entries, self._unit)
@@ -118,14 +119,14 @@ def _unpack(block: memoryview, unit: int) -> Entries:
 
 
 def intact(entries: Entries, units: int) -> Entries:
-    """Those entries whose records were not overwritten since, the latest of each object.
+    """Return the entries of records that were not overwritten, the latest of each object.
 
-    A record counts only with all its runs. That no later record lies in its room is a guess from
-    neighbours alone, which may be wrong where three overlap: a read then finds that out.
+    A record counts only if all its runs are intact. Only neighbours are compared to find
+    overwritten records, which may miss one where three overlap; a later read detects that.
 
     Args:
         entries: in the order of writing.
-        units: size of the disk.
+        units: size of the disk, in units.
     """
     inside = entries["start"].astype(np.int64) + entries["units"] <= units
     entries = entries[inside & (entries["units"] > 0)]
@@ -144,7 +145,7 @@ def intact(entries: Entries, units: int) -> Entries:
 
 
 def _complete(entries: Entries) -> Entries:
-    """The latest record of each object, where all its runs are there."""
+    """Return the entries of each object's latest record that has all its runs."""
     if not len(entries):
         return entries
     entries = entries[_order(entries, "serial", "object", "dataset")]
@@ -163,7 +164,7 @@ def _complete(entries: Entries) -> Entries:
 
 
 def _order(entries: Entries, *names: str) -> Index:
-    """As np.lexsort of these fields, in a third of the time."""
+    """Return the order of np.lexsort by these fields, in a third of the time."""
     order = np.arange(len(entries))
     for name in names:
         column = np.ascontiguousarray(entries[name])
@@ -173,7 +174,7 @@ def _order(entries: Entries, *names: str) -> Index:
 
 
 def _begins(entries: Entries, *names: str) -> Index:
-    """Where entries differ from the one before in one of these fields."""
+    """Return the positions of entries that differ from the one before in one of these fields."""
     differs = np.zeros(len(entries), np.bool_)
     differs[0] = True
     for name in names:

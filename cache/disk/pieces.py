@@ -1,4 +1,4 @@
-"""Records to and from disk, a piece at a time."""
+"""Writes records to disk in large pieces, and the buffers for reads and writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PIECE_NBYTES = 1 << 20
 
 
 class AlignedScratch(threading.local):
-    """A buffer for each thread that reads or writes."""
+    """An aligned buffer for each thread that reads or writes."""
 
     def __init__(self) -> None:
         self.view = buffer(_PIECE_NBYTES)
@@ -24,11 +24,11 @@ class PieceWriter:
 
     def __init__(self, file: DataFile, view: memoryview) -> None:
         self._file, self._view = file, view
-        self._at = 0  # where the buffer's first byte goes
+        self._at = 0  # offset in the file of the buffer's first byte
         self._used = 0
 
     def record(self, parts: Sequence[memoryview | bytes], ranges: Ints) -> None:
-        """Write a record to (r, 2) offsets and sizes; zeros fill its last unit."""
+        """Write a record to (r, 2) offsets and sizes; zeros fill the rest of its last unit."""
         data = [memoryview(part) for part in parts]
         for start, size in ranges.tolist():
             if start != self._at + self._used:

@@ -1,8 +1,8 @@
-"""Records: how an object lies on disk, so that a wrong byte is never served. Pure.
+"""Records: the format of objects on disk, with which a wrong byte is never served. Pure.
 
-A record is a header of 64 bytes and the object's bytes, in whole units of the disk. The header says
-whose bytes they are and has a checksum (XXH3) over itself and them: a record that was half
-overwritten, damaged, or left over from another object does not match.
+A record is a header of 64 bytes and the object's bytes, in whole units of the disk. The header has
+the identity of the object and a checksum (XXH3) over itself and the bytes. It detects a record that
+was partly overwritten or damaged, or belongs to another object.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _FIELDS = struct.Struct("<8s16sqqq8x")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 
-#: Records from this size on begin at, and take, whole pages of 4 KiB: what disks write at once.
+#: Records of this size or more begin at, and take, whole pages of 4 KiB, which disks write at once.
 _LARGE_NBYTES = 32 << 10
 _PAGE_NBYTES = 4096
 
 
 class Identity(NamedTuple):
-    """Whose bytes a record has: the dataset's content identity, the object's number, ...
+    """The identity of a record's object.
 
-    ... its bytes, and the version of the file that they were read from.
+    `dataset`: the dataset's content identity; `object`: its number in there; `nbytes`: its size;
+    `version`: the version of the file that it was read from.
     """
 
     dataset: bytes
@@ -39,18 +40,18 @@ class Identity(NamedTuple):
 
 
 def dataset_id(key: str) -> bytes:
-    """16 bytes for a dataset's key."""
+    """Return the identity (16 bytes) of a dataset, given its key."""
     return xxhash.xxh3_128_digest(key.encode())
 
 
 def header(identity: Identity, parts: Iterable[memoryview | bytes]) -> bytes:
-    """The header of a record whose bytes are `parts`, one after the other."""
+    """Return the header of a record whose bytes are `parts`, one after the other."""
     fields = _FIELDS.pack(_MAGIC, *identity)
     return fields + _CHECKSUM.pack(_digest(fields, parts).intdigest())
 
 
 class Verifier:
-    """Checks the bytes of a record as they are read: its header, then `update` with the rest."""
+    """Verifies a record while it is read: begins with the header, `update` takes the rest."""
 
     def __init__(self, head: memoryview | bytes) -> None:
         """head: the first HEADER_NBYTES of a record."""
@@ -64,7 +65,7 @@ class Verifier:
         self._digest.update(data)
 
     def matches(self) -> bool:
-        """Whether all bytes were as they were written."""
+        """Return whether all bytes are as they were written."""
         return self.identity is not None and self._digest.intdigest() == self._checksum
 
 
@@ -76,7 +77,7 @@ def _digest(fields: bytes, parts: Iterable[memoryview | bytes]) -> xxhash.xxh3_6
 
 
 def room_nbytes(nbytes: Ints, unit: int) -> Ints:
-    """(k,) bytes that records of objects of these sizes take, on a disk of this unit.
+    """Return (k,) bytes that records of objects of these sizes take on a disk with this unit.
 
     >>> room_nbytes(np.array([448, 449, 100_000]), 512).tolist()
     [512, 1024, 102400]
@@ -87,5 +88,5 @@ def room_nbytes(nbytes: Ints, unit: int) -> Ints:
 
 
 def alignment(record_nbytes: Ints, unit: int) -> Ints:
-    """(k,) what the rooms of records of these sizes are multiples of."""
+    """Return (k,) the alignment of records of these sizes, in bytes."""
     return np.where(record_nbytes >= _LARGE_NBYTES, max(unit, _PAGE_NBYTES), unit)

@@ -1,10 +1,10 @@
-"""DiskStore: objects on local disk, found again after a restart, however the daemon ended.
+"""DiskStore: objects on local disk, which survive a restart, however the daemon ended.
 
-Nothing here raises because of the disk: what cannot be written is not stored, what cannot be read
-as it was written is not there, and after an I/O error there is no disk tier any more (`nbytes` 0).
+Methods do not raise errors of the disk. An object that cannot be written is not stored. A damaged
+object counts as missing. After an I/O error the disk tier is switched off (`nbytes` 0).
 
-Index: 6 bytes per object of a dataset that is in use (`attach`). The records of all other datasets
-stay as well, until their room is needed.
+The index takes 6 bytes per object of a dataset in use (`attach`). Records of other datasets stay on
+disk until their room is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from creel.policies.arrays import Ints, Mask
 
 log = logging.getLogger("creel.disk")
 
-#: Most runs of a record: each is a read of its own. Few have more than a handful.
+#: Most runs of a record, each of which is a read of its own; nearly all records have few.
 _MAX_RUNS = 1024
 
 
@@ -45,16 +45,16 @@ class DiskStore:
     """The records in one folder. All methods may be called from any thread.
 
     Args:
-        path: an existing folder on local disk; the store makes its own below.
+        path: an existing folder on local disk; the store creates its own folder in it.
         budget: largest size, in bytes.
-        keep_free: bytes that it leaves free on the file system.
+        keep_free: bytes that the store leaves free on the file system.
 
     Raises:
-        OSError: there can be no store in this folder.
+        OSError: the folder cannot be used.
     """
 
     def __init__(self, path: str, budget: int, keep_free: int) -> None:
-        self._lock = threading.RLock()  # of the index; never held while the disk works
+        self._lock = threading.RLock()  # guards the index; not held during reads and writes
         self._writing = threading.Lock()
         self._scratch = AlignedScratch()
         self._datasets: dict[str, DatasetIndex] = {}
@@ -70,7 +70,7 @@ class DiskStore:
             self._load()
             self._closing = stack.pop_all()
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- index -----------------------------------------------------------------------------------
 
     def _load(self) -> None:
         entries = self._journal.load()
@@ -80,7 +80,7 @@ class DiskStore:
         self._idle: dict[int, Entries] = {}
         names = np.unique(entries["dataset"])
         parts = [entries[entries["dataset"] == name] for name in names]
-        # The one that was written to last comes last.
+        # The dataset that was written to last comes last.
         for part in sorted(parts, key=lambda part: int(part["serial"].max())):
             self._idle[int(part["dataset"][0])] = part
         self._free = FreeRanges(0)
@@ -89,7 +89,7 @@ class DiskStore:
             self._rewrite()
 
     def _grown(self, start: int, end: int, held: Entries) -> None:
-        """Make what these entries leave of units [start, end) free."""
+        """Free all units in [start, end) that do not belong to these entries."""
         held = held[held["start"].argsort()]
         gaps = np.append(start, held["start"].astype(np.int64) + held["units"])
         stops = np.append(held["start"].astype(np.int64), end)
@@ -99,13 +99,13 @@ class DiskStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all records may take, as far as the file system has room now; 0: it is off."""
+        """Bytes that all records may take, given the file system's free room; 0: switched off."""
         return 0 if self._off else self._file.limit
 
     def attach(self, dataset: str, objects: int) -> tuple[NDArray[np.int32], Ints]:
-        """Begin to use a dataset: (k,) the objects of it that are here, (k,) their bytes.
+        """Start to use a dataset; return (k,) its objects on disk and (k,) their sizes.
 
-        None of one that is in use already: whoever began to use it was told.
+        Returns no objects if the dataset is in use already.
         """
         if dataset in self._datasets:
             return np.empty(0, np.int32), np.empty(0, np.int64)
@@ -130,9 +130,9 @@ class DiskStore:
         return found["object"][first].astype(np.int32), found["nbytes"][first].copy()
 
     def detach(self, dataset: str, length: Ints) -> None:
-        """Stop using a dataset, once nobody writes; its records stay until their room is needed.
+        """Stop using a dataset, after writes in progress; records stay until their room is needed.
 
-        length: (n,) bytes of each object; at least of those that are here.
+        length: (n,) bytes of each object; only those of objects on disk are used.
         """
         with self._writing, self._lock:
             index = self._datasets.pop(dataset, None)
@@ -144,10 +144,10 @@ class DiskStore:
     def read(
         self, dataset: str, object_id: int, nbytes: int, parts: Part
     ) -> tuple[int, int] | None:
-        """Fill `parts`, together `nbytes`, with an object; (nbytes, version), or None.
+        """Fill `parts`, of `nbytes` together, with an object; return (nbytes, version) or None.
 
-        None where it is not here as it was written: then it is not here any more, and what was
-        filled in means nothing.
+        None means that the object is missing, or was damaged and has been removed; the contents of
+        `parts` are undefined then.
         """
         with self._lock:
             index = self._datasets.get(dataset)
@@ -163,12 +163,12 @@ class DiskStore:
             return nbytes, identity.version
         with self._lock:
             now = index.runs(object_id)
-            if now is not None and np.array_equal(now, runs):  # it was not written anew meanwhile
+            if now is not None and np.array_equal(now, runs):  # not written again meanwhile
                 self._drop(index, object_id)
         return None
 
     def _read(self, ranges: Ints, nbytes: int, parts: Part) -> Identity | None:
-        """Read a record from (r, 2) offsets and sizes; return whose it is, None: it is damaged."""
+        """Read a record from (r, 2) offsets and sizes; return its identity, None if damaged."""
         piece = self._scratch.view
         verifier: Verifier | None = None
         left, done = list(parts), 0
@@ -195,13 +195,13 @@ class DiskStore:
     def write(
         self, dataset: str, ids: NDArray[np.integer], objects: Sequence[Part], versions: Ints
     ) -> tuple[Mask, bool]:
-        """Store objects, each `objects[i]` of the version (k,). Nobody writes to them meanwhile.
+        """Store objects; `objects[i]` has version versions[i] and must not change meanwhile.
 
-        Where there is no room, what is there stays, except for datasets that are not attached and
-        earlier records of these objects.
+        To make room, records of datasets that are not attached are removed, and earlier records of
+        these objects; all other records stay.
 
         Returns:
-            (k,) whether each is here now; whether there was no room for some.
+            (k,) whether each object is stored; whether there was no room for some.
         """
         stored = np.zeros(len(ids), np.bool_)
         with self._writing:
@@ -224,7 +224,7 @@ class DiskStore:
     def _take_rooms(
         self, index: DatasetIndex, ids: NDArray[np.integer], nbytes: Ints
     ) -> dict[int, Ints]:
-        """(r, 2) first units and units of the new records, by position."""
+        """Allocate rooms for new records; return (r, 2) first unit and units by position."""
         out = {}
         units = room_nbytes(nbytes, self.unit) // self.unit
         align = alignment(nbytes + HEADER_NBYTES, self.unit) // self.unit
@@ -237,7 +237,7 @@ class DiskStore:
         return out
 
     def _alloc(self, units: int, align: int) -> Ints | None:
-        """Room for a record, in one run if possible."""
+        """Allocate room for a record, in one run if possible; return None without room."""
         while True:
             at = self._free.take(units, align)
             if at != NOWHERE:
@@ -247,7 +247,7 @@ class DiskStore:
         while self._free.nbytes < units and self._idle:
             self._release(self._idle.pop(next(iter(self._idle))))
         runs = self._alloc_runs(units, align)
-        if runs is None and align > 1:  # what is left is in small pieces
+        if runs is None and align > 1:  # the free ranges are small
             runs = self._alloc_runs(units, 1)
         return runs
 
@@ -263,7 +263,7 @@ class DiskStore:
             for at, got in runs:
                 self._free.put(at, got)
             return None
-        return np.array(sorted(runs))  # in the order in which the index gives them back
+        return np.array(sorted(runs))  # in the order in which the index returns them
 
     def _grow(self) -> bool:
         before = self._file.nbytes // self.unit
@@ -285,7 +285,7 @@ class DiskStore:
         versions: Ints,
         rooms: dict[int, Ints],
     ) -> None:
-        """Write records to their rooms, and only then their entries."""
+        """Write records to their rooms, and after that their journal entries."""
         out = PieceWriter(self._file, self._scratch.view)
         entries = []
         for i, runs in rooms.items():
@@ -306,10 +306,10 @@ class DiskStore:
         entries["room"] = runs[:, 1].sum()
         return entries
 
-    # --- leaving ---------------------------------------------------------------------------------
+    # --- removal ---------------------------------------------------------------------------------
 
     def drop(self, dataset: str, ids: NDArray[np.integer]) -> None:
-        """Remove objects: their room is free, and until it is used a restart may find them."""
+        """Remove objects and free their rooms; until these are reused, a restart may find them."""
         with self._lock:
             index = self._datasets.get(dataset)
             if index is not None:
@@ -317,7 +317,7 @@ class DiskStore:
                     self._drop(index, object_id)
 
     def forget(self, dataset: str) -> None:
-        """Remove all of an attached dataset for good."""
+        """Remove all objects of an attached dataset permanently, also from the journal."""
         with self._writing, self._lock:
             index = self._datasets.get(dataset)
             if index is None or self._off:
@@ -340,7 +340,7 @@ class DiskStore:
             self._free.put(start, units)
 
     def _tidy(self) -> None:
-        """Rewrite the journal where most of it is about what has left."""
+        """Rewrite the journal if most of its entries are obsolete."""
         with self._lock:
             idle = sum(map(len, self._idle.values()))
             live = idle + sum(
@@ -350,7 +350,7 @@ class DiskStore:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Rewrite the journal with what is here; the thread that writes, or nobody else yet."""
+        """Rewrite the journal without obsolete entries; only in the thread that writes records."""
         entries = intact(self._journal.load(), self._file.nbytes // self.unit)
         with self._lock:
             here = np.zeros(len(entries), np.bool_)
@@ -372,8 +372,8 @@ class DiskStore:
         log.warning("there is no disk tier any more: it cannot %s (%s)", what, error)
 
     def leave(self) -> None:
-        """Say that the folder is free soon: who wants it waits for `close`, `LEAVING_S` at most."""
-        with contextlib.suppress(OSError):  # whoever comes too early goes without a disk
+        """Announce that `close` will release the folder: another daemon waits up to `LEAVING_S`."""
+        with contextlib.suppress(OSError):  # a daemon that starts too early then has no disk
             mark_leaving(self._folder)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What datasets were seen to read, in the folder of a disk tier, where a later job finds it.
+"""Access traces of datasets, kept in the folder of a disk tier for later jobs.
 
-What a trace consists of, and its name, is up to who keeps it (`loader/binding/recording.py`). Its
-file is called by that name and by the key of the dataset it leads to, with which it is dropped.
+The loader chooses the contents and the name of a trace (`loader/binding/recording.py`). The file is
+named after the trace and the key of the dataset it leads to; dropping the dataset removes it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from contextlib import contextmanager, suppress
 from creel.cache.disk.folder import private_folder
 
 _FOLDER = "traces"
-#: Most traces in a folder; of more, those go that were used longest ago.
+#: Most traces in a folder; beyond that, the least recently used ones are removed.
 _MOST = 16
-_NEW = "new."  # what the name of a trace that is being written begins with
+_NEW = "new."  # prefix of the name of a trace that is being written
 _PIECE = 1 << 20  # bytes written at a time
 
 
 def open_trace(path: str, name: str) -> int:
-    """Descriptor of the trace of that name, for reading.
+    """Return a descriptor for reading the trace of this name.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no such trace.
     """
     with _traces(path) as folder:
         found = next((one for one in os.listdir(folder) if one.startswith(f"{name}.")), name)  # noqa: PTH208  a descriptor
@@ -34,13 +34,13 @@ def open_trace(path: str, name: str) -> int:
 
 
 def keep_trace(path: str, name: str, dataset: str, fd: int, keep_free: int) -> None:
-    """Keep what can be read by this descriptor as the trace of that name, in place of another.
+    """Keep the contents of a descriptor as the trace of this name, in place of an earlier one.
 
-    `dataset`: the key of the dataset to which it leads.
-    `keep_free`: bytes that stay free on the disk; where they would not, nothing is kept.
+    `dataset`: key of the dataset to which the trace leads.
+    `keep_free`: bytes that must stay free on the disk; if they would not, nothing is kept.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the trace cannot be written.
     """
     disk = os.statvfs(path)
     if disk.f_bavail * disk.f_frsize - os.fstat(fd).st_size < keep_free:
@@ -67,7 +67,7 @@ def drop_traces(path: str, dataset: str) -> None:
     """Remove the traces that lead to a dataset.
 
     Raises:
-        OSError: they cannot be removed.
+        OSError: a trace cannot be removed.
     """
     with _traces(path) as folder:
         _unlink(folder, lambda one: one.endswith(f".{dataset}"))
@@ -75,13 +75,13 @@ def drop_traces(path: str, dataset: str) -> None:
 
 def _unlink(folder: int, unwanted: Callable[[str], bool]) -> None:
     for one in filter(unwanted, os.listdir(folder)):
-        with suppress(FileNotFoundError):  # another process was quicker
+        with suppress(FileNotFoundError):  # another process has removed it
             os.unlink(one, dir_fd=folder)
 
 
 @contextmanager
 def _traces(path: str) -> Iterator[int]:
-    """Descriptor of the folder of traces; made where it is missing."""
+    """Yield a descriptor of the folder of traces, creating the folder if needed."""
     own = private_folder(path)
     try:
         with suppress(FileExistsError):

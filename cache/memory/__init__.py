@@ -1,1 +1,1 @@
-"""Shared memory: the arena, the allocation of its bytes, and the words and slots beside it."""
+"""Shared memory: the arena, its allocators, shared words, location tables and slots."""

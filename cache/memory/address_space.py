@@ -1,4 +1,4 @@
-"""Where address space is limited (`ulimit -v`), libraries reserve none that batches may need."""
+"""Keeps libraries from reserving address space where it is limited (`ulimit -v`)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _M_ARENA_MAX = -8  # malloc.h of glibc
 
 
 def leave_address_space() -> None:
-    """Keep Arrow and glibc from reserving address space in this process, where it is limited.
+    """Keep Arrow and glibc from reserving address space in this process, if it is limited.
 
     Arrow's own allocator reserves 1 GiB at its first use, glibc 64 MiB for each thread that
-    allocates (mallopt(3)). Both take less where there is less, and leave none for others: batches
-    could not be allocated that torch has room for.
+    allocates (mallopt(3)). Both take whatever is left if there is less. Batches could then not be
+    allocated, although they fit when torch is used alone.
     """
     try:
         import resource
-    except ImportError:  # on Windows, where this module is imported, too
+    except ImportError:  # on Windows, where this module is imported as well
         return
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
@@ -27,4 +27,4 @@ def leave_address_space() -> None:
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read when Arrow is imported
     import pyarrow as pa
 
-    pa.set_memory_pool(pa.system_memory_pool())  # where it was imported before
+    pa.set_memory_pool(pa.system_memory_pool())  # for an Arrow that was imported before

@@ -1,11 +1,11 @@
-"""Allocation of the arena's bytes. Pure: numbers in, offsets out; it never touches the memory.
+"""Allocation of the arena's bytes. Pure: it computes offsets and never touches the memory.
 
-An `Allocator` is shared by one *pool* per dataset. Where all objects of a dataset have one known
-length, that is a `FixedPool`: records lie dense in slabs, at multiples of the exact record length,
-so that a reader gathers rows with one `np.take`; alloc and free work on whole batches. Any other is
-a `PagedPool`: an object takes the smallest free range that holds it (best fit), rounded up to
-pages, or several ranges where no single one does (`runs`). So fragmentation loses no room, and
-nothing ever moves; tests/unit/test_allocator.py has how many runs that makes.
+One *pool* per dataset uses an `Allocator`. If all objects have one known length, the pool is a
+`FixedPool`: records lie dense in slabs, at multiples of the exact record length, so that a reader
+gathers rows with one `np.take`; alloc and free work on whole batches. Other datasets have a
+`PagedPool`: an object takes the smallest free range that holds it (best fit), rounded up to pages,
+or several ranges if no single one is large enough (`runs`). Fragmentation thus wastes no room, and
+objects never move; tests/unit/test_allocator.py measures the number of runs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from creel.cache.memory.runs import Runs
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Ints
 
-_PAGE_SHARE = 512  # pages are at most mean / 512: an object wastes half a page, 0.1 %, on average
+_PAGE_SHARE = 512  # pages are at most mean / 512: objects waste half a page, or 0.1 %, on average
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
 
 
 class Lengths(NamedTuple):
     """Summary of the lengths of a dataset's objects, in bytes.
 
-    `objects` in all, `known` of them with a known length, `nbytes` together, from
-    `min_nbytes` to `max_nbytes` (0 where none is known).
+    Of `objects` objects, `known` have a known length. These have `nbytes` together, and between
+    `min_nbytes` and `max_nbytes` each (0 if none is known).
     """
 
     objects: int
@@ -58,39 +58,39 @@ class Lengths(NamedTuple):
 
     @property
     def only(self) -> int | None:
-        """The one length that all objects are known to have; None: there are others, or none."""
+        """The length of all objects, if all lengths are known and equal; else None."""
         same = 0 < self.known == self.objects and self.min_nbytes == self.max_nbytes
         return self.min_nbytes if same else None
 
 
 class ObjectPool(Protocol):
-    """One dataset's part of a space; places (see `runs`) and sizes are (k,) int64."""
+    """The memory of one dataset in a space; places (see `runs`) and sizes are (k,) int64."""
 
     same_size: bool  # whether all rooms have one size
     used: int  # bytes of all rooms
-    record: int  # bytes of a room where all have one size, or 0
-    page: int  # rooms are multiples of it
+    record: int  # bytes of a room if all have one size, else 0
+    page: int  # the size of every room is a multiple of it
 
     def alloc(self, nbytes: Ints) -> Ints:
-        """Places for objects of these sizes; NOWHERE where there is no room."""
+        """Allocate objects of these sizes; return their places, NOWHERE where there is no room."""
 
     def rounded(self, nbytes: Ints) -> Ints:
-        """Bytes of the rooms for objects of these sizes."""
+        """Return the bytes of the rooms for objects of these sizes."""
 
     def free(self, places: Ints, nbytes: Ints) -> int:
-        """Free objects of these sizes; bytes of their rooms."""
+        """Free objects of these sizes; return the bytes of their rooms."""
 
     def runs(self, places: Ints) -> Runs:
-        """The runs of those objects that are in several."""
+        """Return the runs of those objects that consist of several."""
 
     def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-        """Starts and sizes of all ranges that these objects take up, in any order."""
+        """Return starts and sizes of all ranges that these objects occupy, in any order."""
 
     def ranges(self) -> tuple[Ints, Ints]:
-        """Starts and sizes of its ranges (-1: up to where the next begins)."""
+        """Return starts and sizes of the pool's ranges (-1: up to the start of the next range)."""
 
     def clear(self) -> bool:
-        """Free everything at once; return whether that is possible."""
+        """Free all objects at once, if the pool can; return whether it has."""
 
     def trim(self) -> None:
         """Return unused slabs to the space."""
@@ -131,7 +131,7 @@ class Allocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no object holds. They may be in pieces, or in a slab of one pool."""
+        """Bytes that no object occupies; they may be in pieces, or in slabs of a pool."""
         return self.nbytes - sum(pool.used for pool in self._pools)
 
     def trim(self, asking: ObjectPool) -> None:
@@ -144,7 +144,7 @@ class Allocator:
         """Remove an empty pool.
 
         Raises:
-            IllegalEventError: it still holds objects.
+            IllegalEventError: the pool still holds objects.
         """
         if pool.used:
             raise IllegalEventError(f"a pool that holds {pool.used} bytes cannot be removed")
@@ -152,7 +152,7 @@ class Allocator:
         self._pools.remove(pool)
 
     def check(self) -> None:
-        """Raise IllegalEventError unless each byte has exactly one owner and the sums are right."""
+        """Raise IllegalEventError unless each byte has exactly one owner and all sums are right."""
         self.extents.check()
         parts = [self.extents.sorted(), *(pool.ranges() for pool in self._pools)]
         owner = np.repeat(np.arange(len(parts)), [len(p[0]) for p in parts])
@@ -162,7 +162,7 @@ class Allocator:
         start, size, owner = start[order], size[order], owner[order]
         end = np.append(start[1:], self.nbytes)
         must(not len(start) or start[0] == 0, "the first bytes have no owner")
-        many = size < 0  # runs of a paged pool: up to where the next range begins
+        many = size < 0  # runs of a paged pool extend to the start of the next range
         size = np.where(many, end - start, size)
         must((start + size == end).all(), "ranges overlap or leave a gap")
         for i, pool in enumerate(self._pools, 1):
@@ -170,7 +170,7 @@ class Allocator:
 
 
 def page_size(mean: float) -> int:
-    """Page for objects of `mean` bytes: a power of two.
+    """Return the page size, a power of two, for objects of `mean` bytes.
 
     >>> page_size(110_000), page_size(0), page_size(1e12)
     (128, 64, 65536)

@@ -1,4 +1,4 @@
-"""The sample arena: one memfd that the daemon fills and every client maps read-only."""
+"""The arena: one memfd that the daemon fills with objects and every client maps read-only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from creel.policies.arrays import Ints
 
 _PAGE_BITS = 12  # bits of an address within a page
 _PAGE = 1 << _PAGE_BITS
-#: Rows from this size on, in at most this many pages, are touched before they are copied.
+#: Rows of at least this size, in at most this many pages, are touched before they are copied.
 _TOUCHED_NBYTES = 1024
 _TOUCHED_PAGES = 2048
 
@@ -25,19 +25,19 @@ _TOUCHED_PAGES = 2048
 class Arena:
     """The daemon's side: creates the memory, maps it read-write, owns the descriptors.
 
-    `fd` is for clients: read-only, and only root can reopen it for writing. `view` is a writable
-    memoryview of all `nbytes`, `array` the same as (nbytes,) uint8.
+    Clients get `fd`, which is read-only and which only root can reopen for writing. `view` is a
+    writable memoryview of all `nbytes`, `array` the same as (nbytes,) uint8.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map `fd` (a sealed memfd of `nbytes`) read-write and own it from now on."""
+        """Map `fd` (a sealed memfd of `nbytes`) read-write and take over its ownership."""
         self._fd = fd
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes)
         os.fchmod(fd, stat.S_IRUSR)
         self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
-            with contextlib.suppress(OSError, AttributeError):  # where this system has it
+            with contextlib.suppress(OSError, AttributeError):  # not on every system
                 self._map.madvise(getattr(mmap, advice))
         self.view = memoryview(self._map)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
@@ -47,7 +47,7 @@ class Arena:
     def create(cls, nbytes: int) -> Arena:
         """Create an arena of `nbytes` > 0. Clients can neither write to it nor shrink it.
 
-        Memory is allocated as it is touched.
+        The system allocates the memory page by page, on first use.
         """
         fd = sealed_memfd("creel-arena", nbytes)
         try:
@@ -59,8 +59,8 @@ class Arena:
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes into the arena through its descriptor, not through the mapping.
 
-        Half the cost for memory that was never touched: the mapping would take a fault per page,
-        1.5 us each. And a machine out of memory raises an error here, where a fault would kill.
+        This halves the cost for pages that were never touched: the mapping would take a fault for
+        each, 1.5 us. Without free memory it raises an error, where a fault would kill the process.
 
         Raises:
             OSError: ENOSPC or ENOMEM.
@@ -68,14 +68,14 @@ class Arena:
         done = os.pwrite(self._fd, data, offset)
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
-        if done:  # an empty write touches no page, not even where it points into one
+        if done:  # an empty write touches no page
             self._written[offset >> _PAGE_BITS : -(-(offset + done) >> _PAGE_BITS)] = True
 
     def written(self, offset: Ints, length: Ints) -> bool:
-        """Whether `write` has touched all pages of these (k,) ranges [offset, offset + length).
+        """Return whether `write` has touched all pages of (k,) ranges [offset, offset + length).
 
-        Such ranges are best written through the mapping, which saves a copy and cannot fail. Takes
-        9 bytes per page of the longest range, k times.
+        Such ranges are best written through the mapping, which saves a copy and cannot fail. The
+        check takes 9 bytes of memory per page of the longest range, k times.
         """
         first, last = offset >> _PAGE_BITS, -(-(offset + length) >> _PAGE_BITS) - 1
         if not self._written[first].all():
@@ -87,12 +87,12 @@ class Arena:
         return bool(self._written[pages].all())
 
     def parts(self, place: Ints, length: Ints) -> list[list[memoryview]]:
-        """Writable views of the objects at these places (see `runs`), whose headers are there."""
+        """Return writable views of the objects at these places; headers of runs must be written."""
         found = zip(place.tolist(), length.tolist(), strict=True)
         return [pieces(self.view, at, nbytes) or [] for at, nbytes in found]
 
     def close(self) -> None:
-        """Close the descriptors; the memory is freed with its last mapping and view."""
+        """Close the descriptors; the system frees the memory with its last mapping and view."""
         if self.fd >= 0:
             os.close(self.fd)
             os.close(self._fd)
@@ -115,19 +115,20 @@ class ArenaView:
         """Map the arena behind `fd`; the caller keeps (and closes) `fd`.
 
         Raises:
-            MalformedError: it is smaller than `nbytes`, or could shrink, so that a read could kill.
+            MalformedError: it is smaller than `nbytes`, or could shrink: a read could then kill the
+                process.
         """
         if os.fstat(fd).st_size < nbytes or not _seals(fd) & F_SEAL_SHRINK:
             raise MalformedError(f"the descriptor is not a sealed arena of {nbytes} bytes")
         return cls(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), nbytes)
 
     def rows(self, stride: int) -> NDArray[np.uint8]:
-        """(n, stride) view: row i is the record at offset i * stride; the rest is cut off."""
+        """Return an (n, stride) view: row i is the record at offset i * stride; no partial row."""
         n = self.nbytes // stride
         return self.array[: n * stride].reshape(n, stride)
 
     def close(self) -> None:
-        """Unmap, or leave that to the last view still in use."""
+        """Unmap the arena, or leave that to the last view still in use."""
         _release(self)
 
 
@@ -135,20 +136,20 @@ class Rows:
     """Copies objects of one size out of the arena."""
 
     def __init__(self, arena: ArenaView, nbytes: int) -> None:
-        """`nbytes`: size of each object, 1 or more."""
+        """`nbytes`: size of each object, at least 1."""
         self._nbytes = nbytes
         self._rows = arena.rows(nbytes)
         self._arena = arena.array
-        # (p, 1): one byte in every page of a row, wherever it begins.
+        # (p, 1) offsets in a row: one byte in each of its pages, wherever the row begins.
         self._pages = np.append(np.arange(0, nbytes, _PAGE), nbytes - 1)[:, None]
 
     def copy(self, offset: Ints, out: NDArray[np.uint8]) -> bool:
-        """Copy objects to (n, nbytes) `out`; False, with nothing copied, unless all are rows.
+        """Copy objects to (n, nbytes) `out`; return False and copy nothing unless all are rows.
 
-        They are not rows where one is absent, or where a dataset has some of other sizes.
+        An object is no row if it is absent, or if the dataset also has objects of other sizes.
 
         Args:
-            offset: (n,) first byte of each in the arena, or NOWHERE; n > 0.
+            offset: (n,) first byte of each object in the arena, or NOWHERE; n > 0.
         """
         row, rest = np.divmod(offset, self._nbytes)
         if np.count_nonzero(rest) or row.min() < 0:
@@ -159,21 +160,21 @@ class Rows:
     def copy_rows(self, row: Ints, out: NDArray[np.uint8]) -> None:
         """Copy (n,) rows of the arena to (n, nbytes) `out`; n > 0."""
         if self._nbytes >= _TOUCHED_NBYTES and len(row) * len(self._pages) <= _TOUCHED_PAGES:
-            # Scattered rows cost a page-table walk and a memory latency each, one after the other
-            # as they are copied. Independent loads overlap: a fifth less time for 3 KB x 256.
+            # Each scattered row costs a page-table walk and a memory latency, and copies wait for
+            # them one by one. These independent loads overlap: a fifth less time for 3 KB x 256.
             self._arena.take(row * self._nbytes + self._pages, mode="clip")
         self._rows.take(row, 0, out, "clip")  # the function `np.take` costs 1 us more
 
 
 def _release(holder: Arena | ArenaView) -> None:
     holder.array = np.empty(0, np.uint8)
-    with contextlib.suppress(BufferError):  # a view is still in use: it keeps the mapping
+    with contextlib.suppress(BufferError):  # a view is still in use and keeps the mapping
         holder.view.release()
         holder._map.close()  # noqa: SLF001  (both classes are of this module)
 
 
 def _seals(fd: int) -> int:
-    import fcntl  # Windows has none; it imports this module but never has an arena
+    import fcntl  # missing on Windows, which imports this module but never has an arena
 
     try:
         return fcntl.fcntl(fd, F_GET_SEALS)

@@ -1,4 +1,4 @@
-"""Bytes that lie in several buffers, one after the other. Pure."""
+"""Operations on bytes in several consecutive buffers. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-#: Where the bytes of an object go, or come from: one buffer, or several, one after the other.
+#: The buffers of one object: a single one, or several, one after the other.
 Part: TypeAlias = Sequence[memoryview]
 #: Most buffers of one system call (IOV_MAX of Linux).
 MAX_BUFFERS = 1024
@@ -22,7 +22,7 @@ def address_of(writable: Any) -> int:
 
 
 def cut(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first bytes of some buffers, and the rest.
+    """Split buffers into the first `nbytes` bytes and the rest.
 
     >>> [[bytes(b) for b in part] for part in cut([memoryview(b"abc"), memoryview(b"de")], 1)]
     [[b'a'], [b'bc', b'de']]
@@ -37,7 +37,7 @@ def cut(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[
 
 
 def copy_over(data: memoryview, buffers: Sequence[memoryview]) -> None:
-    """Copy `data` over the buffers, in order; numpy copies without the GIL."""
+    """Copy `data` into the buffers, in order; numpy releases the GIL meanwhile."""
     at = 0
     for buffer in buffers:
         target = np.frombuffer(buffer, np.uint8)

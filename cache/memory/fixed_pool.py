@@ -1,4 +1,4 @@
-"""FixedPool: room for objects of one known length, dense in slabs. Pure."""
+"""FixedPool: the allocator of objects of one known length, dense in slabs. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from creel.policies.arrays import Index, Ints, every
 if TYPE_CHECKING:
     from creel.cache.memory.allocator import Allocator
 
-_SLAB_NBYTES = 64 << 20  # making a slab takes about 20 us: nothing beside reading 64 MiB
-_SLABS = 64  # at least this many slabs in a space, so that several pools can share a small one
+_SLAB_NBYTES = 64 << 20  # adding a slab takes about 20 us, nothing compared to reading 64 MiB
+_SLABS = 64  # least number of slabs in a space, so that several pools can share a small one
 
-_MANY = 4096  # places: from here on it is several times as fast to free them in order
+_MANY = 4096  # from this many places on, it is several times as fast to sort them before freeing
 
 _FREE, _USED = 1, 2
 
@@ -34,15 +34,15 @@ class FixedPool:
         self._space = space
         self._slab = max(min(_SLAB_NBYTES, space.nbytes // _SLABS) // record, 1)
         self._state = np.zeros(space.nbytes // record, np.uint8)  # zeroed lazily by the system
-        # Free records, of which the last is allocated first. Slabs: first record, ascending;
-        # records; records in use.
+        # Stack of free records, of which the last is allocated first. Of each slab: its first
+        # record (ascending), its number of records, and how many of them are in use.
         self._stack, self._first, self._count, self._busy = np.empty((4, 0), np.int64)
         self._top = 0
 
     def alloc(self, nbytes: Ints) -> Ints:
-        """(k,) offsets for objects of these sizes; NOWHERE where there is no room (the last ones).
+        """Return (k,) offsets for objects of these sizes; NOWHERE for the last ones without room.
 
-        An object longer than the record is NOWHERE, too; a shorter one takes a whole record.
+        An object longer than the record gets NOWHERE as well; a shorter one takes a whole record.
         """
         out = np.full(len(nbytes), NOWHERE, np.int64)
         where = np.flatnonzero(np.asarray(nbytes) <= self.record)
@@ -59,22 +59,22 @@ class FixedPool:
         return out
 
     def rounded(self, nbytes: Ints) -> Ints:
-        """Return the same sizes: a room is as long as its object."""
+        """Return the same sizes, as a room is as long as its object."""
         return nbytes
 
     def runs(self, places: Ints) -> Runs:  # noqa: ARG002
-        """All records are in one piece."""
+        """Return no runs, as all records are in one piece."""
         return {}
 
     def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-        """Return the same: each object takes up its own record."""
+        """Return the arguments, as each object occupies its own record."""
         return places, nbytes
 
     def free(self, places: Ints, nbytes: Ints) -> int:  # noqa: ARG002  (as in ObjectPool)
-        """Free objects; bytes of their records.
+        """Free objects; return the bytes of their records.
 
         Raises:
-            IllegalEventError: an offset that is not in use (nothing was freed).
+            IllegalEventError: an offset is not in use (nothing was freed).
         """
         if len(places) >= _MANY:
             places = np.sort(places)
@@ -87,7 +87,7 @@ class FixedPool:
         return len(records) * self.record
 
     def clear(self) -> bool:
-        """Free everything at once: record by record, 14 million take seconds."""
+        """Free all objects at once: record by record, 14 million would take seconds."""
         self._busy[:] = 0
         self._top = self.used = 0
         self.trim()
@@ -113,7 +113,7 @@ class FixedPool:
         return self._first * self.record, self._count * self.record
 
     def check(self, held: Ints) -> None:
-        """Raise IllegalEventError unless the records of the `held` (n,) bytes of slabs add up."""
+        """Raise IllegalEventError unless records and the `held` (n,) bytes of slabs add up."""
         must(int(held.sum()) == int(self._count.sum()) * self.record, "slabs have other sizes")
         must(int(self._busy.sum()) * self.record == self.used, "used bytes do not add up")
         must(self._top + int(self._busy.sum()) == int(self._count.sum()), "a record is lost")
@@ -127,7 +127,7 @@ class FixedPool:
         )
 
     def _grow(self, records: int) -> None:
-        """Take slabs until `records` more are free, or the space has none left."""
+        """Take slabs until `records` more are free, or the space has no more slabs."""
         slabs: list[tuple[int, int]] = []
         trimmed = False
         while records > 0:

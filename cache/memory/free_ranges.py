@@ -1,4 +1,4 @@
-"""Free ranges of the arena. Pure."""
+"""The free ranges of the arena, allocated by best fit. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from creel.policies.arrays import Ints
 #: The place of an object that is not in the arena, or has no room there.
 NOWHERE = -1
 
-_TRIES = 32  # candidates tried one by one before a search settles for less
+_TRIES = 32  # candidates that a search tries one by one before it accepts a worse fit
 
 
 def must(holds: bool | np.bool_, what: str) -> None:
-    """Check an invariant: raise IllegalEventError(what) unless `holds`."""
+    """Raise IllegalEventError(what) unless an invariant `holds`."""
     if not holds:
         raise IllegalEventError(what)
 
@@ -25,8 +25,8 @@ def must(holds: bool | np.bool_, what: str) -> None:
 class FreeRanges:
     """The free ranges of [0, nbytes): merged with their neighbours, found by best fit.
 
-    The distinct sizes are in a sorted list. D of them sum to at most `nbytes`, so with pages of p
-    bytes D <= sqrt(2 * nbytes / p): 5,000 at 100 GB and 8 KiB, which makes a list fast enough.
+    A sorted list has the D distinct sizes. They sum to at most `nbytes`, so with pages of p bytes
+    D <= sqrt(2 * nbytes / p), or 5,000 at 100 GB and 8 KiB: a list is fast enough.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -39,7 +39,7 @@ class FreeRanges:
             self.put(0, nbytes)
 
     def put(self, start: int, nbytes: int) -> None:
-        """Make [start, start + nbytes) free, joined with adjacent free ranges."""
+        """Free [start, start + nbytes) and merge it with adjacent free ranges."""
         end = start + nbytes
         self.nbytes += nbytes
         before = self._start.get(start)
@@ -53,9 +53,9 @@ class FreeRanges:
         self._keep(start, end - start)
 
     def take(self, nbytes: int, align: int) -> int:
-        """Start of `nbytes` at a multiple of `align`, from the smallest range that has room.
+        """Take `nbytes` at a multiple of `align` from the smallest range that has room.
 
-        Returns NOWHERE where there is no room.
+        Returns the start, or NOWHERE without room.
         """
         sizes = self._sizes
         i = bisect_left(sizes, nbytes)
@@ -73,13 +73,13 @@ class FreeRanges:
         return at
 
     def carve(self, record: int, limit: int) -> tuple[int, int]:
-        """(first, count): take records first..first+count-1, at `record` times their number.
+        """Take records first..first+count-1, at `record` times their number; return (first, count).
 
-        As many as fit, up to `limit`, in one range; count is 0 where not even one fits.
+        Takes as many as fit into one range, up to `limit`; count is 0 if not even one fits.
         """
         sizes = self._sizes
         i = bisect_left(sizes, (limit + 1) * record)
-        # A sure fit, or the largest there are.
+        # A size that surely fits, or else the largest ones.
         candidates = sizes[i : i + 1] or sizes[: -_TRIES - 1 : -1]
         for size in candidates:
             start = next(reversed(self._starts[size]))
@@ -91,9 +91,9 @@ class FreeRanges:
         return 0, 0
 
     def take_most(self, nbytes: int, align: int) -> tuple[int, int]:
-        """(start, size): take `nbytes` as `take` does, or else as much as the largest range has.
+        """Take `nbytes` as `take` does, or else as much as the largest range has.
 
-        (NOWHERE, 0) where there is no room at all; both are multiples of `align`, as `nbytes` is.
+        Returns (start, size), multiples of `align` as `nbytes` is; (NOWHERE, 0) without any room.
         """
         at = self.take(nbytes, align)
         if at != NOWHERE or not self._sizes:
@@ -108,7 +108,7 @@ class FreeRanges:
         return at, limit
 
     def sorted(self) -> tuple[Ints, Ints]:
-        """(n,) starts, ascending, and (n,) sizes of all free ranges."""
+        """Return (n,) starts, ascending, and (n,) sizes of all free ranges."""
         start = np.fromiter(self._size.keys(), np.int64, len(self._size))
         size = np.fromiter(self._size.values(), np.int64, len(self._size))
         order = np.argsort(start)
@@ -126,7 +126,10 @@ class FreeRanges:
         must(by_size == self._size, "free ranges by size")
 
     def _search(self, nbytes: int, align: int) -> tuple[int, int, int] | None:
-        """(start, size, at) where the best fit is misaligned: a few close fits, then a sure one."""
+        """Find a range if the best fit is misaligned: try a few close fits, then a sure one.
+
+        Returns (start, size) of the range and the aligned address in it.
+        """
         i = bisect_left(self._sizes, nbytes)
         near = ((s, n) for n in self._sizes[i:] for s in reversed(self._starts[n]))
         for start, size in islice(near, _TRIES):

@@ -1,7 +1,7 @@
-"""memfds and their seals, also below a Python that has no names for them.
+"""memfds and their seals, even for a Python that lacks them.
 
-A Python that was built against a glibc older than 2.27 (conda's; uv's before July 2026) has no
-`os.memfd_create`, and no seals in `fcntl`, whatever the system has. The numbers are Linux's.
+A Python built against a glibc older than 2.27 (conda's; uv's before July 2026) has no
+`os.memfd_create` and no seals in `fcntl`, even if the system has them. The numbers are Linux's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CLOEXEC, _ALLOW_SEALING = 1, 2
 
 
 def memfd(name: str, *, sealable: bool = False) -> int:
-    """Descriptor of new, empty memory, which goes with the last process that has it.
+    """Create an empty memfd; the system frees it with its last descriptor and mapping.
 
     Raises:
         OSError: the system gives none.
@@ -32,7 +32,7 @@ def memfd(name: str, *, sealable: bool = False) -> int:
 
 
 def sealed_memfd(name: str, nbytes: int) -> int:
-    """A memfd of `nbytes` that can neither shrink nor grow (so a mapping can never fault)."""
+    """Create a memfd of `nbytes` that can neither shrink nor grow, so no access raises SIGBUS."""
     import fcntl
 
     fd = memfd(name, sealable=True)
@@ -46,10 +46,10 @@ def sealed_memfd(name: str, nbytes: int) -> int:
 
 
 def sealed_file(name: str, write: Callable[[BinaryIO], object]) -> int:
-    """A memfd that `write` has filled, and that nobody can change any more.
+    """Create a memfd that `write` fills, and that nobody can change afterwards.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is no memory for it.
     """
     import fcntl
 

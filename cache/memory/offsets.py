@@ -1,4 +1,4 @@
-"""Offsets of a dataset's objects in the arena, stored in as few bytes as possible. Pure."""
+"""Offsets of a dataset's objects in the arena, in few bytes per object. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from creel.policies.arrays import Ints
 
 
 class Offsets:
-    """(n,) first byte in the arena of each object, or NOWHERE; reads and writes like an array.
+    """(n,) first byte in the arena of each object, or NOWHERE; indexed like an array.
 
-    Stored as the record number plus one, with 0 for NOWHERE.
+    The stored numbers are record numbers plus one, with 0 for NOWHERE.
 
     >>> offset = Offsets(np.zeros(3, np.int32), 10)
     >>> offset[np.array([1])] = np.array([70])
@@ -25,7 +25,7 @@ class Offsets:
     __slots__ = ("_record", "_words")
 
     def __init__(self, words: NDArray[np.signedinteger], record: int) -> None:
-        """words: (n,) zeros; record: bytes, 1 or more, of which all offsets are multiples."""
+        """words: (n,) zeros; record: all offsets are multiples of this many bytes, at least 1."""
         self._words = words
         self._record = record
 
@@ -33,7 +33,7 @@ class Offsets:
         return len(self._words)
 
     def view(self) -> Offsets:
-        """The same offsets, read only."""
+        """Return the same offsets, read-only."""
         words = self._words.view()
         words.flags.writeable = False
         return Offsets(words, self._record)
@@ -43,11 +43,11 @@ class Offsets:
         return out if self._record == 1 else np.maximum(out * self._record, NOWHERE)
 
     def rows(self, ids: NDArray[np.integer], nbytes: int) -> Ints | None:
-        """(k > 0,) number of each object's row, where the arena is rows of `nbytes`.
+        """Return (k > 0,) the row of each object, with the arena seen as rows of `nbytes`.
 
-        None if an object is absent, or does not begin where a row does.
+        None if an object is absent, or does not begin at a row.
         """
-        if self._record == nbytes:  # rows are what is stored: a third of the time
+        if self._record == nbytes:  # the row numbers are stored: a third of the time
             words = self._words.take(ids)
             if np.count_nonzero(words) != len(words):
                 return None

@@ -1,4 +1,4 @@
-"""PagedPool: room for objects of any size, in whole pages and in one or several runs. Pure."""
+"""PagedPool: the allocator of objects of any size, in pages and in one or several runs. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from creel.policies.arrays import Ints, every
 if TYPE_CHECKING:
     from creel.cache.memory.allocator import Allocator
 
-#: Most runs of one object: each takes 3 us here and 1 us of a reader. An object that would need
-#: more waits for others to leave.
+#: Most runs of one object: each takes 3 us here and 1 us in a reader. An object that would need
+#: more finds no room until other objects leave.
 _MAX_RUNS = 1024
-#: From this many rooms on, join them before freeing: one by one, a million would take seconds.
+#: From this many rooms on, adjacent ones are joined before they are freed: one by one, a million
+#: would take seconds.
 _MANY = 4096
 
 
 def _joined(offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-    """Return the ranges, ascending, with touching ones joined."""
+    """Sort ranges and join adjacent ones."""
     order = offsets.argsort()
     offsets, sizes = offsets[order], sizes[order]
     first = np.flatnonzero(np.append(True, offsets[1:] != offsets[:-1] + sizes[:-1]))
@@ -31,9 +32,9 @@ def _joined(offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
 
 
 class PagedPool:
-    """Objects of any size, in whole pages: in one piece, or in several runs where none is left.
+    """Objects of any size, in whole pages: in one piece, or in several runs if no range is left.
 
-    The pool does not store the lengths of objects in one piece: the caller does.
+    The pool does not store the lengths of objects in one piece, which the caller has.
     """
 
     same_size = False
@@ -49,11 +50,10 @@ class PagedPool:
         self._chains: Runs = {}
 
     def alloc(self, nbytes: Ints) -> Ints:
-        """(k,) places for objects of these sizes; NOWHERE where there is no room.
+        """Return (k,) places for objects of these sizes; NOWHERE where there is no room.
 
-        Where there is not enough for all, the first ones are served first, and a large object
-        without room does not keep out a small one. Else the largest are: the others fill what these
-        leave.
+        If there is room for all, the largest objects are allocated first, and smaller ones fill the
+        gaps. Else they are allocated in order; an object without room does not stop later ones.
         """
         extents, rooms = self._space.extents, self.rounded(nbytes)
         out = np.full(len(rooms), NOWHERE, np.int64)
@@ -73,7 +73,7 @@ class PagedPool:
         return out
 
     def _chain(self, nbytes: int) -> int:
-        """The place of an object in several runs, the largest there are; NOWHERE without room."""
+        """Allocate an object in several runs, largest ranges first; NOWHERE without room."""
         extents, found = self._space.extents, list[tuple[int, int]]()
         while nbytes > 0 and extents.nbytes >= nbytes and len(found) < _MAX_RUNS:
             want = -(-(nbytes + HEADER.size) // self.page) * self.page
@@ -91,10 +91,10 @@ class PagedPool:
         return place
 
     def free(self, places: Ints, nbytes: Ints) -> int:
-        """Free objects of these sizes; bytes of their rooms.
+        """Free objects of these sizes; return the bytes of their rooms.
 
         Raises:
-            IllegalEventError: a place that no object in use has (nothing was freed).
+            IllegalEventError: a place is not in use (nothing was freed).
         """
         at, size = self.rooms(np.asarray(places, np.int64), nbytes)
         self._check_in_use(at)
@@ -114,10 +114,10 @@ class PagedPool:
         return {place: self._chains[place] for place in places[places < NOWHERE].tolist()}
 
     def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-        """(m,) starts and (m,) sizes of all ranges that these objects take up, in any order.
+        """Return (m,) starts and (m,) sizes of all ranges that these objects occupy, in any order.
 
         Raises:
-            IllegalEventError: a place in several runs that no object in use has.
+            IllegalEventError: a place in several runs is not in use.
         """
         if len(places) != len(nbytes):
             raise IllegalEventError("as many sizes as places are needed")
@@ -131,14 +131,14 @@ class PagedPool:
         return np.concatenate([places[whole], at]), np.concatenate([sizes[whole], size])
 
     def clear(self) -> bool:
-        """Possible only when empty: the pool does not know the objects' lengths."""
+        """Return whether the pool is empty; it cannot free objects without their lengths."""
         return not self.used
 
     def trim(self) -> None:
-        """Do nothing: a page returns to the space with its object."""
+        """Do nothing: pages return to the space as soon as their object is freed."""
 
     def ranges(self) -> tuple[Ints, Ints]:
-        """(n,) starts and (n,) sizes of all runs: -1, up to where the next range begins."""
+        """Return (n,) starts and (n,) sizes of all runs; -1 means up to the next range."""
         bits = np.unpackbits(self._begins, bitorder="little")
         start = bits.nonzero()[0] << self._shift
         return start, np.full(len(start), -1)
@@ -148,11 +148,11 @@ class PagedPool:
         must(int(held.sum()) == self.used, "used bytes do not add up")
 
     def rounded(self, nbytes: Ints) -> Ints:
-        """(k,) bytes of the rooms for objects of these sizes, in one piece."""
+        """Return (k,) bytes of the rooms for objects of these sizes in one piece."""
         return -(-np.maximum(nbytes, 1) // self.page) * self.page
 
     def _bits(self, at: Ints) -> tuple[Ints, NDArray[np.uint8]]:
-        """(k,) byte of `_begins` and (k,) bit in it, for the pages at these addresses."""
+        """Return (k,) indices of bytes in `_begins` and (k,) bits, for pages at these addresses."""
         page = at >> self._shift
         return page >> 3, np.left_shift(1, page & 7).astype(np.uint8)
 

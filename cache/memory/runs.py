@@ -1,9 +1,9 @@
-"""Places: where an object is in the arena, in one piece or in several runs. Pure.
+"""Places: the positions of objects in the arena, in one piece or in several runs. Pure.
 
-A *place* is one number: the first byte of an object in one piece; NOWHERE; or, of one in several
-runs, the first byte of the first run, `chained` to a number below NOWHERE. Each of these runs
-begins with a header: how many bytes of the object follow, and where the next run begins. So a
-reader needs nothing but the place and the arena.
+A *place* is one number. For an object in one piece, it is the first byte; for an absent object,
+NOWHERE; for an object in several runs, the first byte of the first run, converted by `chained` to a
+number below NOWHERE. Each of these runs begins with a header: the number of the object's bytes that
+follow, and the start of the next run. A reader thus needs only the place and the arena.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import TypeAlias, TypeVar
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.policies.arrays import Ints
 
-#: Of a run: bytes of the object in it, and the start of the next run (NOWHERE: the last one).
+#: Header of a run: bytes of the object in it, and the start of the next run (NOWHERE: none).
 HEADER = struct.Struct("<qq")
-#: Least bytes of an object in any run but its last, which fills whole pages of 64 bytes or more:
-#: so whatever stands where headers were, the runs soon come to an end.
+#: Least bytes of an object in any run but its last, as runs are whole pages of 64 bytes or more.
+#: This bounds the number of runs that a reader follows, even if headers were overwritten.
 _LEAST = 64 - HEADER.size
 
 Number = TypeVar("Number", int, Ints)
 
-#: By place, for objects in several runs: (r, 2) start and bytes of each run, header included.
+#: By place of an object in several runs: (r, 2) start and bytes of each run, including the header.
 Runs: TypeAlias = dict[int, Ints]
 
 
 def chained(number: Number) -> Number:
-    """Convert the start of the first run to a place, and back.
+    """Convert the start of the first run to a place, or a place to the start.
 
     >>> chained(0), chained(chained(4096))
     (-2, 4096)
@@ -51,10 +51,10 @@ def headers(runs: Ints, nbytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def pieces(arena: memoryview, place: int, nbytes: int) -> list[memoryview] | None:
-    """The bytes of an object, in order; None where it is absent.
+    """Return views of an object's bytes, in order; None if the object is absent.
 
-    Also None where its length is unknown, or what should be a header is none, as the object left
-    meanwhile. An object that is not pinned may leave at any time: look at its place again
+    Also None if its length is unknown, or a header is invalid because the object left meanwhile. An
+    object that is not pinned may leave at any time: the caller must check its place again
     afterwards.
     """
     if place == NOWHERE or nbytes < 0:

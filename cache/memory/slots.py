@@ -1,15 +1,15 @@
 """Slots: reusable shared buffers that carry finished batches from a worker to its trainer.
 
 The worker makes a slot (a prefaulted memfd), hands over its descriptor once, and writes a batch
-into it. The trainer wraps it as tensors without a copy; when the last of them dies, the slot's id
-goes back to the worker, which writes the next batch there. Fresh shared memory costs a page fault
-for every 4 KiB, far more than the copy itself, so slots must be reused.
+into it. The trainer wraps the batch as tensors without a copy. When the last tensor dies, the
+slot's id returns to the worker, which writes the next batch there. Fresh shared memory costs a page
+fault for every 4 KiB, far more than the copy itself, so slots must be reused.
 
-The policy: a worker keeps at most `max_slots` slots of at most `MAX_NBYTES` together. When all are
-in use, a batch goes into a *one-off* slot, freed with its last tensor: slower, but nothing waits.
+A worker keeps at most `max_slots` slots of at most `MAX_NBYTES` together. When all are in use, a
+batch goes into a *one-off* slot, which is freed with its last tensor: slower, but no batch waits.
 Slots much larger than any recent batch are freed.
 
-The slots of a worker that has ended can serve the next one, if the trainer forks it: a child has
+The next worker can reuse the slots of a worker that has ended, if the trainer forks it: a child has
 the same mappings (`SlotReader.unused`).
 """
 
@@ -34,15 +34,15 @@ from creel.forks import at_fork
 
 ALIGN = 64  # bytes: a cache line, and the alignment of torch's own allocator
 _MEMORY = 64  # number of recent batches that a slot's size is compared with
-_TOO_LARGE = 4  # a slot of more than this many times the largest of them is freed
-MAX_NBYTES = 1 << 30  # of all slots that a worker keeps; one-offs come on top
-# Windows has neither; it imports this module but makes no slots.
+_TOO_LARGE = 4  # a slot larger than this many times the largest of these batches is freed
+MAX_NBYTES = 1 << 30  # most bytes of all slots that a worker keeps, without one-offs
+# Windows has neither flag; it imports this module but makes no slots.
 _POPULATE = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
-#: What tensors and arrays over a slot keep alive, to end with the last of them. Not a numpy array:
-#: a view of a numpy view refers to the base below, so the array could die before its views.
+#: The exporter that tensors and arrays over a slot keep alive, and that dies with the last of them.
+#: A numpy array could die before its views, as a view of a view refers to the base below.
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
@@ -52,7 +52,7 @@ def _buffer(mapping: mmap.mmap | bytearray) -> Buffer:
 
 @dataclass(eq=False)
 class Slot:
-    """A slot as the worker sees it. `address` is where it is mapped in the worker.
+    """A slot as the worker sees it, mapped at `address`.
 
     `fd` is -1 for an inherited slot, which the trainer has already.
     """
@@ -63,10 +63,10 @@ class Slot:
     once: bool
     mapping: mmap.mmap
     address: int
-    untouched: bool = False  # inherited: this process's page tables lack it
+    untouched: bool = False  # whether its pages are missing in this process's page tables
     filled: int = 0  # bytes used by the current batch
-    handed_over: bool = False  # whether the trainer has it
-    # The exporter that tensors made here over the slot (by collate) keep alive.
+    handed_over: bool = False  # whether the trainer uses it
+    # The exporter that tensors over the slot in this process (from collate) keep alive.
     local: weakref.ref[Buffer] | None = None
 
     def buffer(self) -> Buffer:
@@ -79,20 +79,20 @@ class Slot:
 
     @property
     def idle(self) -> bool:
-        """Whether it is unused, by the trainer and by tensors made here."""
+        """Whether neither the trainer nor a tensor in this process uses the slot."""
         return not self.handed_over and (self.local is None or self.local() is None)
 
     def touch(self) -> None:
-        """Enter an inherited slot's pages at once: half the time of one fault for each."""
+        """Map all pages of an inherited slot at once, in half the time of a fault for each."""
         self.untouched = False
-        with contextlib.suppress(OSError):  # an older kernel: they come one by one
+        with contextlib.suppress(OSError):  # an older kernel: pages are mapped one by one
             self.mapping.madvise(_MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last mapping."""
         if self.fd >= 0:
             os.close(self.fd)
-        with contextlib.suppress(BufferError):  # a tensor made here still uses it
+        with contextlib.suppress(BufferError):  # a tensor in this process still uses it
             self.mapping.close()
 
 
@@ -106,7 +106,7 @@ class SlotWriter:
     def __init__(self, *, max_slots: int, inherited: Sequence[mmap.mmap] = ()) -> None:
         """Keep at most `max_slots` slots.
 
-        inherited: the first slots, as given to this worker's `SlotReader`, too.
+        inherited: mappings of the first slots, the same as for this worker's `SlotReader`.
         """
         self._max_slots = max_slots
         self._ids = itertools.count(len(inherited))
@@ -116,21 +116,21 @@ class SlotWriter:
                 number, -1, len(mapping), False, mapping, address_of(mapping), untouched=True
             )
             self._slots[number] = slot
-        self._open: list[Slot] = []  # of the current batch
+        self._open: list[Slot] = []  # slots of the current batch
         self._unsent: list[Slot] = []
         self._spent: list[Slot] = []  # one-offs that were handed over
         self._retired: list[int] = []
         self._batches: deque[int] = deque(maxlen=_MEMORY)
         self._until_trim = _MEMORY
         self._expected = 0  # bytes of the largest recent batch
-        self._limit = 0  # slots of more bytes are freed when they come back
+        self._limit = 0  # larger slots are freed when they come back
 
     @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._slots.values())
 
     def room(self, nbytes: int) -> tuple[Slot, int]:
-        """A slot and an offset in it (a multiple of ALIGN) for `nbytes` of the current batch.
+        """Return a slot and an offset in it (a multiple of ALIGN) for `nbytes` of this batch.
 
         Raises:
             OSError: the machine has no memory left.
@@ -145,7 +145,7 @@ class SlotWriter:
         return slot, 0
 
     def take(self, nbytes: int) -> Slot:
-        """Add a slot of at least `nbytes` to the current batch. Raises as `room`."""
+        """Add a slot of at least `nbytes` to the current batch; raises as `room`."""
         self._close_spent()
         want = max(nbytes, 0 if self._open else self._expected)
         slot = self._found(want) or self._found(nbytes) or self._new(nbytes, once=True)
@@ -156,7 +156,7 @@ class SlotWriter:
         return slot
 
     def seal(self) -> list[Slot]:
-        """Finish the batch and return its slots; the trainer has them until it gives them back."""
+        """Finish the batch and return its slots; the trainer uses them until it gives them back."""
         used, self._open = self._open, []
         for slot in used:
             slot.handed_over = True
@@ -166,7 +166,7 @@ class SlotWriter:
         return used
 
     def holds(self, address: int, nbytes: int) -> tuple[Slot, int] | None:
-        """The slot of the current batch, and the offset in it, at this address; or None."""
+        """Return the current batch's slot at this address and the offset in it, or None."""
         for slot in self._open:
             at = address - slot.address
             if at >= 0 and at + nbytes <= slot.filled:
@@ -180,21 +180,21 @@ class SlotWriter:
         self._open = []
 
     def unsent(self) -> list[tuple[int, int, int]]:
-        """(id, descriptor, bytes) of slots the trainer has not received.
+        """Return (id, descriptor, bytes) of slots that the trainer has not received.
 
-        Send them no later than the batch in them, and before the next `give_back` or batch: a
-        one-off's descriptor is closed then.
+        The caller must send them no later than the batch in them, and before the next `give_back`
+        or batch, which closes descriptors of one-offs.
         """
         new, self._unsent = self._unsent, []
         return [(slot.id, slot.fd, slot.nbytes) for slot in new]
 
     def retired(self) -> list[int]:
-        """Ids of freed slots, which the trainer can forget."""
+        """Return the ids of freed slots, which the trainer can forget."""
         gone, self._retired = self._retired, []
         return gone
 
     def give_back(self, ids: list[int]) -> None:
-        """Take slots back from the trainer; ~id means that the slot must not be used again.
+        """Take slots back from the trainer; ~id stands for a slot that must not be used again.
 
         Unknown ids are ignored.
         """
@@ -220,12 +220,12 @@ class SlotWriter:
         return [s for s in self._slots.values() if s.idle and s not in self._open]
 
     def _found(self, nbytes: int) -> Slot | None:
-        """The smallest idle slot that is large enough, or a new one."""
+        """Return the smallest idle slot that is large enough, or a new one; None beyond limits."""
         fit = [slot for slot in self._idle() if slot.nbytes >= nbytes]
         return min(fit, key=lambda s: s.nbytes, default=None) or self._grown(nbytes)
 
     def _grown(self, nbytes: int) -> Slot | None:
-        """A new slot to keep, in place of idle smaller ones if needed; None beyond the limits."""
+        """Make a slot to keep, in place of idle smaller ones if needed; None beyond the limits."""
         size = _rounded(nbytes)
         small = self._idle()
         if self.nbytes - sum(s.nbytes for s in small) + size > MAX_NBYTES:
@@ -240,7 +240,7 @@ class SlotWriter:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = sealed_memfd("creel-slot", nbytes)
         try:
-            os.posix_fallocate(fd, 0, nbytes)  # out of memory raises here; a later fault would kill
+            os.posix_fallocate(fd, 0, nbytes)  # raises without memory; a later fault would kill
             mapping = mmap.mmap(fd, nbytes, flags=_POPULATE)
         except BaseException:
             os.close(fd)
@@ -292,23 +292,24 @@ class SlotReader:
     """The trainer's side, one per worker.
 
     Tensors may die in any thread, within the garbage collector, after `close`, or in a forked
-    child: all that happens then is an append to a deque (and in a child not even that).
+    child. Their end only appends to a deque, and in a child not even that.
     """
 
     def __init__(
         self, *, max_leased: int, inherited: Sequence[mmap.mmap] = (), private: bool = False
     ) -> None:
-        """Copy batches out once `max_leased` slots are leased.
+        """Have batches copied out while `max_leased` slots are leased.
 
-        inherited: the first slots, from another worker's `unused`. private: what is written into a
-        lease stays in this process, and is gone with the lease; others may read the slot.
+        inherited: mappings of the first slots, from another worker's `unused`.
+        private: keep writes into a lease in this process, and discard them with the lease, as other
+            processes read the same slot.
         """
         self.max_leased = max_leased
         self._private = private
         #: Ids of slots that may be used again, and ~id of those that must not be.
         self._free: deque[int] = deque()
         self._maps: dict[int, mmap.mmap | bytearray] = dict(enumerate(inherited))
-        self._copies: set[int] = set()  # slots copied here instead of mapped: good for one batch
+        self._copies: set[int] = set()  # slots copied instead of mapped, valid for one batch
         self._live: dict[int, _SlotLease] = {}
         self._shared: set[int] = set()
         self._pid = os.getpid()
@@ -317,7 +318,7 @@ class SlotReader:
 
     @property
     def leased(self) -> int:
-        """Number of slots that somebody's tensors keep."""
+        """Number of slots that tensors keep alive."""
         return len(self._live)
 
     @property
@@ -326,32 +327,32 @@ class SlotReader:
         return self.leased >= self.max_leased
 
     def adopt(self, slot_id: int, fd: int, nbytes: int) -> None:
-        """Map a slot the worker made; the caller keeps (and closes) `fd`.
+        """Map a slot that the worker has made; the caller keeps (and closes) `fd`.
 
-        Where it cannot be mapped (which takes a descriptor, too) its bytes are copied, and the
-        worker is told not to use it again.
+        If it cannot be mapped (which takes a descriptor as well), its bytes are copied, and the
+        worker is told not to use the slot again.
 
         Raises:
-            OSError, MemoryError: it cannot be copied either.
+            OSError, MemoryError: the slot cannot be copied either.
         """
         try:
-            flags = mmap.MAP_PRIVATE if self._private else _POPULATE  # that would copy all of it
+            flags = mmap.MAP_PRIVATE if self._private else _POPULATE  # populating would copy it all
             self._maps[slot_id] = mmap.mmap(fd, nbytes, flags=flags)
         except OSError:
             self._maps[slot_id] = _copy_of(fd, nbytes)
             self._copies.add(slot_id)
 
     def view(self, slot_id: int) -> memoryview:
-        """All bytes of a slot, valid until it is given back. IllegalEventError if there is none."""
+        """Return all bytes of a slot, valid until it is given back. Raises IllegalEventError."""
         return memoryview(self._map(slot_id))
 
     def lease(self, slot_id: int, *, once: bool = False) -> Buffer:
         """Return a buffer over the whole slot; when it dies, the slot may be written again.
 
-        A one-off (`once`) is unmapped then and not given back.
+        A one-off (`once`) is then unmapped and not given back.
 
         Raises:
-            IllegalEventError: no such slot, or it is already leased.
+            IllegalEventError: there is no such slot, or it is already leased.
         """
         if slot_id in self._live:
             raise IllegalEventError(f"slot {slot_id} is leased already")
@@ -371,20 +372,20 @@ class SlotReader:
             self._free.append(~known if copied else slot_id)
 
     def returned(self) -> list[int]:
-        """Return ids for `SlotWriter.give_back`, each once."""
+        """Return the ids for `SlotWriter.give_back`, each once."""
         ids = []
         while self._free:  # other threads only append
             ids.append(self._free.popleft())
         return ids
 
     def forget(self, ids: list[int]) -> None:
-        """Unmap slots that the worker freed; leased ones stay until their last tensor dies."""
+        """Unmap slots that the worker has freed; leased ones stay until their last tensor dies."""
         for slot_id in ids:
             self._maps.pop(slot_id, None)
             self._copies.discard(slot_id)
 
     def unused(self, nbytes: int) -> list[mmap.mmap]:
-        """Return slots that nobody uses once the worker has ended, of at most `nbytes` together."""
+        """Return unused slots of a worker that has ended, of at most `nbytes` together."""
         found = []
         for slot_id, mapping in list(self._maps.items()):
             if slot_id in self._live or not isinstance(mapping, mmap.mmap):
@@ -395,7 +396,7 @@ class SlotReader:
         return found
 
     def close(self) -> None:
-        """Forget all slots; tensors stay valid, and nothing is given back any more."""
+        """Forget all slots; tensors stay valid, and no slot is given back any more."""
         self._free = deque(maxlen=0)
         self._maps.clear()
 
@@ -406,7 +407,7 @@ class SlotReader:
         return mapping
 
     def _end(self, slot_id: int, once: bool) -> None:
-        """The last tensor over a slot died. Takes no lock: this may interrupt any line."""
+        """Release a slot whose last tensor died; takes no lock, as it may interrupt any line."""
         self._live.pop(slot_id, None)
         if self._pid != os.getpid():
             return
@@ -420,7 +421,7 @@ class SlotReader:
         self.release(~slot_id if shared else slot_id, once=once)
 
     def mark_shared(self) -> None:
-        """Mark leased slots around a fork: the child sees them, so they are not written again."""
+        """Mark slots leased at a fork: they are not written again, as the child sees them."""
         self._shared.update(self._live)
 
 
@@ -433,7 +434,7 @@ def _copy_of(fd: int, nbytes: int) -> bytearray:
 
 
 class _SlotLease(weakref.ref[Buffer]):
-    """Calls back at the end of a leased buffer; costs a third of `weakref.finalize`."""
+    """Calls back when a leased buffer dies, at a third of the cost of `weakref.finalize`."""
 
     __slots__ = ("once", "reader", "slot_id")
     reader: weakref.ref[SlotReader]
@@ -442,7 +443,7 @@ class _SlotLease(weakref.ref[Buffer]):
 
 
 def _ended(lease: weakref.ref[Buffer], finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if finalizing() or not isinstance(lease, _SlotLease):  # an exiting process gives nothing back
+    if finalizing() or not isinstance(lease, _SlotLease):  # an exiting process returns no slots
         return
     owner = lease.reader()
     if owner is not None:
@@ -459,5 +460,5 @@ def _mark_all_shared() -> None:
             owner.mark_shared()
 
 
-# Both, as other threads go on: a slot may be given back or leased right beside the fork.
+# Before and after, as other threads run on: they may lease or return a slot during the fork.
 at_fork(before=_mark_all_shared, after_in_parent=_mark_all_shared)

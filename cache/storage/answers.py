@@ -1,18 +1,18 @@
-"""Shared by remote stores: an answer's version tag, and many requests at a time."""
+"""Functions of all remote stores: version tags of answers, and many requests at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-#: Versions requested at a time: each is a round trip of hardly any bytes.
+#: Versions requested at a time; each request is a round trip of few bytes.
 AT_ONCE = 32
-#: Bytes per second below which an answer counts as none.
+#: Bytes per second; a slower answer counts as a time-out.
 SLOWEST_BPS = 16 << 10
 
 
 def of_each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exception]:
-    """The result or exception of `job` for each address, many at a time."""
+    """Return the result or exception of `job` for each address; runs many jobs at a time."""
 
     def one(uri: str) -> int | Exception:
         try:
@@ -30,7 +30,7 @@ def of_each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Except
 
 
 def tag_of(headers: Mapping[str, str], size: int | None) -> str:
-    """Text that identifies a version of an object; "" where there is none.
+    """Return a text that identifies a version of an object, or "" if there is none.
 
     >>> tag_of({"ETag": '"a"', "Last-Modified": "Sun"}, 9), tag_of({"Last-Modified": "Sun"}, 9)
     ('"a"', 'Sun 9')

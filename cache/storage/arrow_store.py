@@ -27,9 +27,9 @@ _S3_TRIES = 3  # pyarrow's AwsStandardS3RetryStrategy, which a client made from 
 def arrow_of(uri: str, deadline_s: float) -> tuple[Any, str]:
     """Return pyarrow's file system of an address, and the path in it.
 
-    S3's client gives up a request after `deadline_s` without an answer, all its own retries
-    together; Google's retries no longer than that. An address cannot set this, but the arguments in
-    the client's pickle can be changed.
+    S3's client gives up a request after `deadline_s` without an answer, including its own retries;
+    Google's client retries no longer than that. An address cannot set these limits, so they are
+    changed in the arguments of the client's pickle.
     """
     from pyarrow import fs
 
@@ -49,7 +49,7 @@ def arrow_of(uri: str, deadline_s: float) -> tuple[Any, str]:
 
 
 class ArrowStore:
-    """pyarrow.fs: one client per scheme and host. Opening sends HEAD for the size, then GET."""
+    """Reads through pyarrow.fs, one client per scheme and host: HEAD for the size, then GET."""
 
     def __init__(self, uri: str, deadline_s: float) -> None:
         parts = urlsplit(uri)
@@ -114,16 +114,16 @@ class ArrowStore:
             return self._version(uri, f)
 
     def _version(self, uri: str, file: Any) -> int:
-        """Version of an open file; needs no request where opening it gave enough."""
+        """Return the version of an open file; a request only if opening it gave no tag."""
         tag = tag_of({k: v.decode() for k, v in (file.metadata() or {}).items()}, file.size())
         return version.of_tag(tag) if tag else _version_of(self._status(uri))
 
 
 class GcsStore(ArrowStore):
-    """gs: Google's client waits for an answer without end, so each request has a thread.
+    """Reads gs, with a thread for each request, as Google's client has no time-out for answers.
 
-    A file with random access is opened while the client holds the interpreter: nothing else would
-    run, nor see that it is late. So a stream must begin before; most objects need nothing else.
+    The client holds the GIL while it opens a file for random access, so that no other thread could
+    notice a time-out. A stream, opened first, does not; most objects need only that.
     """
 
     def __init__(self, uri: str, deadline_s: float) -> None:
@@ -133,7 +133,7 @@ class GcsStore(ArrowStore):
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        del versioned  # asking for the size tells it, too
+        del versioned  # the request for the size returns the version as well
         info = self._file(stored.uri)
         nbytes = info.size if length == UNKNOWN else length
         check_size(stored, info.size, nbytes)
@@ -148,7 +148,7 @@ class GcsStore(ArrowStore):
             yield Filled(int(run is runs[0]), _version_of(info))
 
     def _bytes(self, stored: StoredFile, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of (offset, nbytes) each, in memory of their own: a late thread may write."""
+        """Return the bytes of each (offset, nbytes), in new memory, as late threads may write."""
         path = self._path(stored.uri)
         nbytes = sum(span[1] for span in spans)
         at_head = len(spans) == 1 and spans[0][0] == 0
@@ -187,13 +187,13 @@ class GcsStore(ArrowStore):
         return _version_of(self._status(uri))
 
     def _in_time(self, job: Callable[[], T], nbytes: int = 0) -> T:
-        """`job()`, in a thread that is left behind where no answer comes in time."""
+        """Return `job()`, run in a thread that is abandoned if no answer comes in time."""
         answer: Future[T] = Future()
 
         def work() -> None:
             try:
                 answer.set_result(job())
-            except BaseException as e:  # noqa: BLE001  raised by the one who waits
+            except BaseException as e:  # noqa: BLE001  raised in the waiting thread
                 answer.set_exception(e)
 
         try:
@@ -207,7 +207,7 @@ class GcsStore(ArrowStore):
 
 
 def _version_of(info: Any) -> int:
-    """Version from time and size; Google takes one write of an object per second."""
+    """Return a version made of time and size; Google allows one write of an object per second."""
     if info.mtime_ns is None:
         return version.UNKNOWN
     return version.of_tag(f"{info.mtime_ns} {info.size}")

@@ -1,7 +1,7 @@
-"""Copies of files in shared memory: what a job has read before its dataset was registered.
+"""Copies of files in shared memory, which a job has read before its dataset was registered.
 
-A loader that learns what its dataset reads keeps what slow storage gave it meanwhile; the daemon
-takes each copy once, in place of a read of the source, if the file is still the same.
+While a loader learns which files its dataset reads, it keeps copies of those from slow storage. The
+daemon takes each copy once, instead of a read of the source, if the file has not changed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from creel.cache.storage import version
 from creel.errors import MalformedError
 from creel.policies.arrays import Ints
 
-COPIES = "creel-copies"  # the name of a memfd for them
-#: Copies begin at multiples of this, so that the memory of each can be freed by itself. The first
-#: page says in one byte whether they were given to a daemon, and from the next word on its salt.
+COPIES = "creel-copies"  # the name of a memfd for copies
+#: Copies begin at multiples of this, so that the memory of each can be freed separately. The first
+#: page has one byte that says whether a daemon has the copies, and the salt from the next word on.
 PAGE_NBYTES = mmap.PAGESIZE
 _SALT_AT, _SALT_NBYTES = 8, 16
 _FIELDS = 4
@@ -41,14 +41,14 @@ class Copies:
         self.entries = entries
         weakref.finalize(self, os.close, fd)
         self._left = np.ones(len(entries), np.bool_)
-        self._mapped: mmap.mmap | None = None  # all of it, to free what was taken
+        self._mapped: mmap.mmap | None = None  # the whole memfd, to free copies that were taken
 
     @staticmethod
     def parsed(data: bytes, rows: int) -> Ints:
-        """The entries whose bytes these are, of a manifest with `rows` rows.
+        """Parse and check the bytes of entries for a manifest with `rows` rows.
 
         Raises:
-            MalformedError: no such entries.
+            MalformedError: the entries are not valid.
         """
         if len(data) % (8 * _FIELDS):
             raise MalformedError("copies of files have four numbers each")
@@ -65,19 +65,19 @@ class Copies:
 
     @property
     def salt(self) -> str:
-        """Tells a dataset with these copies from any other of the same files.
+        """Random text that makes a dataset with these copies differ from others of the same files.
 
-        So what a client says of a file's bytes is believed in its own job only.
+        Only the client's own job thus trusts the bytes that it has copied.
         """
         return os.pread(self.fd, _SALT_NBYTES, _SALT_AT).hex()
 
     @property
     def given(self) -> bool:
-        """Whether a daemon has them."""
+        """Whether the copies were given to a daemon."""
         return os.pread(self.fd, 1, 0) == b"\1"
 
     def give(self) -> bool:
-        """Whether they may go to a daemon: once, as it frees what it has taken."""
+        """Mark the copies as given; return False if they were, as a daemon frees what it takes."""
         with locked(self.fd):
             if self.given:
                 return False
@@ -85,7 +85,7 @@ class Copies:
             return True
 
     def take(self, row: int, path: str, now_ns: int) -> tuple[bytes, int] | None:
-        """Bytes and version of a row's file, whose copy is freed; None without a current copy.
+        """Return bytes and version of a row's file and free the copy; None without a current copy.
 
         `now_ns`: time.time_ns().
         """
@@ -98,12 +98,12 @@ class Copies:
             same = version.of_stat(os.stat(path), now_ns) == of  # noqa: PTH116
             data = _read(self.fd, first, nbytes) if same else b""
             self._free(first, nbytes)
-        except (OSError, ValueError):  # its owner has cut the memfd
+        except (OSError, ValueError):  # the owner has truncated the memfd
             return None
         return (data, of) if same and len(data) == nbytes else None
 
     def _free(self, first: int, nbytes: int) -> None:
-        """`free`, by one mapping for all: to map each copy anew takes longer than the rest."""
+        """Do as `free`, with one mapping for all: to map each copy takes longer than the rest."""
         if self._mapped is None:
             self._mapped = mmap.mmap(self.fd, 0)
         if nbytes:
@@ -112,8 +112,8 @@ class Copies:
 
 @contextmanager
 def locked(fd: int) -> Iterator[None]:
-    """Hold the lock of a memfd for copies, which other processes use, too."""
-    import fcntl  # there is none on Windows, where this module is imported, too
+    """Hold the lock of a memfd for copies, which other processes use as well."""
+    import fcntl  # missing on Windows, where this module is imported as well
 
     fcntl.lockf(fd, fcntl.LOCK_EX, 1)
     try:
@@ -123,7 +123,7 @@ def locked(fd: int) -> Iterator[None]:
 
 
 def new_copies(suffix: str = "") -> int:
-    """The descriptor of a memfd for copies; there is none so far. `suffix`: of its name."""
+    """Create a memfd for copies, without any; return its descriptor. `suffix`: of its name."""
     fd = memfd(f"{COPIES}{suffix}")
     os.ftruncate(fd, PAGE_NBYTES)
     os.pwrite(fd, os.urandom(_SALT_NBYTES), _SALT_AT)
@@ -131,8 +131,8 @@ def new_copies(suffix: str = "") -> int:
 
 
 def _read(fd: int, first: int, nbytes: int) -> bytes:
-    """Fewer bytes only at the end of the memfd: its owner may have cut it."""
-    data = os.pread(fd, nbytes, first)  # all of it: one copy, in memory that is not zeroed before
+    """Read a copy; returns fewer bytes only if the owner has truncated the memfd."""
+    data = os.pread(fd, nbytes, first)  # mostly all bytes, in one copy to memory not zeroed before
     while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), first + len(data))):
         data += more
     return data

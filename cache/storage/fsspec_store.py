@@ -1,4 +1,4 @@
-"""Remote stores that fsspec opens: http(s) in requests of our own, any other scheme by its calls.
+"""Remote stores of fsspec: http(s) with requests of our own, other schemes by fsspec's calls.
 
 fsspec is imported with the first such address.
 """
@@ -19,9 +19,9 @@ from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short, wrong_size
 from creel.errors import SourceError
 
-#: HEAD statuses of servers that may still answer GET: no HEAD, or addresses signed for GET alone.
+#: Statuses of HEAD with which GET may still succeed: no HEAD, or an address signed only for GET.
 _NO_HEAD = frozenset({400, 403, 405, 501})
-#: Status for the first byte of an empty file.
+#: Status of a request for the first byte of an empty file.
 _NO_SUCH_RANGE = 416
 _RANGE = re.compile(r"bytes (\d+)-.*")
 
@@ -30,10 +30,10 @@ _RANGE = re.compile(r"bytes (\d+)-.*")
 
 
 class HttpStore:
-    """http(s): one request per object, in fsspec's session, so that its settings apply.
+    """Reads http(s) with one request per object, in fsspec's session, so that its settings apply.
 
-    An object that is a whole file is requested whole, so that a file that grew is noticed; others
-    by range. Answers are not compressed in transit: a tag would be that of the packed bytes.
+    An object that is a whole file is requested without a range, so that growth is noticed; other
+    objects by range. Answers are not compressed, as a tag would be that of the compressed bytes.
     """
 
     def __init__(self, uri: str, deadline_s: float) -> None:
@@ -43,7 +43,7 @@ class HttpStore:
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        del versioned  # an answer has it
+        del versioned  # every answer has the version
         if length == 0 and not stored.whole:
             return b"", version.UNKNOWN
         found: tuple[bytes, int] = self._do(self._request, stored, offset, length)
@@ -87,7 +87,7 @@ class HttpStore:
             if size is not None and length != UNKNOWN:
                 check_size(stored, size, length)
             data = await self._body(r)
-        if r.status != 206 and length != UNKNOWN:  # everything
+        if r.status != 206 and length != UNKNOWN:  # the answer is the whole file
             check_size(stored, len(data), length)
             data = data if stored.whole else data[offset : offset + length]
         if length not in (UNKNOWN, len(data)):
@@ -96,7 +96,7 @@ class HttpStore:
         return data, version.of_tag(tag) if tag else version.UNKNOWN
 
     async def _body(self, r: Any) -> bytes:
-        """Read the body; one of unknown length may take as long as data keeps coming."""
+        """Read the body; without a known length it may take as long as data keeps coming."""
         length = r.headers.get("Content-Length", "")
         late_s = self._deadline_s + int(length) / SLOWEST_BPS if length.isdecimal() else None
         data: bytes = await asyncio.wait_for(r.read(), late_s)
@@ -114,7 +114,7 @@ class HttpStore:
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         for name, size in _found(self._fs, root, on_error=_unless_missing):
-            # A web page links to more than the folder's files: to other sort orders.
+            # A web page of a folder also links to other sort orders of itself.
             if not {"?", "#"} & set(name):
                 yield unquote(name), size
 
@@ -126,7 +126,7 @@ class HttpStore:
     async def _ask(
         self, uri: str, lacks: Callable[[Any], bool]
     ) -> tuple[Mapping[str, str], int | None]:
-        """Headers and size from HEAD; where that `lacks` something, from a GET of one byte."""
+        """Return headers and size from HEAD; if that `lacks` something, from a GET of one byte."""
         async with await self._send("HEAD", uri, {}) as r:
             if not lacks(r):
                 self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
@@ -146,7 +146,7 @@ class HttpStore:
 
 
 def _size_of(r: Any) -> int | None:
-    """Bytes of the whole file, as far as an answer says."""
+    """Return the bytes of the whole file, or None if the answer does not say."""
     if r.headers.get("Content-Encoding", "identity") != "identity":
         return None
     if r.status in {206, _NO_SUCH_RANGE}:
@@ -157,7 +157,7 @@ def _size_of(r: Any) -> int | None:
 
 
 def _check_span(uri: str, content_range: str, offset: int) -> None:
-    """Check that a part is the requested one; a server may not say."""
+    """Raise unless the answer's range is the requested one; a server may omit it."""
     span = _RANGE.fullmatch(content_range)
     if span and int(span[1]) != offset:
         raise SourceError(
@@ -165,17 +165,17 @@ def _check_span(uri: str, content_range: str, offset: int) -> None:
         )
 
 
-# --- whatever else fsspec opens ---------------------------------------------------------------
+# --- other schemes ----------------------------------------------------------------------------
 
 
 def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
     """Return fsspec's file system of an address, and the path in it.
 
-    Its HTTP requests end after `deadline_s` without data.
+    HTTP requests of the file system end after `deadline_s` without data.
 
     Raises:
         SourceError: fsspec is not installed.
-        ImportError, ValueError: it has no such file system.
+        ImportError, ValueError: fsspec has no such file system.
     """
     try:
         import fsspec
@@ -194,7 +194,7 @@ def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
 
 
 def _found(system: Any, root: str, **options: Any) -> Iterator[tuple[str, int]]:
-    """Yield the name below `root`, and the size or UNKNOWN, of each file fsspec finds."""
+    """Yield the name below `root`, and the size or UNKNOWN, of each file that fsspec finds."""
     base = system._strip_protocol(root).rstrip("/") + "/"  # noqa: SLF001  as url_to_fs does
     for name, info in system.find(base, detail=True, **options).items():
         size = info.get("size")
@@ -203,13 +203,13 @@ def _found(system: Any, root: str, **options: Any) -> Iterator[tuple[str, int]]:
 
 
 def _unless_missing(error: Exception) -> None:
-    """Raise unless the folder is missing; fsspec would skip it whatever the reason."""
+    """Raise unless the folder is missing; by itself, fsspec skips folders after any error."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 class FsspecStore:
-    """Any other fsspec file system: one request per object, and one for its version."""
+    """Reads any other fsspec file system: one request per object, and one for its version."""
 
     def __init__(self, uri: str, deadline_s: float) -> None:
         self._fs, _ = fsspec_of(uri, deadline_s)
@@ -227,7 +227,7 @@ class FsspecStore:
         if length == UNKNOWN:
             everything: bytes = self._do("cat_file", stored.uri)
             return everything
-        # One byte more than the whole file, to notice that it has grown.
+        # Request one byte more than the whole file, to notice growth.
         end = offset + length + int(stored.whole)
         data: bytes = self._do("cat_file", stored.uri, start=offset, end=end)
         if stored.whole and len(data) != length:
@@ -254,12 +254,12 @@ class FsspecStore:
         return _found(self._fs, root)
 
     def _ask(self, uri: str) -> int:
-        self._fs.invalidate_cache(self._fs._parent(uri))  # noqa: SLF001  it may be outdated
+        self._fs.invalidate_cache(self._fs._parent(uri))  # noqa: SLF001  which may be out of date
         info = self._do("info", uri)
         return version.of_tag(str(sorted((k, str(v)) for k, v in info.items())))
 
     def _do(self, name: str, uri: str, **args: Any) -> Any:
-        """Call a method, within the deadline where the file system can be interrupted."""
+        """Call a method of the file system, within the deadline if it is asynchronous."""
         if not getattr(self._fs, "async_impl", False):
             return getattr(self._fs, name)(uri, **args)
         from fsspec.asyn import sync

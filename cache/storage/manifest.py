@@ -1,12 +1,12 @@
-"""Manifest: the objects of a dataset, as an Arrow table, so that it travels as one buffer.
+"""Manifest: the objects of a dataset, as an Arrow table, which is sent as one buffer.
 
-An *object* is a byte range that storage can give: (uri, offset, length). Rows are *runs* of `count`
-objects of `length` bytes each, one after the other from `offset` on: a folder of files is one row
-per file with count 1; a binary file of a million records is a single row. Object ids number the
-objects from 0 in row order. `length` is -1 where it is unknown until the object is read (a file
-whose size was not asked for); then `offset` is 0 and `count` is 1.
+An *object* is a byte range in storage: (uri, offset, length). A row is a *run* of `count` objects
+of `length` bytes each, one after the other from `offset` on: a folder of files has one row per file
+with count 1; a binary file of a million records is a single row. Object ids number the objects from
+0 in row order. `length` is -1 if it is unknown until the object is read (a file whose size was not
+asked for); then `offset` is 0 and `count` is 1.
 
-Only the loader knows which samples need which objects: plans name objects.
+Only the loader knows which samples need which objects; plans contain object ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
 _ROOT, _SALT, _COPIES = b"creel.root", b"creel.salt", b"creel.copies"
 UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
-#: Addresses compared at a time: a few megabytes.
+#: Addresses compared at a time, a few megabytes of text.
 _COMPARE = 1 << 15
 _PIECE = 1 << 18
 
@@ -55,8 +55,8 @@ class Manifest:
         table: columns uri (large_string, relative to `root` where `root` is not empty), offset,
             length, count (int64), without nulls.
         root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
-        salt: tells datasets of the same objects apart.
-        copies: of some of the files, for the daemon.
+        salt: distinguishes datasets of the same objects.
+        copies: copies of some of the files, for the daemon.
     """
 
     table: pa.Table
@@ -72,7 +72,7 @@ class Manifest:
         root: str = "",
         lengths: Sequence[int] | Ints | None = None,
     ) -> Manifest:
-        """One object per file.
+        """Make a manifest with one object per file.
 
         >>> Manifest.of_files(["a", "b"], root="/d").location(1)
         ('/d/b', 0, -1)
@@ -92,10 +92,10 @@ class Manifest:
         *,
         root: str = "",
     ) -> Manifest:
-        """`count[i]` objects of `length[i]` bytes each, dense from `offset[i]` of `uris[i]`."""
+        """Make a manifest; row i: count[i] objects of length[i] bytes from offset[i] of uris[i]."""
         import pyarrow as pa
 
-        # No pa.array: it imports numpy.ma and pandas to ask what the values are.
+        # pa.array would import numpy.ma and pandas to check the type of the values.
         columns = (np.ascontiguousarray(c, np.int64) for c in (offset, length, count))
         buffers = ((len(c), [None, pa.py_buffer(c)]) for c in columns)
         numbers = (pa.Array.from_buffers(pa.int64(), n, pair) for n, pair in buffers)
@@ -103,7 +103,7 @@ class Manifest:
 
     @classmethod
     def concat(cls, parts: Sequence[Manifest]) -> Manifest:
-        """Join parts, in order; ids of part i continue where part i-1 ended."""
+        """Join manifests in order; ids of part i continue after those of part i-1."""
         import pyarrow as pa
 
         if len(parts) == 1:
@@ -126,9 +126,9 @@ class Manifest:
         return bool((self.counts == 1).all())
 
     def _column(self, name: str) -> Ints:
-        """(rows,) a column of numbers; no copy where it is in one piece, and none by Arrow.
+        """Return (rows,) a column of numbers, without a copy if it is in one piece.
 
-        Its own conversions, as `pa.array` does, import pandas where that is installed: 0.25 s.
+        Arrow's own conversions, like `pa.array`, import pandas if it is installed: 0.25 s.
         """
         column = self._one_piece(name)
         if not len(column):
@@ -145,11 +145,11 @@ class Manifest:
 
     @cached_property
     def _prefix(self) -> str:
-        """What all addresses begin with."""
+        """Prefix of all addresses."""
         return self.root.rstrip("/") + "/" if self.root else ""
 
     def rows(self, ids: NDArray[np.integer]) -> Ints:
-        """(k,) row of the table that holds each object."""
+        """Return (k,) the row of the table that has each object."""
         if self._plain:
             return np.asarray(ids, np.int64)
         if self.table.num_rows == 1:
@@ -157,7 +157,7 @@ class Manifest:
         return np.searchsorted(self._ends, ids, side="right")
 
     def ranges(self, ids: NDArray[np.integer], rows: Ints | None = None) -> tuple[Ints, Ints]:
-        """(k,) offset in its file and (k,) length (or UNKNOWN) of each object.
+        """Return (k,) offsets in their files and (k,) lengths (or UNKNOWN) of objects.
 
         rows: result of `rows(ids)`, if known.
         """
@@ -172,14 +172,14 @@ class Manifest:
     def file_rows(self) -> Ints:
         """(files + 1,) first row of each file, and the number of rows.
 
-        A *file* is a run of rows of one address, numbered from 0. An address that appears again
-        further down counts as two files, which costs only an open or a check more.
+        A *file* is a run of rows with one address; files are numbered from 0. An address that
+        appears again further down counts as another file, which costs one more open or check.
         """
         n = self.table.num_rows
         if n == 0:
             return np.zeros(1, np.int64)
         begins = np.ones(n + 1, np.bool_)  # begins[i]: row i is the first of a file; n is the end
-        # Two rows at offset 0 are two files (or one file twice, which does no harm).
+        # Two rows at offset 0 count as two files (one file twice does no harm).
         rows = np.flatnonzero((self.offsets[1:] != 0) | (self.offsets[:-1] != 0))
         begins[1 + rows[_like_next(*self._letters, rows)]] = False
         return np.flatnonzero(begins)
@@ -192,7 +192,7 @@ class Manifest:
         return np.append(0, self._ends)[self.file_rows]
 
     def file_of(self, ids: NDArray[np.integer]) -> NDArray[np.int32]:
-        """(k,) number of the file that holds each object."""
+        """Return (k,) the number of the file that has each object."""
         bounds = self.file_bounds
         if self._plain and len(bounds) == self.table.num_rows + 1:  # a file for each object
             return np.asarray(ids, np.int32)
@@ -209,14 +209,14 @@ class Manifest:
         return np.array([is_remote(uri) for uri in self.addresses(self.file_rows[:-1])], np.bool_)
 
     def extent(self, row: int) -> int:
-        """Least size of a row's file in bytes, as far as known; else UNKNOWN."""
+        """Return the least size of a row's file in bytes, or UNKNOWN."""
         file = int(np.searchsorted(self.file_rows, row, side="right")) - 1
         rows = slice(*self.file_rows[file : file + 2].tolist())
         ends = self.offsets[rows] + self._lengths[rows] * self.counts[rows]
         return int(ends.max())
 
     def addresses(self, rows: NDArray[np.integer]) -> list[str]:
-        """Full addresses of many rows; `uri` for one."""
+        """Return the full addresses of many rows; see `uri` for a single one."""
         prefix, (bounds, text) = self._prefix, self._letters
         spans = zip(bounds[rows].tolist(), bounds[1:][rows].tolist(), strict=True)
         return [prefix + str(text[start:stop], "utf-8") for start, stop in spans]
@@ -236,7 +236,7 @@ class Manifest:
         return self._column("count")
 
     def _one_piece(self, name: str) -> pa.Array:
-        """A column as one array; `combine_chunks` of a column copies it also where it is one."""
+        """Return a column as one array; `combine_chunks` would copy even a single chunk."""
         column = self.table.column(name)
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
@@ -245,13 +245,13 @@ class Manifest:
         return self._prefix + str(text[bounds[row] : bounds[row + 1]], "utf-8")
 
     def location(self, object_id: int) -> tuple[str, int, int]:
-        """(uri, offset, length) of one object; length is UNKNOWN where it was not asked for."""
+        """Return (uri, offset, length) of one object; length is UNKNOWN if not asked for."""
         ids = np.array([object_id])
         offset, length = self.ranges(ids)
         return self.uri(int(self.rows(ids)[0])), int(offset[0]), int(length[0])
 
     def lengths(self) -> Ints:
-        """(n,) bytes of every object, UNKNOWN where not asked for."""
+        """Return (n,) bytes of every object, UNKNOWN where not asked for."""
         out = np.empty(len(self), np.int64)
         self.fill_lengths(out)
         return out
@@ -264,7 +264,7 @@ class Manifest:
     def fill_lengths(self, out: Ints) -> None:
         """Write the bytes of every object to `out` (n,), UNKNOWN where not asked for.
 
-        In pieces of about _PIECE objects, which limits memory and the time that the GIL is held.
+        Works in pieces of about _PIECE objects to limit memory and the time of holding the GIL.
         """
         row, rows, done = 0, self.table.num_rows, 0
         while row < rows:
@@ -279,7 +279,7 @@ class Manifest:
 
     @cached_property
     def key(self) -> str:
-        """Content identity: equal for equal manifests, whatever process made them (XXH3-128)."""
+        """Content identity (XXH3-128): equal for equal manifests, in all processes."""
         root = self.root.encode()
         digest = xxhash.xxh3_128(f"{len(root)} {self.table.num_rows} ".encode() + root)
         digest.update(self.salt.encode())
@@ -290,14 +290,14 @@ class Manifest:
         return digest.hexdigest()
 
     def _text(self) -> tuple[memoryview, memoryview]:
-        """The ends of all uris in their text, and the text, also for sliced or joined tables."""
+        """Return the ends of all uris in their text, and the text; equal for sliced tables."""
         ends, text = self._letters
         first, last = int(ends[0]), int(ends[-1])
         return (ends[1:] - first).view(np.uint8).data, text[first:last]
 
     @cached_property
     def _letters(self) -> tuple[Ints, memoryview]:
-        """(rows + 1,) bounds of each row's uri in a text, and that text; no copy."""
+        """(rows + 1,) bounds of each row's uri in a text, and the text; without a copy."""
         uris = self._one_piece("uri")
         if not len(uris):
             return np.zeros(1, np.int64), memoryview(b"")
@@ -326,9 +326,9 @@ class Manifest:
     def from_arrow(
         cls, data: bytes | memoryview | mmap | pa.Buffer, fd: int | None = None
     ) -> Manifest:
-        """Read what `to_arrow` wrote, checking everything a hostile sender could have changed.
+        """Read a manifest from an Arrow file and check everything that a hostile sender can change.
 
-        `fd`: descriptor of the copies that it names, copied.
+        `fd`: descriptor of the copies that the file names, which is duplicated.
 
         Raises:
             MalformedError: no such file, another schema, nulls, negative or overflowing numbers.
@@ -354,7 +354,7 @@ class Manifest:
             return manifest
         entries = Copies.parsed(also.get(_COPIES, b""), table.num_rows)
         copies = Copies(os.dup(fd), entries)
-        if copies.salt != salt:  # else they would be believed in other jobs
+        if copies.salt != salt:  # else other jobs would trust them
             raise MalformedError("copies that belong to no such manifest")
         return replace(manifest, copies=copies)
 
@@ -377,7 +377,7 @@ class Manifest:
 
 
 def is_remote(uri: str) -> bool:
-    """Whether an address is outside this machine's file systems.
+    """Return whether an address is outside this machine's file systems.
 
     >>> is_remote("s3://bucket/a"), is_remote("file:///a"), is_remote("/odd://name")
     (True, False, False)
@@ -387,16 +387,16 @@ def is_remote(uri: str) -> bool:
 
 
 def _has_scheme(text: memoryview) -> bool:
-    """Whether "://" is anywhere in a long text, without copying all of it."""
+    """Return whether "://" is anywhere in a long text, without copying all of it."""
     step = _COMPARE << 8
     return any(b"://" in bytes(text[at : at + step + 2]) for at in range(0, len(text), step))
 
 
 def _like_next(bounds: Ints, text: memoryview, rows: Index) -> Mask:
-    """(k,) whether the uris of rows[i] and rows[i] + 1 are equal; `bounds`: theirs in `text`.
+    """Return (k,) whether the uris of rows[i] and rows[i] + 1 are equal; `bounds`: in `text`.
 
-    By hand, because `import pyarrow.compute` costs every daemon 8 MB: equal neighbours of L bytes
-    repeat after L bytes, and rows of one length are compared in one go.
+    Does without `pyarrow.compute`, which costs every daemon 8 MB: the text of equal neighbours of L
+    bytes repeats after L bytes, so rows of one length are compared together.
     """
     same = np.zeros(len(rows), np.bool_)
     if len(rows) == 0:
@@ -424,10 +424,10 @@ def _text_column(uris: Sequence[str] | pa.Array) -> pa.Array:
 
 
 def text_array(values: Sequence[str]) -> pa.Array:
-    """A large_string array, as `pa.array` makes it, in 2 ms instead of 12 for 20,000 names.
+    """Make a large_string array as `pa.array` does, in 2 ms instead of 12 for 20,000 names.
 
     Raises:
-        UnicodeEncodeError: a surrogate, as in a file's name that is not UTF-8.
+        UnicodeEncodeError: a value has a surrogate, such as a file's name that is not UTF-8.
     """
     import pyarrow as pa
 

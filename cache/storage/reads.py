@@ -1,6 +1,6 @@
-"""What a read gives, whatever it read from, and the counters of what was read.
+"""The results of reads, and counters of a source.
 
-Storage, a peer and the disk tier are read alike: `Read` says of each object how it went.
+Reads from storage, from a peer and from the disk tier all return a `Read`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from creel.cache.storage import version
 from creel.errors import SourceError
 from creel.policies.arrays import Floats, Ints
 
-#: Upper ends of the histogram's buckets, in seconds: page cache to a slow object store.
+#: Upper bounds of the histogram's buckets, in seconds: from page cache to slow object stores.
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -39,7 +39,7 @@ class Counters:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:
-        """Count reads that succeeded, with `seconds` in all."""
+        """Count reads that succeeded and took `seconds` together."""
         if not reads:
             return
         with self._lock:
@@ -59,7 +59,7 @@ class Counters:
             self.last_error = f"{error.uri}: {error.strerror}"
 
     def snapshot(self) -> Counters:
-        """Return a copy; `seconds` are counts per bucket of SECONDS and one beyond."""
+        """Return a copy; `seconds` has a count per bucket of SECONDS, and one of slower reads."""
         with self._lock:
             return replace(
                 self, errors=self.errors.copy(), seconds=list(self.seconds), _lock=threading.Lock()
@@ -77,9 +77,9 @@ class Read(NamedTuple):
     """Results of a read, by object in the order requested.
 
     nbytes: (k,) bytes read; -1 where the object failed (`counters.last_error` has the reason).
-    version: (k,) int64 of its file (see `cache/storage/version.py`); UNKNOWN where it failed.
-    asked: (k,) when the storage was asked for that version at the earliest (`time.monotonic`); 0
-        where that is not known.
+    version: (k,) int64 version of its file (`cache/storage/version.py`); UNKNOWN where it failed.
+    asked: (k,) earliest time at which the storage was asked for that version (`time.monotonic`); 0
+        if unknown.
     """
 
     nbytes: Ints
@@ -88,16 +88,16 @@ class Read(NamedTuple):
 
     @classmethod
     def failed(cls, objects: int) -> Read:
-        """The results of a read that failed: of one that begins."""
+        """Return results in which all objects have failed, to begin a read with."""
         nbytes, unknown = np.full(objects, -1), np.full(objects, version.UNKNOWN)
         return cls(nbytes, unknown, np.zeros(objects))
 
     def part(self, part: slice) -> Read:
-        """The results of some of the objects, to be entered."""
+        """Return a view of the results of some objects, to be written to."""
         return Read(self.nbytes[part], self.version[part], self.asked[part])
 
     def enter(self, where: NDArray[np.integer] | slice, found: Read) -> None:
-        """Enter the results of the objects at `where`."""
+        """Enter the results `found` for the objects at `where`."""
         for column, values in zip(self, found, strict=True):
             column[where] = values
 

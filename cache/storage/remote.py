@@ -1,8 +1,8 @@
 """Remote stores: s3, gs, hdfs and abfs through `pyarrow.fs`, http(s) and others by fsspec.
 
-Both are imported with the first such address (8 and 15 MB that local datasets save), and so is
-asyncio (16 ms of a daemon's start). Every request ends within a deadline. No retries here:
-`cache/storage/source.py` has them.
+Both are imported with the first such address (local datasets save 8 and 15 MB), and so is asyncio
+(16 ms of a daemon's start). Every request ends within a deadline. `cache/storage/source.py` has
+the retries.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 
 
 def store_key(uri: str) -> tuple[str, str, str]:
-    """Scheme, host and options of the store that serves an address.
+    """Return scheme, host and options of the store that serves an address.
 
-    Options are the query of addresses that pyarrow.fs reads. Over HTTP it is part of the file's
-    name (a signature, say).
+    The options are the query of addresses that pyarrow.fs reads. Over HTTP the query is part of the
+    file's name (a signature, for example).
 
     >>> store_key("s3://b/a?region=x"), store_key("http://h/a?sign=x")
     (('s3', 'b', 'region=x'), ('http', 'h', ''))
@@ -32,7 +32,7 @@ def store_key(uri: str) -> tuple[str, str, str]:
 
 
 def open_store(uri: str, deadline_s: float = 30.0) -> Store:
-    """Make the store for a remote address, with its client; no request is sent yet.
+    """Make the store of a remote address, with its client, without sending a request.
 
     deadline_s: longest time without an answer to a request.
     """

@@ -1,4 +1,4 @@
-"""Retries: which storage errors may pass, doing a read again, and errors in one form."""
+"""Retries: classifies storage errors, repeats reads, and converts errors to SourceError."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _TRANSIENT_WORDS = (
 )  # fmt: skip
 #: Words for credentials that are wrong, expired or insufficient.
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
-_QUIET_S = 60.0  # between two log lines about one storage: a server that is down fails every read
+_QUIET_S = 60.0  # least time between log lines about one storage: all reads of a dead server fail
 _SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&\s'\"]*")
-#: An invalid port: part of a password with a slash in it.
+#: An invalid port, which is part of a password with a slash in it.
 _INVALID_PORT = re.compile(r":(?!\d*$)[^\]]*$")
-#: Bytes as Python shows them, perhaps within a text shown that way; and their remains.
+#: The repr of bytes, perhaps inside the repr of a text; then newlines and escapes of such a repr.
 _QUOTED_BYTES = re.compile(r"\bb(\\*['\"]).*\1", re.DOTALL)
 _NEWLINES = re.compile(r"\\+n")
 _ESCAPED = re.compile(r"(?:\\+(?:x[0-9a-f]{2}|u[0-9a-f]{4}))+")
 _MAX_TEXT = 300
 
-_random = random.Random()  # noqa: S311  its own: a person's generator must not move
+_random = random.Random()  # noqa: S311  a private one, as the user's generator must not advance
 _warned: dict[str, float] = {}  # time of the last log line about each storage
 
 
 def transient(error: BaseException) -> bool:
-    """Whether the same read may succeed a moment later.
+    """Return whether the same read may succeed a moment later.
 
     True for EIO, ESTALE, time-outs, broken connections, HTTP 429 and 5xx. False for a missing
-    file, a refused permission, a file that is too short.
+    file, a denied permission, a file that is too short.
 
     >>> transient(OSError(errno.EIO, "")), transient(FileNotFoundError(errno.ENOENT, ""))
     (True, False)
@@ -69,7 +69,7 @@ def transient(error: BaseException) -> bool:
 
 
 def _timed_out(kind: type) -> bool:
-    """Whether it is a TimeoutError; before Python 3.11 asyncio (fsspec) had its own."""
+    """Return whether a class is a TimeoutError; before Python 3.11, asyncio had its own."""
     return any(base.__name__ == "TimeoutError" for base in kind.__mro__)
 
 
@@ -92,9 +92,9 @@ def public(uri: str) -> str:
 
 
 def source_error(error: Exception, uri: str) -> SourceError:
-    """Convert a storage's exception to SourceError, the one kind that readers see.
+    """Convert an exception of a storage to SourceError, the only kind that readers get.
 
-    It contains no keys or passwords, so it may be shown and logged.
+    The result contains no keys or passwords, so it may be shown and logged.
     """
     if isinstance(error, SourceError):
         shown = public(error.uri)
@@ -108,7 +108,7 @@ def source_error(error: Exception, uri: str) -> SourceError:
 
 
 def legible(text: str) -> str:
-    """Return one line of words, of at most 300 characters: libraries quote what a server sent.
+    """Return a text as one printable line of at most 300 characters: libraries quote servers.
 
     >>> legible("Bad status line:\\n\\n  b'\\\\xff\\\\x00binary'\\n  ^"), legible("caf\\udce9")
     ('Bad status line: ... ^', 'caf?')
@@ -120,7 +120,7 @@ def legible(text: str) -> str:
 
 
 def _reason(error: Exception) -> tuple[int, str]:
-    """(errno or 0, reason); pyarrow's object stores give only words."""
+    """Return (errno or 0, reason); pyarrow's object stores give only a text."""
     text = str(error)
     if "NO_SUCH_BUCKET" in text:
         return errno.ENOENT, "there is no such bucket"
@@ -136,12 +136,12 @@ def _reason(error: Exception) -> tuple[int, str]:
 
 
 def pause_s(settings: FetchSettings, tries: int, elapsed_s: float, jitter: float) -> float | None:
-    """Seconds to wait before the next attempt; None: the last error is final. Pure.
+    """Return the seconds to wait before the next attempt; None if the last error is final. Pure.
 
     Args:
-        tries: attempts that failed, at least 1.
+        tries: number of attempts that have failed, at least 1.
         elapsed_s: seconds since the first of them began.
-        jitter: a random number in [0, 1), so that readers do not come back together.
+        jitter: a random number in [0, 1), so that readers do not retry at the same time.
 
     >>> [pause_s(FetchSettings(attempts=4), tries, 0.5, 0.5) for tries in (1, 2, 3, 4)]
     [0.15000000000000002, 0.25, 0.45, None]
@@ -161,11 +161,11 @@ def retried(
     began: float | None = None,
     on_retry: Callable[[], None] = lambda: None,
 ) -> T:
-    """Do `job`, and again after errors that may pass: the one place where storage is retried.
+    """Return `job()`, repeating it after transient errors: the only place with retries of reads.
 
     Args:
-        uri: what is read, for the log.
-        error, began: of a first attempt that failed before, and when it began (`time.monotonic`).
+        uri: the address that is read, for the log.
+        error, began: error of a first attempt, if it has failed, and its start (`time.monotonic`).
         on_retry: called before each further attempt.
 
     Raises:
@@ -190,11 +190,11 @@ def retried(
             on_retry()
             error = None
     finally:
-        del error  # it refers to this frame by its traceback
+        del error  # breaks a cycle: its traceback refers to this frame
 
 
 def _warn(error: Exception, uri: str, deadline_s: float) -> None:
-    """Log one line about each storage, however many of its reads fail."""
+    """Log a retry; a warning only once in _QUIET_S for each storage."""
     now, storage = time.monotonic(), "/".join(uri.split("/", 3)[:3]) if "://" in uri else ""
     level = logging.DEBUG
     if now - _warned.get(storage, -_QUIET_S) >= _QUIET_S:

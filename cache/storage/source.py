@@ -1,8 +1,8 @@
 """Source: reads a manifest's objects from storage, with retries.
 
 Transient errors (EIO, broken connections, HTTP 429 and 5xx) are retried with back-off until a
-deadline; all others, and those that outlast it, become `SourceError`. Neighbours in one file are
-one read. Thread-safe. Used by the daemon's fetch threads and by the loader's direct reads.
+deadline. All other errors, and those that outlast the deadline, become `SourceError`. Neighbours in
+one file are one read. Thread-safe. The daemon's fetch threads and the loader's direct reads use it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from creel.settings import FetchSettings
 
 T = TypeVar("T")
 
-#: From this many objects on, check whether they are records of one local file.
+#: From this many objects on, a read checks whether all are records of one local file.
 _MANY = 8
-#: Read them separately if at most one in this many is another's neighbour.
+#: Such records are read separately if at most one in this many follows another in the file.
 _MAX_SEPARATE = 8
 #: Most objects of one read: half the buffers of a system call, as an object may have several.
 _MAX_JOINED = MAX_BUFFERS // 2
-#: Errors of an open for lack of descriptors.
+#: Errors of open without a free descriptor.
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 
 
@@ -63,9 +63,9 @@ class Source:
     Args:
         manifest: the objects.
         settings: attempts, pauses and deadlines.
-        files: most descriptors kept open (only of files that hold several objects).
+        files: most descriptors kept open (only of files with several objects).
         relative: whether paths may be relative to the working directory (never in a daemon, whose
-            working directory is not the client's).
+            working directory differs from the client's).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Source:
         relative: bool = True,
     ) -> None:
         self.manifest = manifest
-        #: Copies of its files, of which each is to be taken in place of a read.
+        #: Copies of some files, each of which can be taken once instead of a read.
         self.copies = manifest.copies
         self.counters = Counters()
         self._settings = settings or FetchSettings()
@@ -88,12 +88,12 @@ class Source:
         self._single, self._whole = _single(manifest)
 
     def adopt(self, copies: Copies | None) -> None:
-        """Take copies that came with an equal manifest, if there are none."""
+        """Use copies that came with an equal manifest, unless there are some already."""
         if self.copies is None:
             self.copies = copies
 
     def close(self) -> None:
-        """Close kept descriptors. A later read opens files again."""
+        """Close kept descriptors; later reads open the files again."""
         self._local.close()
 
     def read(self, object_id: int) -> bytes:
@@ -113,8 +113,8 @@ class Source:
     def versions(self, files: NDArray[np.integer]) -> Ints:
         """Ask the storage for the current version of each file.
 
-        Locally by path, so that a replaced file is noticed. Retries after transient errors are
-        shared by all files.
+        Local files are looked up by path, so that a replaced file is noticed. All files share the
+        retries after transient errors.
 
         Args:
             files: (k,) numbers, as in `Manifest.file_of`.
@@ -132,25 +132,25 @@ class Source:
                 raise next(iter(failed.values()))
 
         if uris:
-            with suppress(Exception):  # what failed is MISSING
+            with suppress(Exception):  # files that failed are MISSING
                 retried(self._settings, ask, uris[0], on_retry=self.counters.count_retry)
         return found
 
     def _ask(self, uris: list[str], which: list[int], found: Ints) -> dict[int, Exception]:
-        """Enter the versions of some addresses; return the errors of those worth a retry."""
+        """Enter the versions of some addresses; return the transient errors by position."""
         stores: dict[Store, list[int]] = defaultdict(list)
         if not self.manifest.remote.any():
             stores[self._local] = which
         else:
             for i in which:
-                with suppress(Exception):  # stores raise what they like: it is MISSING
+                with suppress(Exception):  # stores raise anything: the file is MISSING
                     stores[self._store(uris[i])].append(i)
         failed: dict[int, Exception] = {}
         for store, members in stores.items():
             answers: Sequence[int | Exception]
             try:
                 answers = store.versions([uris[i] for i in members])
-            except Exception as e:  # noqa: BLE001  likewise
+            except Exception as e:  # noqa: BLE001  stores raise anything
                 answers = [e] * len(members)
             for i, answer in zip(members, answers, strict=True):
                 if not isinstance(answer, Exception):
@@ -160,7 +160,7 @@ class Source:
         return failed
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
-        """Each object (for those of unknown length), None where it failed."""
+        """Return each object, of unknown length; None for objects that failed."""
         found: list[WholeObject | None] = []
         total, seconds, asked = 0, 0.0, time.monotonic()
         rows = self.manifest.rows(ids)
@@ -184,9 +184,9 @@ class Source:
         return found
 
     def _opened(self, uris: list[str]) -> Iterator[OpenFile | Exception]:
-        """Each local file, AHEAD_FILES of which are opened, and read ahead, at a time.
+        """Yield each local file, or the exception of opening it.
 
-        An exception in place of a file that cannot be opened.
+        AHEAD_FILES files at a time are opened, and read ahead by the kernel.
         """
         files: deque[OpenFile | Exception] = deque()
         left = deque(uris)
@@ -195,7 +195,7 @@ class Source:
                 while left and len(files) < AHEAD_FILES:
                     file = self._try_open(left[0])
                     if files and isinstance(file, OSError) and file.errno in _TOO_MANY:
-                        break  # the others, once these are closed
+                        break  # open it once these are closed
                     left.popleft()
                     files.append(file)
                 for file in files if len(uris) > 1 else ():
@@ -218,7 +218,7 @@ class Source:
     def _whole_of(
         self, row: int, uri: str, file: OpenFile | Exception | None, began: float
     ) -> tuple[bytes, int]:
-        """Bytes and version of an object; of a local file at once, if one attempt suffices."""
+        """Return bytes and version of an object; an opened local file is read before any retry."""
         error = file if isinstance(file, Exception) else None
         if isinstance(file, OpenFile):
             try:
@@ -233,14 +233,14 @@ class Source:
     def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object.
 
-        Neighbours in one file become one read. An object that is a whole file fails where the
-        file's length is not the manifest's: it is not the file that was listed. So does one that is
-        repeatedly written to while it is read.
+        Neighbours in one file become one read. An object that is a whole file fails if the file's
+        length is not the manifest's, as it is not the file that was listed. An object also fails if
+        its file is repeatedly written to during reads.
 
         Args:
             ids: (k,) objects.
-            length: (k,) bytes of each, from the manifest, or from an earlier read.
-            parts: (k,) buffers, together of these lengths.
+            length: (k,) bytes of each, from the manifest or an earlier read.
+            parts: (k,) lists of buffers, of these lengths together.
         """
         rows = self.manifest.rows(ids)
         offset = self.manifest.ranges(ids, rows)[0]
@@ -271,18 +271,18 @@ class Source:
         length: Ints,
         parts: Sequence[Part],
     ) -> Filled | None:
-        """Read scattered pieces of one local file, if they are that, by a fast path.
+        """Read scattered pieces of one local file by a fast path.
 
-        Small records from the page cache cost more to organize than to read. None where that does
-        not apply, or something failed: then nothing counts as read.
+        For small records in the page cache, the general way costs more than the reads. Returns None
+        if the objects are of another kind or a read failed; then no object counts as read.
         """
         file, row = self.manifest.file_of(ids), int(rows[0])
         if (file != file[0]).any() or self._single[row]:
             return None
-        order = offset.argsort(kind="stable")  # mostly in order
+        order = offset.argsort(kind="stable")  # quick, as offsets are mostly in order
         at = offset[order]
         if np.count_nonzero(at[1:] == at[:-1] + length[order[:-1]]) * _MAX_SEPARATE > len(at):
-            return None  # neighbours are better read at once
+            return None  # neighbours are better read together
         stored = self._stored_file(row)
         try:
             store = self._store(stored.uri)
@@ -299,7 +299,10 @@ class Source:
         return filled
 
     def _read_files(self, rows: Ints, length: Ints, parts: Sequence[Part], read: Read) -> int:
-        """Read local files of one object each by a fast path; how many of the first are such."""
+        """Read local files of one object each by a fast path, up to the first row of another kind.
+
+        Returns the number of these rows.
+        """
         whole = self._whole[rows]
         files = len(rows) if whole.all() else int(whole.argmin())
         uris = self.manifest.addresses(rows[:files])
@@ -320,9 +323,10 @@ class Source:
     def _read_file(
         self, uri: str, file: OpenFile | Exception, row: int, run: Run
     ) -> tuple[int | None, bool]:
-        """Read a local file of one object; its version, None where that failed.
+        """Read a local file of one object.
 
-        Second, whether one attempt sufficed, which is not counted yet.
+        Returns its version, None if that failed; and whether the first attempt succeeded, which the
+        caller must count.
         """
         error: Exception
         if isinstance(file, Exception):
@@ -336,7 +340,7 @@ class Source:
         return None if filled is None else filled.version, False
 
     def _fill(self, stored: StoredFile, runs: list[Run]) -> list[Filled | None]:
-        """The result of each run of one file. The first attempt reads all with one open."""
+        """Return the result of each run of one file; the first attempt reads all with one open."""
         done: list[Filled | None] = []
         while len(done) < len(runs):
             left, read, opens = runs[len(done) :], 0, 0
@@ -345,7 +349,7 @@ class Source:
                 for filled in self._store(stored.uri).fill(stored, left):
                     began, read, opens = time.monotonic(), read + 1, opens + filled.opens
                     done.append(filled)
-            except Exception as e:  # noqa: BLE001  stores raise what they like
+            except Exception as e:  # noqa: BLE001  stores raise anything
                 done.append(self._retry_fill(stored, left[read], e, began))
             self.counters.count(read, sum(r.length for r in left[:read]), began - start, opens)
         return done
@@ -353,7 +357,7 @@ class Source:
     def _retry_fill(
         self, stored: StoredFile, run: Run, error: Exception, began: float
     ) -> Filled | None:
-        """Retry the one run that failed; None if that fails, too."""
+        """Retry the one run that failed; return None if the retries fail as well."""
 
         def once(store: Store) -> Filled:
             (filled,) = store.fill(stored, [run])
@@ -363,7 +367,7 @@ class Source:
             first = None if isinstance(error, TornError) else error
             filled = self._with_retries(stored, once, first, began)
         except SourceError:
-            return None  # counted; a reader of the object gets the error itself
+            return None  # counted already; a direct read of the object will raise it again
         self.counters.count(1, run.length, time.monotonic() - began, 1)
         return filled
 
@@ -379,12 +383,12 @@ class Source:
         error: Exception | None = None,
         began: float | None = None,
     ) -> T:
-        """Do `job`, with retries after transient errors.
+        """Return `job(store)`, with retries after transient errors.
 
         `error` is the failure of a first attempt, if there was one, at `began` (`time.monotonic`).
 
         Raises:
-            SourceError: and no other error; it was counted.
+            SourceError: after all attempts; no other error is raised. It has been counted.
         """
         try:
             return retried(
@@ -404,7 +408,7 @@ class Source:
         if not is_remote(uri):
             self._check_path(uri)
             return self._local
-        # The process id: clients of object stores have threads and do not survive a fork.
+        # With the process id, as clients of object stores have threads and do not survive a fork.
         key = (os.getpid(), *store_key(uri))
         with self._lock:
             if key not in self._remote:
@@ -419,7 +423,7 @@ class Source:
 
 
 def _single(manifest: Manifest) -> tuple[Mask, Mask]:
-    """(rows,) whether its file holds only this row's object; and whether from byte 0 on."""
+    """Return (rows,) whether the object is the only one of its file, and if so from byte 0 on."""
     rows = manifest.file_rows
     single = np.zeros(manifest.table.num_rows, np.bool_)
     single[rows[:-1][np.diff(rows) == 1]] = True
@@ -428,7 +432,7 @@ def _single(manifest: Manifest) -> tuple[Mask, Mask]:
 
 
 class _Neighbours(NamedTuple):
-    """Objects, by position, that one read covers."""
+    """Adjacent objects in a file, by position, which are one read."""
 
     offset: int
     length: int

@@ -1,7 +1,7 @@
-"""Stores: one interface (`Store`) to each kind of storage, and the store of local files.
+"""Stores: the interface (`Store`) to all kinds of storage, and the store of local files.
 
-Local files are read with `pread` straight into the caller's buffers; `cache/storage/remote.py` has
-the others. No retries here: `cache/storage/source.py` has them.
+Local files are read with `pread` straight into the caller's buffers. `cache/storage/remote.py` has
+the other stores, `cache/storage/source.py` the retries.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from creel.limits import memory
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file. `keep`: it has many objects; `whole`: it is one object, from byte 0 on.
+    """A file. `keep`: it has several objects; `whole`: it is a single object, from byte 0 on.
 
-    `min_nbytes`: smallest size in bytes, as far as the manifest knows; the exact size if `whole`.
+    `min_nbytes`: least size in bytes that the manifest implies; the exact size if `whole`.
     """
 
     uri: str
@@ -51,7 +51,7 @@ Piece: TypeAlias = tuple[int, int, Sequence[memoryview]]
 
 
 class Filled(NamedTuple):
-    """A run that was read: number of opens for it, and the version read."""
+    """The result of a run: the number of opens, and the version that was read."""
 
     opens: int
     version: int
@@ -65,8 +65,8 @@ class Store(Protocol):
     ) -> tuple[bytes, int]:
         """Return `length` bytes from `offset` on (UNKNOWN: the whole object), and their version.
 
-        versioned: whether the version is needed, which may cost a request; else it may be UNKNOWN,
-        and a file that is written to meanwhile is read as the user's own code would.
+        versioned: whether the version is needed, which may cost a request. Otherwise it may be
+            UNKNOWN, and a file written to meanwhile may be torn, as in the user's own reads.
         """
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
@@ -76,26 +76,26 @@ class Store(Protocol):
         """Return the current version of each address, or the exception instead."""
 
     def size(self, uri: str) -> int | None:
-        """Return the bytes of a file; None where the storage does not say."""
+        """Return the size of a file in bytes; None if the storage does not tell."""
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         """Yield the name below `root`, and the size or UNKNOWN, of each file there."""
 
 
 def too_short(uri: str, length: int, got: int) -> SourceError:
-    """Error for `got` bytes where `length` were requested."""
+    """Return the error for `got` bytes if `length` were requested."""
     return SourceError(
         errno.ENODATA, f"is {length - got} bytes shorter than the manifest says", uri
     )
 
 
 def wrong_size(uri: str, length: int, size: int) -> SourceError:
-    """Error for a whole file whose size is not the object's: it is another file."""
+    """Return the error for a whole file whose size is not the object's: it is another file."""
     return SourceError(errno.ENODATA, f"has {size} bytes, the manifest says {length}", uri)
 
 
 def check_size(stored: StoredFile, size: int, length: int) -> None:
-    """Raise unless a file of `size` bytes can be the listed one."""
+    """Raise SourceError unless a file of `size` bytes can be the one in the manifest."""
     if stored.whole and size != length:
         raise wrong_size(stored.uri, length, size)
     if size < stored.min_nbytes:
@@ -105,19 +105,19 @@ def check_size(stored: StoredFile, size: int, length: int) -> None:
 # --- local files ------------------------------------------------------------------------------
 
 
-_PIECE_NBYTES = 1 << 20  # of a file that is not as long as its status says
-_TRIES = 3  # of a copy during which the file changed
-#: Bytes that are read with a small piece, as the kernel does for mapped files: all of a file that
-#: has room in memory is soon there, in fewer reads.
+_PIECE_NBYTES = 1 << 20  # read at once from a file that is longer than its status says
+_TRIES = 3  # attempts to read a file that changes meanwhile
+#: Bytes that are read ahead around a small piece, as the kernel does for mapped files: a file that
+#: fits into memory is soon cached completely, in fewer reads.
 _AROUND_NBYTES = 128 << 10
 
-#: Says "only what is in the page cache", on Linux; 0 where Python was built without it.
+#: Flag for reads from the page cache only, on Linux; 0 if Python was built without it.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 #: Most files that a thread opens before it reads the first, so that a disk works on all of them at
-#: once (benchmarks/many_files.py --raw: .8 of torch's speed without, 1.35 so).
+#: once (benchmarks/many_files.py --raw: 1.35 times torch's speed, .8 times without).
 AHEAD_FILES = 16
-#: Longer files are read ahead of their reader by the kernel anyway.
+#: The kernel itself reads longer files ahead.
 AHEAD_NBYTES = 1 << 20
 
 
@@ -130,7 +130,7 @@ def read_file(path: str) -> bytes:
     """Return all bytes of a local file of any length, without the cost of a file object.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -140,11 +140,11 @@ def read_file(path: str) -> bytes:
 
 
 def _rest(fd: int, size: int) -> bytes:
-    """Return what follows in a file that should be `size` bytes."""
+    """Return the rest of a file, which should be `size` bytes."""
     data = os.read(fd, size + 1)
     if len(data) == size > 0:
         return data
-    parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
+    parts = [data]  # more than 2 GiB, a file of /proc, or a file that changes
     while parts[-1]:
         parts.append(os.read(fd, _PIECE_NBYTES))
     return b"".join(parts)
@@ -154,20 +154,20 @@ def open_file(uri: str) -> OpenFile:
     """Open a local file for reading.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     return _open(path_of(uri))
 
 
-#: By device: whether its file system keeps what is read ahead.
+#: By device: whether its file system keeps read-ahead pages in the page cache.
 keeps_pages: dict[int, bool] = {}
 
 
 def read_ahead(fd: int, nbytes: int, device: int) -> None:
-    """Have the kernel begin to read the first `nbytes` of a file, if a disk must be waited for.
+    """Have the kernel start to read the first `nbytes` of a file into the page cache.
 
-    `device`: `st_dev` of the file. Only where the file system keeps what is read ahead, which it
-    says by RWF_NOWAIT: it is asked once.
+    Does nothing if the file system does not keep pages that were read ahead. It does if it supports
+    RWF_NOWAIT, which is tested once for each `device` (`st_dev` of the file).
     """
     keeps = keeps_pages.get(device)
     if keeps is None:
@@ -193,14 +193,14 @@ def _advise(fd: int, offset: int, length: int) -> None:
     try:  # noqa: SIM105  which takes as long as the call
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
     except OSError:
-        pass  # a hint; not every file takes it
+        pass  # a hint, which not every file supports
 
 
 def read_pieces(fd: int, pieces: Sequence[Piece]) -> int:
-    """Fill the buffers of scattered pieces of a file; how many may not be in the page cache.
+    """Fill the buffers of scattered pieces of a file; return how many were not in the page cache.
 
-    What lies in the page cache is read first; a disk is asked for all others at once
-    (benchmarks/cold_records.py).
+    Cached pieces are read first; the disk is asked for all others together
+    (benchmarks/cold_records.py). All pieces count as not cached if the file system cannot tell.
 
     Raises:
         OSError: a read failed, or the file ends before a piece does.
@@ -213,7 +213,7 @@ def read_pieces(fd: int, pieces: Sequence[Piece]) -> int:
 
 
 def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Read those pieces that lie in the page cache; return the others, which are read ahead."""
+    """Read the pieces in the page cache; return the others, after starting to read them ahead."""
     missing = []
     if not _NOWAIT:
         return pieces
@@ -225,7 +225,7 @@ def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
             except BlockingIOError:
                 pass
             missing.append((offset, length, buffers))
-    except OSError:  # the file system does not say what it has in the page cache
+    except OSError:  # the file system does not support RWF_NOWAIT
         return pieces
     if missing:
         step = _AROUND_NBYTES if os.fstat(fd).st_size < memory().available // 2 else 1
@@ -236,11 +236,11 @@ def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
 
 
 def read_unchanged(uri: str, opened: OpenFile | None = None) -> tuple[bytes, int]:
-    """All bytes of a file and their version; `opened` is the file, and is closed.
+    """Return all bytes of a file and their version; `opened`: the open file, which is closed.
 
     Raises:
-        OSError: it cannot be read, is repeatedly written to, or is no regular file (a device has
-            no end).
+        OSError: the file cannot be read, is repeatedly written to, or is no regular file (a device
+            has no end).
     """
     for _ in range(_TRIES):
         file, opened = opened or _open(path_of(uri)), None
@@ -256,9 +256,9 @@ def read_unchanged(uri: str, opened: OpenFile | None = None) -> tuple[bytes, int
 
 
 class LocalStore:
-    """Files by path; keeps at most `files` descriptors open.
+    """Reads files by path; keeps at most `files` descriptors open.
 
-    A file with one object must be exactly as long: else it is not the one that was listed.
+    A file with one object must have exactly its length: else it is not the file that was listed.
     """
 
     def __init__(self, files: int) -> None:
@@ -302,10 +302,10 @@ class LocalStore:
                 yield Filled(file.opens if run is runs[0] else 0, version.of_stat(before, now))
 
     def pieces(self, stored: StoredFile, pieces: Sequence[Piece]) -> Filled:
-        """Fill buffers from the file.
+        """Fill the buffers of scattered pieces of a file.
 
         Raises:
-            OSError: one could not be read, or not completely.
+            OSError: a piece could not be read completely.
             TornError: the file changed meanwhile.
         """
         with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
@@ -315,13 +315,13 @@ class LocalStore:
         return Filled(file.opens, version.of_stat(file.status, file.since))
 
     def single(self, opened: OpenFile, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
-        """`fill` for a file that is one object, as a fast path; return the version.
+        """Do as `fill` for a file that is one object, on a fast path; return the version.
 
-        `opened` is the file, and is closed.
+        `opened`: the open file, which is closed.
 
         Raises:
-            OSError: it cannot be read, or has another size.
-            TornError: it changed meanwhile.
+            OSError: the file cannot be read, or has another size.
+            TornError: the file changed meanwhile.
         """
         try:
             before = opened.status
@@ -338,13 +338,13 @@ class LocalStore:
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         versions: list[int | Exception] = []
-        for uri in uris:  # microseconds for each of a million: no calls but those there must be
+        for uri in uris:  # no needless calls: for a million files, each microsecond is a second
             now = time.time_ns()
             try:
                 path = path_of(uri) if uri.startswith("file:") else uri
-                status = os.stat(path)  # noqa: PTH116  a Path for each costs
+                status = os.stat(path)  # noqa: PTH116  a Path costs time
                 versions.append(version.of_stat(status, now))
-            except Exception as e:  # noqa: BLE001  a name with a zero byte is a ValueError
+            except Exception as e:  # noqa: BLE001  such as ValueError for a name with a zero byte
                 versions.append(e)
         return versions
 
@@ -352,7 +352,7 @@ class LocalStore:
         return os.stat(path_of(uri)).st_size  # noqa: PTH116  as in `versions`
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
-        """See Store. One pass without a stat of any file, in the order of `sorted(os.walk(root))`.
+        """See Store. Takes no stat of any file; yields in the order of `sorted(os.walk(root))`.
 
         Links are followed; unreadable folders are skipped, as by os.walk.
         """
@@ -365,11 +365,11 @@ class LocalStore:
 
 
 class TornError(OSError):
-    """A file changed while it was read: read it again."""
+    """A file changed while it was read, and must be read again."""
 
 
 def _preadv(fd: int, run: Run) -> int:
-    """Fill all buffers; return bytes read, fewer than requested only at the end of the file."""
+    """Fill all buffers; return the bytes read, fewer than requested only at the end of the file."""
     done = os.preadv(fd, run.buffers[:MAX_BUFFERS], run.offset) if run.length else 0
     while 0 < done < run.length:  # more buffers, or more than 2 GiB
         more = os.preadv(fd, cut(list(run.buffers), done)[1][:MAX_BUFFERS], run.offset + done)
@@ -380,9 +380,9 @@ def _preadv(fd: int, run: Run) -> int:
 
 
 class OpenFile(NamedTuple):
-    """An open file: descriptor, status of the file its path names now, and the opens it took.
+    """An open file: descriptor, status of the file at its path, and the number of opens.
 
-    `since`: `time.time_ns()` before its status was asked for.
+    `since`: `time.time_ns()` before the status was read.
     """
 
     fd: int
@@ -392,7 +392,7 @@ class OpenFile(NamedTuple):
 
 
 class _KeptFile:
-    """A descriptor that is kept, closed once nobody refers to this any more."""
+    """A kept descriptor, which is closed when the last reference to this object is gone."""
 
     def __init__(self, file: OpenFile) -> None:
         self._fd = file.fd
@@ -400,18 +400,18 @@ class _KeptFile:
         weakref.finalize(self, os.close, file.fd).atexit = False
 
     def named(self, path: str) -> OpenFile | None:
-        """The file, if this is its path."""
+        """Return the file if `path` still names it, else None."""
         now = time.time_ns()
-        status = os.stat(path)  # noqa: PTH116  a Path costs
+        status = os.stat(path)  # noqa: PTH116  a Path costs time
         same = (status.st_ino, status.st_dev) == self._file
         return OpenFile(self._fd, status, 0, now) if same else None
 
 
 class _OpenFiles:
-    """Open descriptors of the `limit` files that were used last, shared by all threads.
+    """Open descriptors of the `limit` most recently used files, shared by all threads.
 
     They are closed with this object, so a dropped dataset needs no close. A descriptor whose path
-    now names another file is not used again. There is no lock, which a fork could copy locked.
+    now names another file is not used again. There is no lock, as a fork could copy it locked.
     """
 
     def __init__(self, limit: int) -> None:
@@ -420,7 +420,7 @@ class _OpenFiles:
 
     @contextmanager
     def open(self, path: str, *, keep: bool) -> Iterator[OpenFile]:
-        """An open file, for reads that say from which byte on: others may read it meanwhile."""
+        """Yield an open file for reads at given offsets, as other threads may read it as well."""
         if not keep:
             file = _open(path)
             try:
@@ -428,7 +428,7 @@ class _OpenFiles:
             finally:
                 os.close(file.fd)
             return
-        kept = self._kept.get(path)  # stays open for this caller, whatever becomes of the entry
+        kept = self._kept.get(path)  # this reference keeps it open even if the entry is removed
         try:
             shared = None if kept is None else kept.named(path)
             file = shared or _open(path)

@@ -1,11 +1,11 @@
-"""Versions: one number that differs once the bytes of a file may differ. Pure.
+"""Versions: numbers that differ if the bytes of a file may differ. Pure.
 
-A version says nothing about the bytes themselves: equal versions of one address mean that its
-storage knows of no change in between. Locally it is made from stat, remotely from the storage's own
-tag (ETag, generation), else from its time and size.
+A version is not derived from the bytes: equal versions of one address mean that the storage knows
+of no change in between. Locally it is made from stat, remotely from the storage's own tag (ETag,
+generation), or else from time and size.
 
 The upper bits of a version are the same on all nodes that mount the storage (`shared`). The lower
-ones come from inode and device, which each node may number differently.
+bits come from inode and device, which each node may number differently.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 #: The storage gives no version.
 UNKNOWN = 0
-#: Changed so recently that a further change might not show: equals nothing, not even itself.
+#: The file changed so recently that another change might not show: differs even from itself.
 CHANGING = -1
-#: Absent or not readable.
+#: The file is absent or not readable.
 MISSING = -2
 
-#: Two writes within one tick of the kernel's clock (10 ms at most) have the same time.
+#: Two writes within one tick of the kernel's clock (10 ms at most) may have the same time.
 _TICK_NS = 20_000_000
-#: The same for file systems that keep whole seconds, or every other one (FAT).
+#: The same for file systems that store whole seconds, or even ones (FAT).
 _COARSE_NS = 2_100_000_000
-#: A change time further ahead was set by hand, and does not mean that a clock is fast.
+#: An mtime further in the future was set by hand, and is not due to a clock that is fast.
 _AHEAD_NS = 3600 * 10**9
 _SECOND_NS = 10**9
 _POSITIVE = (1 << 62) - 1
@@ -45,18 +45,18 @@ _WORD = (1 << 64) - 1
 
 
 def of_stat(status: os.stat_result, now_ns: int) -> int:
-    """The version of a local file.
+    """Return the version of a local file.
 
-    Made of size, mtime, ctime, inode and device. Only the system sets ctime: a file written again
-    with its mtime put back differs.
+    It is made of size, mtime, ctime, inode and device. Only the system sets ctime, so the version
+    of a file that was written again with its old mtime differs.
 
     Args:
-        status: that of the file.
+        status: status of the file.
         now_ns: `time.time_ns()`, not later than the call that returned `status`.
 
     Returns:
-        Above 0; CHANGING where the last change is so recent that the next could look the same, or
-        lies in the future.
+        A number above 0; CHANGING if the last change is so recent that another one could have the
+        same times, or lies in the future.
     """
     mtime, ctime = status.st_mtime_ns, status.st_ctime_ns
     settled = now_ns - (_TICK_NS if ctime % _SECOND_NS else _COARSE_NS)
@@ -68,7 +68,7 @@ def of_stat(status: os.stat_result, now_ns: int) -> int:
 
 
 def of_tag(tag: str) -> int:
-    """The version from a storage's own text; above 0.
+    """Return the version, above 0, for a tag of the storage.
 
     >>> of_tag('"abc"') == of_tag('"abc"') != of_tag('"abd"')
     True
@@ -78,7 +78,7 @@ def of_tag(tag: str) -> int:
 
 
 def shared(versions: Ints) -> Ints:
-    """(k,) the part of each version that is the same on every node, its other bits zero.
+    """Return (k,) versions with only the bits that are the same on every node.
 
     >>> same = np.array([of_tag("a"), UNKNOWN, CHANGING])
     >>> bool((shared(shared(same)) == shared(same)).all()), shared(same)[1:].tolist()
@@ -88,7 +88,7 @@ def shared(versions: Ints) -> Ints:
 
 
 def differ(old: Ints, new: Ints) -> Mask:
-    """(k,) whether the bytes may differ: where either came from another node, by shared parts."""
+    """Return (k,) whether the bytes may differ; versions of other nodes compare by shared bits."""
     other: Mask = (old != new) | (old == CHANGING)
     foreign = other & (((old & _OWN) == 0) | ((new & _OWN) == 0)) & (old > 0) & (new > 0)
     if np.count_nonzero(foreign):
@@ -97,7 +97,7 @@ def differ(old: Ints, new: Ints) -> Mask:
 
 
 def torn(before: os.stat_result, after: os.stat_result) -> bool:
-    """Whether a read between two fstat calls may mix two versions of the file."""
+    """Return whether a read between two fstat calls may mix two versions of the file."""
     return (
         before.st_mtime_ns != after.st_mtime_ns
         or before.st_ctime_ns != after.st_ctime_ns

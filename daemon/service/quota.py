@@ -38,7 +38,7 @@ class Quota:
         return known + sum(self.coming.values()) + self._core.plans_nbytes()
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether `nbytes` more are allowed; forget idle datasets if needed, largest first."""
+        """Return whether `nbytes` more fit; forget idle datasets to make room, largest first."""
         if nbytes > _SMALL_NBYTES and nbytes > limits.memory().available // 2:
             return False
         idle = sorted(self._registry.idle(), key=lambda d: d.tables_nbytes)
