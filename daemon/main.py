@@ -395,7 +395,7 @@ def _use_small_pages() -> None:
 
     With huge pages this would allocate all of a column at once: 0.9 s of the loop for 14 M records.
     """
-    with contextlib.suppress(AttributeError):  # numpy's switch; its variable is read at import only
+    with contextlib.suppress(AttributeError):  # numpy reads its environment variable only at import
         np._core.multiarray._set_madvise_hugepage(False)  # type: ignore[attr-defined]  # noqa: SLF001
 
 

@@ -413,7 +413,7 @@ class SlotReader:
             return
         mapping = self._maps.get(slot_id)
         if self._private and isinstance(mapping, mmap.mmap):
-            mapping.madvise(mmap.MADV_DONTNEED)  # pages written here hide the next batch
+            mapping.madvise(mmap.MADV_DONTNEED)  # private pages would hide the next batch
         shared = slot_id in self._shared
         if shared:
             self._shared.discard(slot_id)

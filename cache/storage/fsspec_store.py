@@ -103,7 +103,7 @@ class HttpStore:
         return data
 
     def size(self, uri: str) -> int | None:
-        """See Store. fsspec's own reports every failure as a missing file."""
+        """See Store. The `size` of fsspec would report every failure as a missing file."""
 
         async def ask() -> int | None:
             size = await self._ask(uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None)

@@ -194,7 +194,7 @@ class PeerSession:
     """
 
     def __init__(self, key: bytes, greeting: Greeting, challenge: Challenge) -> None:
-        """Raises MalformedError for another protocol, or nonces or keys of another size."""
+        """Derive the keys; raise MalformedError for another protocol, or invalid nonces or keys."""
         if greeting.protocol != PEER_PROTOCOL:
             raise MalformedError(f"peer protocol {greeting.protocol}, not {PEER_PROTOCOL}")
         if {len(greeting.nonce), len(challenge.nonce)} != {NONCE_NBYTES}:
