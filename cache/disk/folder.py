@@ -65,7 +65,9 @@ def _own(path: str) -> Path:
 def _check_private(fd: int, path: Path) -> None:
     status = os.fstat(fd)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise PermissionError(errno.EPERM, "others may use it: mode 0700 is needed", str(path))
+        raise PermissionError(
+            errno.EPERM, "other users have access to it: it needs mode 0700", str(path)
+        )
 
 
 def _lock(fd: int, path: Path) -> None:

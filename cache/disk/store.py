@@ -369,7 +369,7 @@ class DiskStore:
             if self._off:
                 return
             self._off = True
-        log.warning("there is no disk tier any more: it cannot %s (%s)", what, error)
+        log.warning("the disk tier is switched off: the disk cannot %s (%s)", what, error)
 
     def leave(self) -> None:
         """Announce that `close` will release the folder: another daemon waits up to `LEAVING_S`."""

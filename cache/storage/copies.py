@@ -56,11 +56,11 @@ class Copies:
         row, first, nbytes, _ = entries.T
         ends = first.astype(np.float64) + nbytes
         if len(row) and (np.diff(row) <= 0).any():
-            raise MalformedError("copies of files in no order")
+            raise MalformedError("copies of files must be in the order of rows")
         if len(row) and (row[0] < 0 or row[-1] >= rows or (first < 0).any() or (nbytes < 0).any()):
-            raise MalformedError("copies of no files")
+            raise MalformedError("a copy of a row that does not exist, or of a negative range")
         if (ends >= 2.0**62).any():
-            raise MalformedError("copies end below 2**62")
+            raise MalformedError("copies must end below 2**62")
         return entries
 
     @property

@@ -345,9 +345,9 @@ class Manifest:
             raise MalformedError(f"not a manifest: {e}") from e
         if not table.schema.equals(_schema()):
             names = _schema().names
-            raise MalformedError(f"a manifest has the columns {names}, not {table.schema}")
+            raise MalformedError(f"a manifest must have the columns {names}, not {table.schema}")
         if any(column.null_count for column in table.columns):
-            raise MalformedError("a manifest has no nulls")
+            raise MalformedError("a manifest must not have nulls")
         manifest = cls(table.replace_schema_metadata(None), root, salt)
         manifest.check()
         if fd is None:
@@ -355,16 +355,16 @@ class Manifest:
         entries = Copies.parsed(also.get(_COPIES, b""), table.num_rows)
         copies = Copies(os.dup(fd), entries)
         if copies.salt != salt:  # else other jobs would trust them
-            raise MalformedError("copies that belong to no such manifest")
+            raise MalformedError("the copies belong to another manifest")
         return replace(manifest, copies=copies)
 
     def check(self) -> None:
         """Raise MalformedError for impossible numbers, ConfigError for too many objects."""
         offset, length, count = self.offsets, self._lengths, self.counts
         if (offset < 0).any() or (length < UNKNOWN).any() or (count < 0).any():
-            raise MalformedError("a manifest has no negative offsets, lengths or counts")
+            raise MalformedError("a manifest must not have negative offsets, lengths or counts")
         if ((length == UNKNOWN) & ((count != 1) | (offset != 0))).any():
-            raise MalformedError("an object of unknown length is a whole file")
+            raise MalformedError("an object of unknown length must be a whole file")
         total = float(np.sum(count, dtype=np.float64))
         if total > MAX_OBJECTS:
             raise ConfigError(f"{total:.0f} objects are more than {MAX_OBJECTS}: split the dataset")
@@ -373,7 +373,7 @@ class Manifest:
             nbytes >= 2.0**62
             or (offset.astype(np.float64) + length * count.astype(np.float64) >= 2.0**62).any()
         ):
-            raise MalformedError("a manifest's ranges end below 2**62, and hold no more bytes")
+            raise MalformedError("a manifest's ranges must end below 2**62, and so must their sum")
 
 
 def is_remote(uri: str) -> bool:

@@ -191,7 +191,7 @@ class Core:
 
     def _extended(self, s: RankStream, e: events.PlanExtended) -> None:
         if e.step != s.stream.end:
-            raise MalformedError(f"the plan goes on at step {s.stream.end}, not {e.step}")
+            raise MalformedError(f"the plan continues at step {s.stream.end}, not {e.step}")
         s.stream.extend(e.epoch, e.objects, e.ends)
         s.unplanned = e.unplanned
         if s.recheck == "step":
@@ -416,7 +416,7 @@ class Core:
         in_flight = sum(
             len(self._inflight.ids(residency)) for residency in self._residencies.values()
         )
-        must(in_flight == self._inflight.objects, "something is in flight for nobody")
+        must(in_flight == self._inflight.objects, "an object is in flight for no dataset")
         must(space.pools == len(self._residencies), "a pool without a dataset")
         at, end = [], []
         for residency in self._residencies.values():

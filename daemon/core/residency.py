@@ -464,17 +464,18 @@ class Residency:
             must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
             early = s.stream.start(s.early[-1] + 1) if s.early else s.at
             must(early <= s.front, f"session {s.id}: an early step is not pinned")
-        must(bool((self._held(storing) == self.pins).all()), "pins are not what the sessions hold")
+        must(bool((self._held(storing) == self.pins).all()), "pins and their holders differ")
         must(not (self.pins[self.state == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.state == RESIDENT, self.length >= 0
-        must(bool(((self.offset[:] != NOWHERE) == resident).all()), "published is not resident")
+        must(bool(((self.offset[:] != NOWHERE) == resident).all()), "offsets and residents differ")
         must(bool(known[resident].all()), "a resident of unknown length")
         must(int(resident.sum()) == self.resident, "residents are miscounted")
         must(int(self.length[resident].sum()) == self.resident_nbytes, "resident bytes")
         fetching = np.flatnonzero(self.state == FETCHING)
         coming = np.append(fetching, np.flatnonzero(self.state == OVERDUE))
         must(
-            np.array_equal(np.sort(coming), np.sort(in_flight)), "fetching: not in flight, or twice"
+            np.array_equal(np.sort(coming), np.sort(in_flight)),
+            "states and fetches in flight differ",
         )
         must(int(known.sum()) == self._known, "known lengths are miscounted")
         must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")

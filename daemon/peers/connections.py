@@ -169,7 +169,7 @@ class PeerConnection:
 def send_whole(sock: socket.socket, frame: bytes) -> None:
     """Send a small frame at once: the send buffer of a new connection has room for it."""
     if sock.send(frame, socket.MSG_NOSIGNAL) < len(frame):
-        raise MalformedError("unauthenticated, and does not read")
+        raise MalformedError("the peer does not read the handshake")
 
 
 def watch(sock: socket.socket) -> None:

@@ -116,11 +116,11 @@ class PeerLink:
         while len(data) < nbytes:
             left_s = until - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
+                raise TimeoutError(errno.ETIMEDOUT, "the peer does not answer")
             self._set_limit(socket.SO_RCVTIMEO, left_s)
             more = self.socket.recv(nbytes - len(data), socket.MSG_WAITALL)
             if not more:
-                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+                raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
             data += more
         return data
 
@@ -166,7 +166,7 @@ class PeerLink:
             some = buffers[:MAX_BUFFERS]
             received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
             if not received:
-                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+                raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
             buffers = cut(buffers, received)[1]
 
     def drain(self, nbytes: int) -> None:
@@ -214,7 +214,7 @@ def ask_plan(
         link.ask_plan(1, dataset, seed)
         return link.plan(time.monotonic() + _PLAN_S)
     except (OSError, ProtocolError) as e:
-        log.debug("node %s has not said where objects lie: %s", peer, e)
+        log.debug("node %s has sent no plan: %s", peer, e)
         return None
     finally:
         if link is not None:

@@ -59,7 +59,7 @@ class KeyAgreement:
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError as e:
-            raise MalformedError("no public key of X25519") from e
+            raise MalformedError("not a public key of X25519") from e
         return AESGCM(hmac.digest(session.payload_salt, shared, "sha256"))
 
 
@@ -94,7 +94,7 @@ class Opener:
         """
         (nbytes,) = HEADER.unpack(header)
         if not 0 < nbytes <= RECORD_NBYTES:
-            raise MalformedError(f"a record of {nbytes} bytes")
+            raise MalformedError(f"a record cannot have {nbytes} bytes")
         return int(nbytes) + _TAG_NBYTES
 
     def opened(self, header: bytes | bytearray, sealed: memoryview) -> bytes:
@@ -108,4 +108,4 @@ class Opener:
         try:
             return self._cipher.decrypt(_NONCE.pack(next(self._numbers)), sealed, bytes(header))
         except InvalidTag as e:
-            raise MalformedError("payload that its sender did not send, or not here") from e
+            raise MalformedError("a record of payload has a wrong tag") from e

@@ -126,7 +126,7 @@ class PeerServer:
         name: this node's name in the cluster.
         """
         if len(key) != wire.KEY_NBYTES:
-            raise ValueError(f"a key has {wire.KEY_NBYTES} bytes")
+            raise ValueError(f"a key must have {wire.KEY_NBYTES} bytes")
         self._order(partial(self._names.__setitem__, cluster, name))
         self._order(partial(self._set_key, cluster, key))
 
@@ -276,7 +276,7 @@ class PeerServer:
 
     def _ready(self, connection: PeerConnection, event: int, now: float) -> None:
         if event & ~(select.EPOLLIN | select.EPOLLOUT):
-            raise ConnectionResetError("it left")
+            raise ConnectionResetError("the peer has left")
         if event & select.EPOLLOUT:
             connection.blocked_s += now - connection.blocked_since
             connection.blocked_since = 0.0
@@ -286,7 +286,7 @@ class PeerServer:
             room = _READ_NBYTES if connection.account else _UNAUTHENTICATED_NBYTES
             data = connection.socket.recv(room)
             if not data:
-                raise ConnectionResetError("it left")
+                raise ConnectionResetError("the peer has left")
             connection.inbox += data
             self._parse(connection, now)
 
@@ -347,7 +347,7 @@ class PeerServer:
         greeting = connection.session.greeting
         mine = self._beats.get(greeting.cluster)
         if mine is None or connection.answers or connection.current:
-            raise MalformedError("a beat where none belongs")
+            raise MalformedError("a beat of an unknown cluster, or among other requests")
         if beat.member.node != greeting.name:
             raise MalformedError("a beat of another node")
         answer = wire.shortened(mine, beat.latest)
@@ -377,7 +377,7 @@ class PeerServer:
         """Note a request that is to be answered; return its number."""
         assert connection.account is not None  # noqa: S101
         if self._encrypt and connection.sealer is None:
-            raise MalformedError("it does not encrypt payload")
+            raise MalformedError("the peer does not encrypt payload")
         self._number += 1
         request = Request(self._number, connection, call, deadline)
         self._requests[self._number] = request

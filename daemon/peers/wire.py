@@ -198,9 +198,9 @@ class PeerSession:
         if greeting.protocol != PEER_PROTOCOL:
             raise MalformedError(f"peer protocol {greeting.protocol}, not {PEER_PROTOCOL}")
         if {len(greeting.nonce), len(challenge.nonce)} != {NONCE_NBYTES}:
-            raise MalformedError(f"a nonce has {NONCE_NBYTES} bytes")
+            raise MalformedError(f"a nonce must have {NONCE_NBYTES} bytes")
         if not {len(greeting.public), len(challenge.public)} <= {0, KEY_NBYTES}:
-            raise MalformedError(f"a public key has {KEY_NBYTES} bytes")
+            raise MalformedError(f"a public key must have {KEY_NBYTES} bytes")
         self.greeting = greeting
         self._key = key
         self._said = encode(greeting) + encode(challenge)
@@ -260,7 +260,7 @@ def following(header: bytes | bytearray, kind: Kind) -> int:
     body_nbytes, arrays_nbytes, _ = HEADER.unpack(header)
     most = _MAX_BODIES.get(kind, _MAX_BODY), _MAX_ARRAYS.get(kind, 0)
     if body_nbytes > most[0] or arrays_nbytes > most[1]:
-        raise MalformedError(f"a frame of {body_nbytes} and {arrays_nbytes} bytes")
+        raise MalformedError(f"a frame cannot have {body_nbytes} and {arrays_nbytes} bytes")
     return int(body_nbytes + arrays_nbytes)
 
 
@@ -274,7 +274,7 @@ def unpack(
     """
     body_nbytes, _, mac = HEADER.unpack(header)
     if seal is not None and not hmac.compare_digest(mac, seal.mac(body_nbytes, rest)):
-        raise MalformedError("a frame that its sender did not send, or not here")
+        raise MalformedError("a frame has a wrong MAC")
     try:
         return _decoders[kind].decode(rest[:body_nbytes]), rest[body_nbytes:]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -319,7 +319,7 @@ def shared_plan(
 
 def _nodes(column: bytes, nodes: int) -> Nodes:
     if len(column) % node_type(nodes).itemsize:
-        raise MalformedError("half a number of a node")
+        raise MalformedError("a column of nodes has an odd number of bytes")
     wide = node_type(nodes).itemsize == 2
     out: Nodes = np.frombuffer(column, np.uint16) if wide else np.frombuffer(column, np.uint8)
     if ((out >= nodes) & (out != nobody(out))).any():

@@ -28,7 +28,7 @@ class BadSamples:
         try:
             rows = msgspec.convert(given, list[tuple[int, str, str]])
         except msgspec.ValidationError as e:
-            raise ConfigError(f"no bad samples: {e}") from e
+            raise ConfigError(f"invalid bad samples: {e}") from e
         for index, address, reason in rows[-_MOST:]:
             about = {"path": address[:_LONGEST], "reason": reason[:_LONGEST]}
             self._rows.append({"job": job, "rank": rank, "index": index, **about})

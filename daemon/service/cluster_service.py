@@ -151,7 +151,7 @@ class ClusterService:
             self._check(request)
             known = self._enter(request)
         elif not known.same(request):
-            raise MalformedError("another cluster of the same name")
+            raise MalformedError("there is another cluster of the same name")
         for node, member in enumerate(request.members):
             self._replace(known, node, member)
         known.tokens.add(token)
@@ -160,11 +160,11 @@ class ClusterService:
     def _check(self, request: Join) -> None:
         nodes = [one.node for one in request.members]
         if len(request.key) != KEY_NBYTES or not 2 <= len(nodes) <= _MAX_MEMBERS:
-            raise MalformedError("a key of another size, or too few or too many nodes")
+            raise MalformedError("a key of a wrong size, or too few or too many nodes")
         if len(set(nodes)) != len(nodes) or not 0 < len(request.ranks) <= _MAX_RANKS:
-            raise MalformedError("nodes that are twice there, or too many ranks")
+            raise MalformedError("a node is listed twice, or there are no or too many ranks")
         if min(request.ranks) < 0 or max(request.ranks) >= len(nodes):
-            raise MalformedError("a rank on a node that is no member")
+            raise MalformedError("a rank runs on a node that is no member")
         if request.me >= len(nodes):
             raise MalformedError("a place outside the list of nodes")
         if self._server is None or not (self.node in nodes or request.me >= 0):
@@ -274,7 +274,7 @@ class ClusterService:
             return
         self._handle(ClusterChanged(cluster.name, view))
         for number in set(before.origin.tolist()) - set(view.origin.tolist()):
-            log.warning("node %s is not reached", self._peers[number][0].host)
+            log.warning("node %s cannot be reached", self._peers[number][0].host)
             self._unreachable(number)
 
     def _update_beats(self, cluster: Cluster, *, now: bool) -> None:

@@ -70,7 +70,7 @@ def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
     if "rows" in args:
         session = node.registry.sessions.get(args.get("session", -1))
         if session is None:
-            raise ConfigError("bad samples of no session")
+            raise ConfigError("bad samples need an open session")
         node.bad_samples.add(session.opened.job, session.opened.rank, args["rows"])
     return {"bad": node.bad_samples.rows()}
 

@@ -313,7 +313,7 @@ class Registry:
         """
         session = self.sessions.get(session_id)
         if session is None or session.token != token:
-            raise UnavailableError(f"no session {session_id} of yours")
+            raise UnavailableError(f"you have no session {session_id}")
         return session
 
     def of(self, token: str) -> list[SessionRecord]:

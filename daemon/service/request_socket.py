@@ -116,7 +116,7 @@ class RequestSocket:
 
     def _authenticated(self, frames: list[zmq.Frame]) -> Any:
         if not frames:
-            raise MalformedError("no body")
+            raise MalformedError("a message without a body")
         message = decode(frames[0].buffer, RequestMessage)
         if not self._control_socket.knows(message.token):
             raise MalformedError("an unknown token")
@@ -178,7 +178,7 @@ def _checked(
     if message.step != session.steps or message.epoch < 0:
         raise MalformedError(f"extend at step {message.step}, known are {session.steps}")
     if len(ends) == 0 or ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != len(objects):
-        raise MalformedError("ends that do not fit the objects")
+        raise MalformedError("the ends of steps do not fit the objects")
     n = len(session.dataset.manifest)
     if len(objects) and (objects.min() < 0 or objects.max() >= n):
         raise MalformedError(f"object ids outside [0, {n})")

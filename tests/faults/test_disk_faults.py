@@ -160,6 +160,6 @@ def test_a_disk_without_room_for_the_index_ends_the_tier_once(
         assert not full, "the tier is off, and the core is told so"
     assert store.nbytes == 0
     assert [r.message for r in caplog.records] == [
-        "there is no disk tier any more: it cannot write ([Errno 28] No space left on device)"
+        "the disk tier is switched off: the disk cannot write ([Errno 28] No space left on device)"
     ]
     store.close()

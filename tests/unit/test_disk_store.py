@@ -393,7 +393,7 @@ def test_an_io_error_ends_the_tier_with_one_warning(
     assert get(store, "a", 0, 4) is None
     assert store.nbytes == 0
     assert [r.message for r in caplog.records] == [
-        f"there is no disk tier any more: it cannot {what} ([Errno 5] Input/output error)"
+        f"the disk tier is switched off: the disk cannot {what} ([Errno 5] Input/output error)"
     ]
     store.close()
 

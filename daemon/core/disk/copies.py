@@ -311,9 +311,9 @@ class DiskCopies:
         must(bool((residency.length[stored] >= 0).all()), "an object of unknown length is on disk")
         must(int(self._tier.rooms(residency.length[stored]).sum()) == self.nbytes, "bytes on disk")
         here = np.flatnonzero(self.state == STORING)
-        must(np.array_equal(here, np.sort(storing)), "being written, and not, or twice")
-        must(len(here) == self.storing, "what is being written is miscounted")
+        must(np.array_equal(here, np.sort(storing)), "states and writes in progress differ")
+        must(len(here) == self.storing, "objects being written are miscounted")
         must(
             bool((residency.state[here] == RESIDENT).all()),
-            "what is being written is not in memory",
+            "an object being written is not in memory",
         )

@@ -143,7 +143,7 @@ class Disk:
             try:
                 actions = last()
             except Exception:  # a bug of ours: objects that are only in memory are lost
-                log.exception("what is in memory cannot be written to disk")
+                log.exception("the last objects in memory could not be chosen for the disk")
                 actions = []
             for action in actions:
                 if isinstance(action, SpillObjects):
@@ -172,7 +172,7 @@ class Disk:
         try:
             drop_traces(self._settings.path, dataset)
         except OSError as e:
-            log.warning("what samples of a dataset read is not forgotten: %s", e)
+            log.warning("the access traces of a dataset cannot be removed: %s", e)
 
     def _write(self, action: SpillObjects) -> None:
         stored, full = np.zeros(len(action.ids), np.bool_), False
