@@ -19,7 +19,7 @@ class DatasetIndex:
     """The places of a dataset's records.
 
     `place` (n,): first unit + 1 of a record in one run; -number in `chains` of a record in several
-    runs; 0 for objects that are not on disk. `units` (n,): size of a record in one run.
+    runs; 0 for objects that are not on disk. `units` (n,): units of a record in one run.
     """
 
     identity: bytes

@@ -126,10 +126,7 @@ class FreeRanges:
         must(by_size == self._size, "free ranges by size")
 
     def _search(self, nbytes: int, align: int) -> tuple[int, int, int] | None:
-        """Find a range if the best fit is misaligned: try a few close fits, then a sure one.
-
-        Returns (start, size) of the range and the aligned address in it.
-        """
+        """Find (start, size, address) if the best fit is misaligned: close fits first."""
         i = bisect_left(self._sizes, nbytes)
         near = ((s, n) for n in self._sizes[i:] for s in reversed(self._starts[n]))
         for start, size in islice(near, _TRIES):

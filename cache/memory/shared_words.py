@@ -75,10 +75,7 @@ class SharedWords:
         return words[READY] > step or words[EARLY + step % EARLY_STEPS] == step + 1
 
     def set_early(self, steps: Sequence[int]) -> None:
-        """Publish the steps that are ready before READY reaches them (daemon only).
-
-        They must lie within EARLY_STEPS of each other.
-        """
+        """Publish steps, within EARLY_STEPS, that are ready before READY reaches them (daemon)."""
         slots = dict.fromkeys(range(EARLY_STEPS), 0)
         slots |= {step % EARLY_STEPS: step + 1 for step in steps}
         for slot, word in slots.items():

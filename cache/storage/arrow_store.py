@@ -122,8 +122,8 @@ class ArrowStore:
 class GcsStore(ArrowStore):
     """Reads gs, with a thread for each request, as Google's client has no time-out for answers.
 
-    The client holds the GIL while it opens a file for random access, so that no other thread could
-    notice a time-out. A stream, opened first, does not; most objects need only that.
+    The client holds the GIL while it opens a file for random access, so that no thread could notice
+    a time-out. Opening a stream releases it, so a stream comes first; most objects need no more.
     """
 
     def __init__(self, uri: str, deadline_s: float) -> None:

@@ -67,7 +67,7 @@ class Copies:
     def salt(self) -> str:
         """Random text that makes a dataset with these copies differ from others of the same files.
 
-        Only the client's own job thus trusts the bytes that it has copied.
+        Only the client's own job trusts the bytes that the client has copied.
         """
         return os.pread(self.fd, _SALT_NBYTES, _SALT_AT).hex()
 
@@ -77,7 +77,7 @@ class Copies:
         return os.pread(self.fd, 1, 0) == b"\1"
 
     def give(self) -> bool:
-        """Mark the copies as given; return False if they were, as a daemon frees what it takes."""
+        """Mark the copies as given; return False if another daemon has them, which frees them."""
         with locked(self.fd):
             if self.given:
                 return False

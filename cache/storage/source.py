@@ -299,10 +299,7 @@ class Source:
         return filled
 
     def _read_files(self, rows: Ints, length: Ints, parts: Sequence[Part], read: Read) -> int:
-        """Read local files of one object each by a fast path, up to the first row of another kind.
-
-        Returns the number of these rows.
-        """
+        """Read the first rows that are local files of one object, quickly; return their number."""
         whole = self._whole[rows]
         files = len(rows) if whole.all() else int(whole.argmin())
         uris = self.manifest.addresses(rows[:files])

@@ -170,10 +170,7 @@ class Admission:
         return replaces or residency.disk.storing > 0 or self.disk.free >= residency.mean
 
     def _claim(self, residency: Residency, nbytes: int) -> int:
-        """Evict from datasets above their share; return the bytes freed.
-
-        Evicts nothing if this dataset would exceed its own share.
-        """
+        """Evict from datasets above their share for one within its own; return the bytes freed."""
         if len(self.residencies) == 1 or residency.pool.used + nbytes > self.share(residency):
             return 0
         freed = 0

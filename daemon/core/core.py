@@ -408,7 +408,7 @@ class Core:
         }
 
     def check(self) -> None:
-        """Raise IllegalEventError unless all tables are consistent, also after `recover`."""
+        """Raise IllegalEventError unless all tables are consistent; called after `recover`."""
         space = self._admission.space
         space.check()
         self._inflight.check()

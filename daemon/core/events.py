@@ -128,10 +128,7 @@ class PlanTruncated(Event, frozen=True):
 
 
 class Progressed(Event, frozen=True):
-    """A trainer's shared words have changed.
-
-    Steps below `done` are finished; a reader waits for step `wanted` - 1.
-    """
+    """Shared words have changed: steps < `done` are finished, a reader waits for `wanted` - 1."""
 
     session: int
     done: int
@@ -328,7 +325,7 @@ class SpillObjects(Action, frozen=True):
 
 
 class DropFromDisk(Action, frozen=True):
-    """Remove objects from the disk, in the order of all actions for the disk."""
+    """Remove objects from the disk; the shell executes all actions for the disk in order."""
 
     dataset: str
     ids: Ids

@@ -53,8 +53,8 @@ _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
 
 #: Objects and bytes read from storage, and failed objects. Objects and bytes that peers sent, and
-#: objects that they lacked. Objects and bytes sent to peers, and objects refused. The same as from
-#: peers for the disk, and the objects and bytes written to it.
+#: objects that they lacked. Objects and bytes sent to peers, and objects refused. Objects and bytes
+#: read from disk, objects that it lacked, and objects and bytes written to it.
 _COUNTED = (
     *("reads", "read_nbytes", "failed", "peer_reads", "peer_nbytes", "peer_misses"),
     *("served", "served_nbytes", "refused"),

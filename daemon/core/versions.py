@@ -173,11 +173,7 @@ class Versions:
         return late
 
     def _replaced(self, files: Index, version: Ints, generation: int) -> Files:
-        """Enter reads of files whose version differs from the known one, or that keep changing.
-
-        Returns:
-            (m,) files whose other residents are out of date.
-        """
+        """Enter reads of other or changing versions; return files with outdated residents."""
         which, first, at = np.unique(files, return_index=True, return_inverse=True)
         new = version[first]
         mixed = np.bincount(at, weights=version != new[at]) > 0  # a file changed between two reads

@@ -142,7 +142,7 @@ class PeerConnection:
         self.blocked_s = 0.0
         answer = request.answer or wire.PeerAnswer(request.call)
         frame = wire.pack(answer, request.arrays, self.session.answers)
-        columns = sum(map(len, request.left)) if request.answer else 0  # the rest is payload
+        columns = sum(map(len, request.left)) if request.answer else 0  # else payload
         traffic.count(answer, len(frame) + columns)
         if self.sealer is not None:
             request.left, request.plain = [], request.left

@@ -13,10 +13,7 @@ from creel.policies.arrays import Ints
 
 
 def payload(arena: Arena, place: Ints, nbytes: Ints) -> tuple[Ints, list[memoryview]]:
-    """Return the (k,) nbytes of an answer, and the payload; neighbours in the arena are joined.
-
-    nbytes are NOT_HERE for objects that are not resident, LATER beyond ANSWER_NBYTES.
-    """
+    """Return (k,) nbytes of an answer (or NOT_HERE, LATER), and the payload, neighbours joined."""
     nbytes = np.where((place == NOWHERE) | (nbytes < 0), NOT_HERE, nbytes)
     total = np.maximum(nbytes, 0).cumsum()
     later = (total > wire.ANSWER_NBYTES) & (nbytes >= 0)
@@ -38,10 +35,7 @@ def payload(arena: Arena, place: Ints, nbytes: Ints) -> tuple[Ints, list[memoryv
 
 
 def _in_runs(arena: Arena, place: Ints, nbytes: Ints) -> list[memoryview]:
-    """Return the bytes of objects of which some are in several runs.
-
-    Sets `nbytes` to NOT_HERE for objects whose runs cannot be read.
-    """
+    """Return the bytes of objects, some in several runs; `nbytes` of unreadable ones: NOT_HERE."""
     found: list[memoryview] = []
     for i, (at, size) in enumerate(zip(place.tolist(), nbytes.tolist(), strict=True)):
         pieces = pieces_of(arena.view, at, size)

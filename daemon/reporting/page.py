@@ -67,8 +67,7 @@ class PageServer(ThreadingHTTPServer):
         self.address_family, _, _, _, where = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        #: Open connections, oldest first. Threads remove theirs, so that only the atomic `popitem`
-        #: finds and removes one safely.
+        #: Open connections, oldest first; `popitem` is atomic, as threads remove their own.
         self._open: OrderedDict[socket.socket, None] = OrderedDict()
         super().__init__((str(where[0]), port), PageHandler)
         self.port = int(self.socket.getsockname()[1])

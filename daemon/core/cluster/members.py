@@ -37,7 +37,7 @@ class SilenceLimits(NamedTuple):
 
     @classmethod
     def among(cls, nodes: int, lost_s: float) -> SilenceLimits:
-        """Limits for `nodes` nodes, with which a node asks at most 128 times a second.
+        """Limits for `nodes` nodes: a node asks, and answers, at most 128 times a second.
 
         >>> SilenceLimits.among(4, 30.0).beat_s, SilenceLimits.among(256, 30.0).beat_s
         (0.5, 2.0)
@@ -94,10 +94,7 @@ class Members:
         return self.log is not before
 
     def due(self, now: float) -> Mask | None:
-        """Return (nodes,) whether plans should include each node, if this node is to propose it.
-
-        None if plans include the right nodes already, or another node is to propose the change.
-        """
+        """Return (nodes,) the members to propose; None if unchanged, or another node proposes."""
         wanted = now - self._heard < self.limits.lost_s
         wanted[self._me] = True
         wanted &= ~self._anew

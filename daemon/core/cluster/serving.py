@@ -95,9 +95,9 @@ class Serving:
     def _bring(self, request: _PeerWait, ids: Index, now: float) -> bool:
         """Wait for objects in flight, and start those that this node reads for all peers.
 
-        Objects that come from a peer are not awaited, as that peer may be waiting for this answer.
-        The exception are objects relayed for a peer that does not know their holder, and so ranks
-        below both. Returns whether the request waits for any object.
+        Objects that come from a peer are not awaited, as that peer may be waiting for this answer,
+        unless this node relays them for a peer that does not know their holder, and so ranks below
+        both. Returns whether the request waits for any object.
         """
         residency = request.residency
         policy = residency.policy

@@ -81,8 +81,7 @@ class DiskCopies:
     Attributes:
         state: (n,) NOT_STORED, STORING or STORED; one byte per object if there is a disk.
         hopeless: whether memory needs room that no write can make.
-        refused: whether a write failed for another reason than lack of room; nothing more is
-            written then.
+        refused: whether a write failed, not for lack of room, so that nothing more is written.
     """
 
     def __init__(self, residency: Residency, tier: DiskTier) -> None:
@@ -144,10 +143,7 @@ class DiskCopies:
         self.lost(np.flatnonzero(self.state == STORED))
 
     def completes(self, resident: int) -> bool:
-        """Return whether disk and memory together hold (nearly) all objects.
-
-        resident: number of objects in memory.
-        """
+        """Return whether the disk and `resident` objects in memory are (nearly) all objects."""
         return self.objects > 0 and self.objects + resident >= len(self.state)
 
     def closed(self) -> None:

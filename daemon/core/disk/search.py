@@ -53,7 +53,7 @@ class Walk:
         return found
 
     def _look(self, matches: Predicate, due: Callable[[Index], Ints]) -> bool:
-        """Search the next chunk; return False if no chunk is known to have a match."""
+        """Search the next chunk; return False if no chunk had a match and few objects changed."""
         if self._empty * _SCANNED_AT_ONCE >= self._objects:
             if self.changes < min(_CHANGES, 1 + self._objects // 1024):
                 return False
