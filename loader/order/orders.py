@@ -97,7 +97,7 @@ class EpochOrder:
         lookahead: how many epochs after this one it helps to know. One if every epoch reads the
             same samples (law L1). Of what is drawn with replacement, the next epoch may lack a
             sample that the one after it reads: with two known, memory for 3/4 of the samples has
-            24 % fewer misses (law L3).
+            24 % fewer misses (law L4).
     """
 
     known: bool

@@ -15,10 +15,10 @@ from creel.forks import forget_in_child
 from creel.loader.client.packets import close_all
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.batch_message import Inbox
+from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.events import BatchResult, LeaderLoss, WorkerEvent
 from creel.loader.workers.leader import SentBatch, checksum
-from creel.loader.workers.pinner import BatchPool
 from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
 
 if TYPE_CHECKING:

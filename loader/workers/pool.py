@@ -26,10 +26,10 @@ from creel.forks import at_fork
 from creel.limits import may_keep
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.workers.batch_message import BatchMessage, Inbox
+from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.workers.leader import SentBatches
-from creel.loader.workers.pinner import BatchPool
 from creel.loader.workers.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import (
     BATCH,
@@ -127,14 +127,16 @@ class WorkerPool(BatchPool):
         try:
             for i in range(workers):
                 inherited = tuple(spare[i]) if self._forks and i < len(spare) else ()
-                self.members.append(self._hire(context, i, replace(args, inherited=inherited)))
+                self.members.append(
+                    self._start_worker(context, i, replace(args, inherited=inherited))
+                )
         except BaseException:
             self.close()  # stops those already started, which the caller cannot reach
             raise
 
     # --- starting and stopping ------------------------------------------------------------
 
-    def _hire(self, context: Context, worker: int, args: WorkerArgs) -> WorkerProcess:
+    def _start_worker(self, context: Context, worker: int, args: WorkerArgs) -> WorkerProcess:
         ours, theirs = pair()
         channel = Channel(ours)
         _ends.add(channel)
@@ -165,7 +167,7 @@ class WorkerPool(BatchPool):
             self._poll.register(fd, select.POLLIN)
         return member
 
-    def _dismiss(self, member: WorkerProcess) -> None:
+    def _stop_worker(self, member: WorkerProcess) -> None:
         self._unwatch(member)
         with contextlib.suppress(OSError):
             member.channel.post(("quit",))
@@ -357,7 +359,7 @@ class WorkerPool(BatchPool):
         if self.pinner is not None:
             self.pinner.stop()
         for member in self.members:
-            self._dismiss(member)
+            self._stop_worker(member)
         deadline = time.monotonic() + GRACE_S
         for stop in (None, "terminate", "kill"):
             for member in self.members:

@@ -1,0 +1,43 @@
+"""BatchPool: where an iterator takes batches from; workers or another rank make them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING
+
+from creel.loader.workers.unpacking import discard, unpack
+
+if TYPE_CHECKING:
+    from creel.loader.reading.bad_samples import BadSample
+    from creel.loader.workers.events import BatchResult, WorkerEvent
+    from creel.loader.workers.pinner import Pinner
+
+
+class BatchPool(ABC):
+    """What an iterator takes batches from, with or without a `Pinner` in between."""
+
+    def __init__(self) -> None:
+        self.pinner: Pinner | None = None
+        self._bad: deque[BadSample] = deque()
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> WorkerEvent | None:
+        """`next_event` without the pinner; only one thread may call this."""
+
+    def next_event(self, timeout_s: float) -> WorkerEvent | None:
+        """The next event, or None on timeout. A worker's death comes after all its results."""
+        return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
+
+    def open(self, event: BatchResult) -> object:
+        """The batch itself, or an ExceptionWrapper if the worker failed."""
+        return event.packed if self.pinner is not None else unpack(event.packed, event.inbox)
+
+    def discard(self, event: BatchResult) -> None:
+        """Give back the slots of a batch that is not wanted."""
+        if self.pinner is None:
+            discard(event.packed, event.inbox)
+
+    def take_bad(self) -> list[BadSample]:
+        """Samples that workers could not read, also for batches that nobody wanted any more."""
+        return [self._bad.popleft() for _ in range(len(self._bad))]
