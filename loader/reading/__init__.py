@@ -1,6 +1,6 @@
-"""Where a dataset's reads get their bytes: out of the arena, or directly from the source.
+"""Where a dataset's reads get their bytes: from the arena, or directly from the source.
 
 Every read goes through `observer`, whose `Lease` says which objects of the step are in the arena.
-What comes there: `creel.open` and `creel.read` (`opened`), a plain `open` below `creel.wrap`
+The readers are `creel.open` and `creel.read` (`opened`), a plain `open` below `creel.wrap`
 (`intercept`, and `libraries` for those in C), and creel's own datasets.
 """

@@ -1,9 +1,9 @@
-"""Samples that cannot be read: left out or replaced, where a person asks for it (`on_error`).
+"""Samples that cannot be read: left out or replaced if the user asks for it (`on_error`).
 
-`Tolerant` stands between a fetcher and the dataset. Which sample takes the place of a bad one
-follows from the bad one's number alone, so that all ranks, all epochs and a resumed run choose
-alike without a word to each other, if they find the same samples bad. Only what the dataset raises
-counts, not what collation does.
+`Tolerant` stands between a fetcher and the dataset. The number of a bad sample alone determines the
+sample that replaces it. So all ranks, all epochs and a resumed run choose the same one without
+communication, if they find the same samples bad. Only exceptions of the dataset count, not those of
+collation.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.utils.data import Dataset
 from creel.errors import ConfigError, TooManyBadSamplesError
 
 OnError = Literal["raise", "skip", "substitute"]
-#: Samples tried in the place of a bad one, one after the other.
+#: How many samples are tried in place of a bad one.
 _TRIES = 100
 _LONGEST_REASON = 300
-#: Stands for a sample that is left out, until its batch is collated.
+#: Stands for a skipped sample until its batch is collated.
 _SKIPPED = object()
 
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that raised: its number in the dataset, and why."""
+    """A sample whose read raised: its number in the dataset, and the reason."""
 
     index: int
     reason: str
@@ -37,10 +37,10 @@ class BadSample:
 
 @dataclass
 class Tolerance:
-    """What is to be done about bad samples, and which are known; pickled to workers.
+    """How bad samples are handled, and which are known; pickled to workers.
 
     Args:
-        on_error: "skip" leaves a bad sample out of its batch, "substitute" takes another one.
+        on_error: "skip" leaves a bad sample out of its batch, "substitute" replaces it.
         most: maximum number of bad samples; one more raises.
     """
 
@@ -51,11 +51,11 @@ class Tolerance:
 
     @property
     def wanted(self) -> bool:
-        """Whether bad samples are anything but errors."""
+        """Whether bad samples are to be skipped or replaced."""
         return self.on_error != "raise"
 
     def check(self) -> None:
-        """Raise ConfigError for values that mean nothing."""
+        """Raise ConfigError for invalid values."""
         if self.on_error not in {"raise", "skip", "substitute"}:
             raise ConfigError(f'on_error={self.on_error!r}: "raise", "skip" or "substitute"')
         if type(self.most) is not int or self.most < 0:
@@ -78,7 +78,7 @@ class Tolerance:
         return True
 
     def found(self, index: int, error: Exception) -> None:
-        """As `add`, for `take_new`; what it raises has the dataset's own error as its cause."""
+        """`add` a sample that raised, and note it for `take_new`; errors are chained to `error`."""
         reason = plain(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
         try:
             new = self.add(index, reason)
@@ -88,7 +88,7 @@ class Tolerance:
             self._new.append(BadSample(index, reason))
 
     def take_new(self) -> tuple[BadSample, ...]:
-        """What `found` has noted since the last call."""
+        """Return the samples that `found` has noted since the last call."""
         new, self._new = tuple(self._new), []
         return new
 
@@ -104,22 +104,22 @@ class Tolerant(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        """A sample where there are no batches: nothing can be left out of one."""
+        """Read one sample outside of a batch; a bad one is replaced, as it cannot be skipped."""
         return self._read(index, replace=True)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """The samples of a batch in torch's order of calls; `_SKIPPED` for one that is left out."""
+        """Read the samples of a batch with the calls torch makes; a skipped one is `_SKIPPED`."""
         known = self._tolerance.known
         many = getattr(self._dataset, "__getitems__", None)
         if many is not None and not any(_number(i) in known for i in indices):
             try:
                 return list(many(indices))
-            except Exception:  # noqa: BLE001, S110  which of them it was is found one by one
+            except Exception:  # noqa: BLE001, S110  reading one by one finds the bad sample
                 pass
         replace = self._tolerance.on_error == "substitute"
         samples = [self._read(i, replace=replace) for i in indices]
         if indices and all(sample is _SKIPPED for sample in samples):
-            samples[0] = self._replacement(_number(indices[0]))  # no batch is empty
+            samples[0] = self._replacement(_number(indices[0]))  # a batch is never empty
         return samples
 
     def _read(self, index: Any, *, replace: bool) -> Any:
@@ -128,7 +128,7 @@ class Tolerant(Dataset[Any]):
                 return self._dataset[index]
             except Exception as e:
                 if _number(index) < 0:
-                    raise  # no number of a sample: the sampler is to blame
+                    raise  # not a valid index: the sampler is at fault
                 self._tolerance.found(_number(index), e)
         return self._replacement(_number(index)) if replace else _SKIPPED
 
@@ -140,7 +140,7 @@ class Tolerant(Dataset[Any]):
                 continue
             try:
                 return self._dataset[index]
-            except Exception as e:  # noqa: BLE001  as above
+            except Exception as e:  # noqa: BLE001  same as above
                 self._tolerance.found(index, e)
         raise TooManyBadSamplesError(
             f"none of {_TRIES} samples could be read in the place of sample {bad}:"
@@ -149,7 +149,7 @@ class Tolerant(Dataset[Any]):
 
 
 def replacement(bad: int, attempt: int, n: int) -> int:
-    """The number of the sample, of n, that is tried in the place of a bad one.
+    """Return the sample, of n, that attempt number `attempt` puts in place of a bad one.
 
     >>> [replacement(7, attempt, 1000) for attempt in range(3)]
     [662, 14, 255]
@@ -158,12 +158,12 @@ def replacement(bad: int, attempt: int, n: int) -> int:
 
 
 def plain(text: str) -> str:
-    """The text with what is not UTF-8 (a path may be anything) in escapes."""
+    """Return the text with escapes for what is not UTF-8, which paths may contain."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def without_skipped(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`collate`, of batches, without the samples that are left out."""
+    """Wrap a batch's `collate` so that it never sees skipped samples."""
 
     def collated(samples: Any) -> Any:
         return collate([sample for sample in samples if sample is not _SKIPPED])
@@ -172,7 +172,7 @@ def without_skipped(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _number(index: Any) -> int:
-    """The number of a sample; -1 for an index that is none."""
+    """Return the index as a sample's number; -1 if it is not one."""
     try:
         return operator.index(index)
     except TypeError:

@@ -1,10 +1,10 @@
-"""FileCopies: what samples read of slow files while nobody knows which files they need.
+"""FileCopies: keeps the bytes that samples read from slow files before their file lists are known.
 
-Below `creel.wrap`, in the first epoch, a dataset opens its files itself, and the daemon would read
-each once more in the second. So what a sample reads through a file object is written to a memfd as
-well, by a thread, into memory which the trainer and its workers share; the daemon gets it with the
-manifest (`creel.cache.storage.copies`). No read is added or waits for that. Only files of which a
-sample has read nearly all are kept, and only where the storage made it wait for the open.
+Below `creel.wrap`, a dataset opens its files itself in the first epoch, and the daemon would read
+each file again in the second. So a thread also writes every byte that a sample reads through a file
+object to a memfd, which the trainer shares with its workers. The daemon gets the memfd with the
+manifest (`creel.cache.storage.copies`). No read is added, and no read waits for the thread. A copy
+is kept only if the sample read nearly all of the file, and the storage made it wait for the open.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from creel.limits import IOV_MAX
 if TYPE_CHECKING:
     from creel.loader.reading.observed import PartialRead
 
-#: What a sample left out of a file, at most this part of it, is read when the file is closed.
+#: Missing parts of a file are read when it is closed, if they are at most 1/16 of its bytes.
 _GAPS = 16
-_BLOCK_NBYTES = 512  # of st_blocks
-#: Bytes that are written together: a small file at once, since every write wakes up the thread.
+_BLOCK_NBYTES = 512  # unit of st_blocks
+#: Bytes written at once. A small file is written whole, since every write wakes up the thread.
 _PIECE_NBYTES = 1 << 20
 _UNKNOWN = -2
-_IDLE_S = 0.5  # after which the thread ends: who forks rather has none
+_IDLE_S = 0.5  # the idle thread then ends: a process should fork without threads
 _FLUSH_S = 10.0
 
 
@@ -41,13 +41,14 @@ class FileCopies:
     """Copies of files in a memfd, thread-safe and shared with forked workers."""
 
     def __init__(self, limit: int, fd: int | None = None) -> None:
-        """`limit`: bytes of all copies. `fd`: another process's memfd, taken over; None: new."""
+        """Copy up to `limit` bytes into `fd`, another process's memfd; None: a new one."""
         self.limit = limit
         self.fd = new_copies() if fd is None else fd
         weakref.finalize(self, os.close, self.fd)
-        #: Address, first byte, bytes and version of copies that this process has completed.
+        #: (address, first byte, bytes, version) of each copy that this process has completed.
         self.done: deque[tuple[str, int, int, int]] = deque()
-        #: The file that C has opened last, and how many were read in its place since (`libraries`).
+        #: The file that C code opened last, and how many files were read for it since
+        #: (`libraries`).
         self.read_in_c: PartialRead | None = None
         self.read_here = 0
         self._begun: set[str] = set()
@@ -62,7 +63,7 @@ class FileCopies:
         self.done.clear()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Do this soon, in order, in a thread: while the next read waits for the storage."""
+        """Queue `work` for the thread, which runs it in order while a read waits for storage."""
         self._work.put(work)
         with self._lock:
             if self._thread is None:
@@ -87,16 +88,16 @@ class FileCopies:
             work()
 
     def flush(self) -> None:
-        """Wait until all is done that was `put`."""
+        """Wait until the thread has finished all queued work."""
         done = threading.Event()
         if self._thread is not None:
             self.put(done.set)
             done.wait(_FLUSH_S)
 
     def begin(self, address: str, nbytes: int, of: int) -> FileCopy | None:
-        """Begin the copy of a file that was opened; None if this process has done so before.
+        """Begin the copy of an opened file of this size and version (`of`).
 
-        `nbytes`, `of`: its size and version.
+        Returns None if this process has begun a copy of this file before.
         """
         if address in self._begun:
             return None
@@ -104,12 +105,12 @@ class FileCopies:
         return FileCopy(self, address, nbytes, of)
 
     def give_up(self, address: str) -> None:
-        """The next open of this file may begin a copy."""
+        """Allow the next open of this file to begin a copy."""
         self._begun.discard(address)
 
     def reserve(self, nbytes: int) -> int:
-        """The first byte of room for a copy in the memfd; -1 where there is none."""
-        with self._lock, suppress(OSError), locked(self.fd):  # no locks, or no memory
+        """Reserve room for a copy in the memfd; return its first byte, or -1 if there is none."""
+        with self._lock, suppress(OSError), locked(self.fd):  # no file locks, or no memory
             status = os.fstat(self.fd)
             if status.st_blocks * _BLOCK_NBYTES + nbytes <= self.limit:
                 first = status.st_size
@@ -119,7 +120,7 @@ class FileCopies:
 
 
 class FileCopy:
-    """The copy of one file, made while a sample reads it, by one thread."""
+    """The copy of one file, made by one thread while a sample reads the file."""
 
     def __init__(self, copies: FileCopies, address: str, nbytes: int, of: int) -> None:
         """See `FileCopies.begin`."""
@@ -128,14 +129,14 @@ class FileCopy:
         self._nbytes = nbytes
         self._version = of
         self._first = _UNKNOWN
-        self._at = self._end = 0  # first and last + 1 of the stretch that is not written yet
-        self._pieces: list[bytes] = []  # its bytes
-        self._todo: list[Callable[[], None]] = []  # for the thread
+        self._at = self._end = 0  # the unwritten stretch is [_at, _end) of the file
+        self._pieces: list[bytes] = []  # the bytes of that stretch
+        self._todo: list[Callable[[], None]] = []  # queued for the thread by `_put`
         self._failed = False
-        self._spans: list[tuple[int, int]] = []  # first and last + 1 of those that are
+        self._spans: list[tuple[int, int]] = []  # stretches passed on, as (first, last + 1)
 
     def add(self, at: int, data: bytes | memoryview) -> None:
-        """Take in what was read at a position; a view is good during the call only."""
+        """Take in the bytes read at position `at`; a view is used during the call only."""
         if at != self._end or len(self._pieces) >= IOV_MAX:
             self._write()
         if not self._pieces:
@@ -147,7 +148,7 @@ class FileCopy:
             self._put()
 
     def _write(self) -> None:
-        """Have the stretch written that was read last, at the next `_put`."""
+        """Let the next `_put` write the current stretch."""
         pieces, self._pieces = self._pieces, []
         at, end = self._at, self._end
         if not pieces or at == end or end > self._nbytes:
@@ -158,7 +159,7 @@ class FileCopy:
         self._spans.append((at, end))
 
     def _written(self, at: int, end: int, pieces: list[bytes]) -> None:
-        """Write a stretch, in the thread; without room or memory the copy fails."""
+        """Write a stretch, in the thread. Without room or memory, the copy fails."""
         whole = False
         try:
             first = self._place()
@@ -167,17 +168,17 @@ class FileCopy:
             self._failed |= not whole
 
     def _place(self) -> int:
-        """Where the copy begins in the memfd, from its first use on; -1: nowhere."""
+        """Return where the copy begins in the memfd, reserved at first; -1 without room."""
         if self._first == _UNKNOWN:
             changing = self._version == version.CHANGING
             self._first = -1 if changing else self._copies.reserve(self._nbytes)
         return self._first
 
     def finish(self, file: BinaryIO) -> None:
-        """Complete the copy, before the file is closed, or give it up until the next open.
+        """Complete the copy before the file is closed, or give it up until the next open.
 
-        Whether the file has changed since it was opened is seen when the copy is taken, by its
-        version (`Copies.take`): to ask now as well would cost another call of the storage.
+        Nothing checks here whether the file changed since it was opened, which would cost another
+        call to the storage. `Copies.take` compares versions when the copy is used.
         """
         self._write()
         gaps = missing(self._spans, self._nbytes)
@@ -195,7 +196,7 @@ class FileCopy:
         self._copies.put(partial(_each, todo))
 
     def _end_with(self, *, whole: bool) -> None:
-        """In the thread, when all is written."""
+        """Record or give up the copy, in the thread, after its last write."""
         nbytes = self._nbytes
         if whole and not self._failed and self._first >= 0:
             self._copies.done.append((self._address, self._first, nbytes, self._version))
@@ -207,14 +208,14 @@ class FileCopy:
 
 
 def _each(todo: list[Callable[[], None]]) -> None:
-    """Do all, whatever becomes of those before."""
+    """Run all of `todo`, even after failures."""
     for work in todo:
-        with suppress(Exception):  # a copy that is not complete is none
+        with suppress(Exception):  # a failed step leaves the copy incomplete, so it is given up
             work()
 
 
 def missing(spans: list[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """What of [0, nbytes) lies in none of the spans (first, last + 1), in any order.
+    """Return the parts of [0, nbytes) in none of the spans (first, last + 1), in any order.
 
     >>> missing([(4, 6), (0, 2), (1, 3)], 8)
     [(3, 4), (6, 8)]

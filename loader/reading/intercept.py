@@ -1,13 +1,13 @@
-"""Intercept: serves files that a person's dataset opens by itself from the cache.
+"""Serve files from the cache that a user's dataset opens itself.
 
 While a thread reads samples below `creel.wrap`, the functions of `_NAMES` are replaced in their
-modules. A file that is opened for reading is then what `creel.open` would give for it: a copy in
-memory if the lease of this thread has it, else the file that the original function opens, whose
-reads are counted while they are recorded. Every other call, and every other thread, gets the
-original function. Once no thread reads samples any more, the originals are put back.
+modules. A file opened for reading then becomes what `creel.open` would return: a copy in memory if
+this thread's lease covers the file, else the file that the original function opens, with its reads
+counted while a recording is active. Every other call, and every other thread, gets the original
+function. The originals are put back once no thread reads samples any more.
 
-Only names that Python looks up when they are used can be replaced: a library in C opens its files
-unseen, and they are as they are.
+Only names that Python looks up at each use can be replaced. A C library that opens files itself is
+not intercepted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _READING = frozenset({"r", "rb", "rt", "br", "tr"})
-#: Flags of os.open that say nothing of what the bytes are.
+#: Flags of os.open that do not change which bytes are read.
 _READ_FLAGS = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECT", "O_NOATIME", "O_NOCTTY")
 )
@@ -63,7 +63,7 @@ _PYTHONS = io.BufferedReader, io.FileIO
 
 
 def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, which is builtins.open, for files that may be in the cache."""
+    """Replace `original`, builtins.open, for files that may be in the cache."""
 
     @wraps(original)
     def opening(
@@ -99,7 +99,7 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
                 return _binary(original, address, file, buffering)
         elif mode in _READING and buffering == -1:
             return _text(original, address, file, mode, encoding, errors, newline)
-        return original(file, *more)  # what is unusual is Python's
+        return original(file, *more)  # unusual arguments are left to Python
 
     return opening
 
@@ -107,11 +107,11 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
 def _open_recorded(
     original: Callable[..., Any], path: Any, observed: ObservedReads, lease: Lease | None
 ) -> Any:
-    """`open(path, "rb")` where nothing is served and all is recorded, as in a first epoch.
+    """`open(path, "rb")` while reads are recorded and nothing is served, as in a first epoch.
 
-    It runs before each read of a disk, when none of it is in the processor's caches. So what is
-    usual, a small file for which nobody waits, is all here, though `open_source` and
-    `observed_file` do the same (`benchmarks/many_files.py --raw`).
+    It runs before each read from a disk, with cold processor caches. So the usual case, a small
+    file that the storage delivers without a wait, is handled here in one function, although
+    `open_source` and `observed_file` do the same (`benchmarks/many_files.py --raw`).
     """
     address = local_address(path)
     if address is None:
@@ -122,7 +122,7 @@ def _open_recorded(
     if lease is not None:
         lease.direct_reads += 1
         lease.direct_ns += took
-    if type(real) is not io.BufferedReader:  # what somebody else's `open` gives stays as it is
+    if type(real) is not io.BufferedReader:  # the result of another library's `open` is left alone
         return real
     if took > observed.QUICK_OPEN_NS and observed.waited(took):
         return observed_file(real, address, waited_ns=took)
@@ -134,7 +134,7 @@ def _open_recorded(
         or address.startswith(NO_FILES)
     ):
         return observed_file(real, address, waited_ns=0)
-    read_ahead(fd, SMALL, status.st_dev)  # the record takes time, too
+    read_ahead(fd, SMALL, status.st_dev)  # the kernel reads while this is recorded
     observed.opened_small(address, status, began)
     return real
 
@@ -144,7 +144,7 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
     if data is not None:
         return CachedFile(data, os.fspath(file))
     real, waited_ns = open_source(original, file, "rb", buffering)
-    # what somebody else's `open` gives stays as it is
+    # the result of another library's `open` is left alone
     return observed_file(real, address, waited_ns=waited_ns) if isinstance(real, _PYTHONS) else real
 
 
@@ -163,7 +163,7 @@ def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *mor
 
 
 def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
-    """`original`, which is os.open, for files that may be in the cache."""
+    """Replace `original`, os.open, for files that may be in the cache."""
 
     @wraps(original)
     def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -173,7 +173,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         if not flags & ~_READ_FLAGS:
             data = copy_at(address, bytes) or read_for_c(address)
             if data is not None:
-                with suppress(OSError):  # no room
+                with suppress(OSError):  # no memory for the copy
                     return memory_file(data)
             fd, waited_ns = open_source(original, path, flags, mode)
             read_in_c(look(fd), address, waited_ns=waited_ns)
@@ -184,16 +184,16 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def _static(over: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`over` for a function that is looked up in a class."""
+    """Adapt `over` to a function that is looked up in a class."""
     return lambda original: staticmethod(over(original))
 
 
-# --- in place of the originals ------------------------------------------------------------------
+# --- replacement of the originals ---------------------------------------------------------------
 
 #: Names of Python's own functions that open files.
 _OPENS = frozenset({"open", "bltn_open", "_builtin_open"})
 
-#: (module, name in it, what stands for it). A module that is not imported has nothing to replace.
+#: (module, name in it, maker of the replacement). Modules that are not imported are skipped.
 _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("builtins", "open", _open_over),
     ("io", "open", _open_over),
@@ -216,7 +216,7 @@ _MODULES = tuple(dict.fromkeys(module for module, _, _ in _NAMES))
 
 
 class Intercepted(Intercepting):
-    """Inside the `with`, this thread runs code of a person's dataset."""
+    """Inside the `with`, this thread runs code of a user's dataset."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -230,7 +230,7 @@ class Intercepted(Intercepting):
 
 
 class _Name:
-    """One of `_NAMES`, once its module is imported."""
+    """One of `_NAMES` whose module is imported."""
 
     def __init__(self, owner: Any, name: str, over: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._over = owner, name, over
@@ -241,7 +241,7 @@ class _Name:
         now = vars(self._owner).get(self._name)
         if now is not self._original:
             if now is None or any(now is ours for ours in _made.values()):
-                return  # its module has bound ours, which pass on what is not for them
+                return  # the module bound our replacement, which passes on all other calls
             if not self._may_replace(now):
                 return
             self._original = now
@@ -251,35 +251,34 @@ class _Name:
             setattr(self._owner, self._name, self._replacement)
 
     def _may_replace(self, now: Any) -> bool:
-        """Whether `now` reads what it is told to: not if it is somebody else's `open`, or a mock.
+        """Whether `now` opens what it is told to: not a mock, nor an `open` of another library.
 
-        Such an `open` may read another file than the one it is given, and need not take all
-        arguments.
+        Another library's `open` may read another file than the one named, or take fewer arguments.
         """
         if self._name in _OPENS:
             return isinstance(now, BuiltinFunctionType)
-        return isinstance(getattr(now, "__name__", ""), str)  # else a mock, not to be wrapped
+        return isinstance(getattr(now, "__name__", ""), str)  # a mock has no name
 
     def restore(self) -> None:
-        if vars(self._owner).get(self._name) is self._replacement:  # else somebody replaced ours
+        if vars(self._owner).get(self._name) is self._replacement:  # else other code replaced ours
             setattr(self._owner, self._name, self._original)
 
 
-#: Replacements by how they are made and by id of the original, which they hold; few and for good.
+#: Replacements by (maker, id of the original, which stays referenced). Few; kept for good.
 _made: dict[tuple[Any, int], Any] = {}
 
 
 class _Replacements:
-    """The replaced names of this process: all of them while a thread is inside, else none."""
+    """The replaced names of this process: all of them while any thread is inside, else none."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[int, str], _Name] = {}  # by id of the owner, which it holds
-        self._modules: list[Any] = []  # as they were when the names were looked for
-        self._imported = 0  # number of all modules then
+        self._names: dict[tuple[int, str], _Name] = {}  # by (id of the owner, name)
+        self._modules: list[Any] = []  # values of sys.modules at the last look
+        self._imported = 0  # number of imported modules at the last look
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child, where the threads that are inside do not exist."""
+        """Reset in a forked child, where the threads that were inside do not exist."""
         self._lock = threading.Lock()
         self._inside = 0
         self._restore()
@@ -290,7 +289,7 @@ class _Replacements:
             self._look(first=self._inside == 1)
 
     def look_again(self) -> None:
-        if len(sys.modules) == self._imported:  # asked for each sample
+        if len(sys.modules) == self._imported:  # cheap, since it runs for each sample
             return
         with self._lock:
             if self._inside:
@@ -310,7 +309,7 @@ class _Replacements:
 
     def leave(self) -> None:
         with self._lock:
-            self._inside = max(self._inside - 1, 0)  # a fork inside may have begun at 0
+            self._inside = max(self._inside - 1, 0)  # a child forked inside the `with` began at 0
             if not self._inside:
                 self._restore()
 
@@ -320,7 +319,7 @@ class _Replacements:
 
 
 def _importable() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Owner, name and replacement of those whose modules are imported."""
+    """Yield owner, name and replacement maker of each name whose module is imported."""
     for module, path, over in _NAMES:
         owner: Any = sys.modules.get(module)
         *outer, name = path.split(".")
@@ -334,7 +333,7 @@ _replacements = _Replacements()
 
 
 def look_again() -> None:
-    """Replace the names of modules that were imported since a thread came inside."""
+    """Replace names in modules that were imported since a thread came inside."""
     _replacements.look_again()
 
 

@@ -1,13 +1,13 @@
 """Lease: serves the reads of one step in one thread from the arena of a session.
 
-A local file that a sample was recorded to read has the version that it had then. It is served only
-while it still has that one: the daemon has asked for it since, so the bytes in the arena are those
-of this version, too. A sample may have rewritten the file a moment ago, by C code, in another
-process or by another name; no other way would tell.
+A local file that a sample was recorded to read is served only while it still has the recorded
+version. The daemon has checked that version since, so the bytes in the arena belong to it. The
+check here is needed because the sample may have just rewritten the file, from C code, from another
+process or under another name.
 
-Only the objects of the lease's step are copied: the daemon has pinned them until it revokes that,
-when the session's stamp changes, or until the step is done: an iterator that begins anew leaves its
-workers with batches that nobody wants. A copy made meanwhile is discarded.
+Only objects of the lease's step are copied. The daemon keeps them pinned until the step is done, or
+until it revokes the step and changes the session's stamp. A step can be done early: an iterator
+that begins anew leaves its workers with unwanted batches. A copy made meanwhile is discarded.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NONE: NDArray[np.int32] = np.empty(0, np.int32)
 class Lease:
     """Inside the `with`, this thread's reads of a step's objects are served from the arena.
 
-    It replaces a lease around it. Counts what it could not serve: `direct_reads`, `direct_nbytes`
-    and `direct_ns`; without a session also `blocked`, how often the thread slept meanwhile. Use
-    each lease for one `with` only.
+    It replaces an outer lease. It counts the reads that it could not serve: `direct_reads`,
+    `direct_nbytes` and `direct_ns`; without a session also `blocked`, the number of times the
+    thread slept meanwhile. Use each lease for one `with` only.
     """
 
-    __slots__ = (  # each batch has one: it is made in 250 ns with slots, 280 without
+    __slots__ = (  # made for each batch: 250 ns with slots, 280 without
         "_bases",
         "_ids",
         "_named",
@@ -72,20 +72,20 @@ class Lease:
 
         Args:
             session: where bytes are copied from; None to only count direct reads.
-            step: must still be held after each copy, under `stamp` (`session.held`).
+            step: the step, which must still be held under `stamp` after each copy (`session.held`).
             ids: (k,) objects of the step; others are read directly.
-            bases: first object id by `id(leaf)`.
+            bases: first object id of each leaf, by `id(leaf)`.
             named: leaves whose objects can be found by address.
         """
         self._session = session
-        #: Whether it has a session to copy from.
+        #: Whether the lease has a session to copy from.
         self.serves = session is not None
         self._step = step
         self._ids = ids
         self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        self._numbers: dict[str, tuple[int, int]] | None = None  # and versions, by address
+        self._numbers: dict[str, tuple[int, int]] | None = None  # address -> (number, version)
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -95,7 +95,7 @@ class Lease:
 
     def __enter__(self) -> Lease:
         if self._session is None:
-            self.blocked -= usage().ru_nvcsw  # how often it slept
+            self.blocked -= usage().ru_nvcsw  # minus the sleeps of this thread so far
         self._outer, this_thread.lease = this_thread.lease, self
         return self
 
@@ -106,9 +106,9 @@ class Lease:
             self.blocked += usage().ru_nvcsw
 
     def number(self, leaf: CreelDataset, object_id: int) -> int | None:
-        """Number in the session of an object of `leaf`; None if the lease does not cover it.
+        """Return the session's number of an object of `leaf`; None if the lease does not cover it.
 
-        A leaf that the lease does not know may have files that it knows by their address.
+        A leaf that is not in `bases` may still have files that the lease finds by address.
         """
         if self._session is None:
             return None
@@ -119,9 +119,9 @@ class Lease:
         return None if address is None else self.find(address)
 
     def find(self, address: str) -> int | None:
-        """Number in the session of the step's object at an address, or None.
+        """Return the session's number of the step's object at an address.
 
-        None also where it is a file that is not what it was when it was recorded.
+        None if there is no such object, or if the file changed since it was recorded.
         """
         if self._session is None:
             return None
@@ -131,7 +131,7 @@ class Lease:
         return number if of == UNKNOWN or of == version_at(address) > 0 else None
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
-        """Those of the step's objects that are in the arena: all at once takes little longer."""
+        """Return the step's objects that are in the arena; all take little longer than one."""
         pieces = self._pieces
         if pieces is None:
             pieces = self._pieces = session.pieces(self._ids)
@@ -147,7 +147,7 @@ class Lease:
         return numbers
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
-        """The bytes of an object: a copy from the arena if it is there, else by `direct`."""
+        """Return an object's bytes: copied from the arena if they are there, else from `direct`."""
         copied = None if number is None else self.copy(number, kind)
         if copied is not None:
             return copied
@@ -157,7 +157,7 @@ class Lease:
         return data
 
     def copy(self, number: int, copying: Callable[[Buffer], T]) -> T | None:
-        """What `copying` makes of an object's bytes: a copy in some form.
+        """Return `copying(bytes of the object)`, which must not keep a reference to them.
 
         None if the object is not one of the step's, or not in the arena.
         """
@@ -175,7 +175,7 @@ class Lease:
         out: NDArray[np.uint8],
         direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],
     ) -> None:
-        """See the function `take_rows`."""
+        """Serve the function `observer.take_rows`."""
         base = self._bases.get(id(leaf))
         copied = None if base is None else self._copy_rows(ids + base, out)
         missing = np.arange(len(ids)) if copied is None else np.flatnonzero(~copied)
@@ -193,11 +193,12 @@ class Lease:
     def _copy_rows(
         self, numbers: NDArray[np.int64], out: NDArray[np.uint8]
     ) -> NDArray[np.bool_] | None:
-        """Copy many objects, one to each row of `out`; (n,) which were copied, None for none."""
+        """Copy object numbers[i] to row i of `out`; (n,) which were copied, None for none."""
         session = self._session
         if session is None:
             return None
-        # Mostly those of the whole step; `isin` sorts, which takes as long as copying 64 rows.
+        # The usual case is all objects of the step; `isin` sorts, which costs as much as copying 64
+        # rows.
         whole = np.array_equal(numbers, self._ids)
         copied = np.ones(len(numbers), np.bool_) if whole else np.isin(numbers, self._ids)
         if copied.all():

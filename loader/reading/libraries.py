@@ -1,7 +1,7 @@
-"""Libraries that open files in C, unseen by `open`: replacements of their functions in Python.
+"""Replacements for functions of libraries that open files in C, where `open` does not see them.
 
-While a person's dataset is read, each gives the library the bytes of a file that is in the cache,
-in a form that it takes for the file; else it calls the original.
+While a user's dataset is read, each replacement gives the library the bytes of a cached file, in a
+form that the library accepts as a file. For other files it calls the original.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Call = Callable[..., Any]
 
 
 def torchvision_read_file(original: Call) -> Call:
-    """torchvision.io.read_file, which its read_image and decode_image call, too."""
+    """Replace torchvision.io.read_file, which read_image and decode_image call too."""
     import torch
 
     @wraps(original)
@@ -49,7 +49,7 @@ def torchvision_read_file(original: Call) -> Call:
 
 
 def reads_whole(original: Call) -> Call:
-    """A function that reads all of the file at its first argument, as cv2.imread does."""
+    """Replace a function that reads all of the file in its first argument, such as cv2.imread."""
 
     @wraps(original)
     def reading(*args: Any, **more: Any) -> Any:
@@ -66,7 +66,7 @@ def reads_whole(original: Call) -> Call:
 
 
 def maps(original: Call) -> Call:
-    """pyarrow.memory_map; how much of the file is read is not seen."""
+    """Replace pyarrow.memory_map. How much of the file is read is unknown."""
 
     @wraps(original)
     def mapping(path: Any, mode: str = "r") -> Any:
@@ -85,7 +85,7 @@ def maps(original: Call) -> Call:
 
 
 def parquet(original: Call, at: int) -> Call:
-    """pyarrow.parquet.read_table and ParquetFile; `at`: which argument is the path."""
+    """Replace pyarrow.parquet.read_table or ParquetFile; argument number `at` is the path."""
     import pyarrow as pa
 
     @wraps(original)
@@ -100,24 +100,24 @@ def parquet(original: Call, at: int) -> Call:
             return original(*args[:at], pa.BufferReader(data), **more)
         if this_thread.observed is None or not os.path.isfile(address):  # noqa: PTH113
             return original(*args, **more)
-        return original(*args[:at], open_local(address), **more)  # counts what is read
+        return original(*args[:at], open_local(address), **more)  # it counts the bytes read
 
     return reading
 
 
-#: Follows the path in the name of an HDF5 file that is in memory (see `hdf5`).
+#: Ends the path in the name of an HDF5 file in memory (see `hdf5`).
 _IN_MEMORY = "\1creel"
-#: HDF5 refuses a name under which it can open a file: one longer than any path is none.
+#: HDF5 refuses a name under which it could open a file, so names are longer than any path.
 _LONGER = 4200
 _images = itertools.count()
 
 
 def hdf5(original: Call) -> Call:
-    """h5py.File.__init__, where a path is opened for reading and nothing else is said.
+    """Replace h5py.File.__init__ for a path that is opened for reading without other options.
 
-    The file is an image in HDF5's memory. Its name begins with the path, by whose folder HDF5 finds
-    the files that links and virtual datasets name; the rest makes it another file than the one on
-    disk, and than every other image.
+    The file is an image in HDF5's memory. Its name begins with the path, because HDF5 looks for
+    linked files and virtual datasets in the folder of that path. The rest of the name makes it
+    differ from the file on disk and from every other image.
     """
 
     @wraps(original)
@@ -142,12 +142,12 @@ def hdf5(original: Call) -> Call:
 
 
 def _image(data: Buffer) -> Any:
-    """How HDF5 is to open a copy of these bytes, which it makes here, and another to open it.
+    """Return HDF5 access properties that open a copy of these bytes; None on failure.
 
-    None where it cannot. (A file on a memfd has no path that HDF5 takes.)
+    A memfd would not do: it has no path that HDF5 accepts.
     """
     h5py = sys.modules["h5py"]
-    with suppress(Exception):  # whatever it is, the file itself shows it
+    with suppress(Exception):  # reading the file itself then shows the error
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
         access.set_fapl_core(backing_store=False)
@@ -157,24 +157,24 @@ def _image(data: Buffer) -> Any:
 
 
 def _opened(access: Any, path: Any) -> Any:
-    """The file of HDF5 with the bytes of an `_image`; None where it takes them for no such file."""
+    """Open the bytes of an `_image` in HDF5; None if they are no HDF5 file."""
     h5py = sys.modules["h5py"]
     name = f"{os.fsdecode(path)}{_IN_MEMORY}{next(_images)}".ljust(_LONGER, "\1")
-    with suppress(Exception):  # whatever it is, the file itself shows it
+    with suppress(Exception):  # reading the file itself then shows the error
         return h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, fapl=access)
     return None
 
 
 def hdf5_name(original: Any) -> property:
-    """h5py.File.filename."""
+    """Replace h5py.File.filename."""
     return property(lambda self: original.fget(self).partition(_IN_MEMORY)[0])
 
 
 @contextmanager
 def _real_path(data: bytes, path: Any) -> Iterator[Any]:
-    """A path by which the bytes can be opened, by this process and in the `with` only.
+    """Yield a path under which this process can open the bytes, inside the `with` only.
 
-    `path` itself where there is no room for another copy.
+    Without memory for another copy, yields `path`.
     """
     fd = -1
     with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Listing the files below a root: a local walk, a remote listing, or an index file.
+"""List the files below a root: a local walk, a remote listing, or an index file.
 
 An index replaces a slow or impossible listing (a plain web server). It is `index.arrow`, a manifest
-of whole files as `Manifest.to_arrow` writes it, or `index.json`: a list of names, or
-`{"names": [...], "nbytes": [...]}`. Names are relative to the folder of the index.
+of whole files as `Manifest.to_arrow` writes it, or `index.json`: a list of names, or `{"names":
+[...], "nbytes": [...]}`. Names are relative to the folder of the index.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def files_below(root: str) -> Listing:
-    """All files below `root` (as `absolute` gives it), ordered by folder, then by name.
+    """Return all files below `root` (in the form of `absolute`), ordered by folder, then by name.
 
     Raises:
-        NotFoundError: no such local folder, or nothing below a remote root.
+        NotFoundError: there is no such local folder, or nothing below a remote root.
     """
     if not scheme_of(root):
         if not is_folder(root):
@@ -71,7 +71,7 @@ def _index_below(root: str) -> Listing | None:
 
 
 def parse_index(data: bytes, address: str) -> Listing:
-    """The files that an index names; `address` gives its format and is named in errors.
+    """Return the files that an index names; the suffix of `address` gives its format.
 
     Raises:
         ConfigError: not an index.
@@ -109,7 +109,7 @@ def write_index(path: Path, names: Sequence[str], nbytes: NDArray[np.int64] | No
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """A regex for a glob over names relative to a root; as in `glob`, no hidden names match.
+    """Return a regex for a glob over names relative to a root; as in `glob`, it skips hidden names.
 
     >>> [bool(glob_pattern("**/*.jpg").fullmatch(n)) for n in ("a.jpg", "b/c/d.jpg", ".x/a.jpg")]
     [True, True, False]

@@ -1,4 +1,4 @@
-"""ObservedReads: a record of what a sample reads, and of which files in which versions."""
+"""ObservedReads: records what a sample reads, and the versions of the files."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from creel.loader.reading.this_thread import this_thread, usage
 if TYPE_CHECKING:
     from creel.loader.reading.file_copies import FileCopies
 
-#: The system's, whatever `os.open` stands for while a dataset is read.
+#: The system's os.open, even while `intercept` has replaced it.
 os_open = os.open
-#: What a thread reads: an address; an object of a leaf as (id(leaf), object number); a small part
-#: of a file as (address, bytes that were read, bytes of the file).
+#: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or a small
+#: part of a file as (address, bytes that were read, bytes of the file).
 Asked = str | tuple[int, int] | tuple[str, int, int]
 #: An opened file is worth caching if at least 1/4 of it was read ...
 WORTH = 4
-#: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
+#: ... or if it has at most this many bytes: copying all of it costs no more than opening it.
 SMALL = 1 << 16
 
 
 class PartialRead:
-    """How much of a file one sample has read through file objects."""
+    """Counts how much of a file one sample has read through file objects."""
 
     def __init__(self, nbytes: int, waited_ns: int = 0) -> None:
-        """`nbytes`: size of the file."""
+        """`nbytes`: size of the file; `waited_ns`: as below."""
         self.nbytes = nbytes
-        self._thread: ThreadReads | None = None  # whose reads count, and
-        self._since = 0  # what it had read when they began to
+        self._thread: ThreadReads | None = None  # the thread whose system calls count too
+        self._since = 0  # what that thread had read when `count_thread` was called
         self._read = 0
         #: How long the storage made the thread wait for the open, in ns.
         self.waited_ns = waited_ns
-        self.got_last = 0  # what `got` gave last
+        self.got_last = 0  # the last result of `got`
 
     def count(self, nbytes: int) -> None:
         """Count bytes that were read through a file object."""
         self._read += nbytes
 
     def count_thread(self, thread: ThreadReads) -> None:
-        """Count all that a thread reads from now on: nobody sees what it reads of the file."""
+        """Count all bytes a thread reads from now on, since its reads of the file are not seen."""
         self._thread, self._since = thread, thread.nbytes()
 
     def got(self) -> int:
-        """Bytes that were read, at the end of the sample."""
+        """Return the bytes read; called at the end of the sample."""
         unseen = 0 if self._thread is None else self._thread.nbytes() - self._since
         self.got_last = self._read + unseen
         return self.got_last
 
     @property
     def copied_sooner(self) -> bool:
-        """Whether a copy of the file, at 1 GB/s, takes less time than its open."""
+        """Whether copying the file, at 1 GB/s, takes less time than its open took."""
         return self.nbytes <= self.waited_ns
 
 
 class ThreadReads:
-    """What a thread has read by system calls, from the first question to `close`."""
+    """Counts the bytes that a thread reads by system calls, from the first `nbytes` to `close`."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
         self._nbytes = 0
 
     def nbytes(self) -> int:
-        """Bytes that it has read; as before where the system does not tell, and after `close`."""
+        """Return the bytes read; the last known number after `close`, or if the system has none."""
         with suppress(OSError):
             if self._fd is None:
                 self._fd = os_open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
@@ -81,21 +81,21 @@ class ThreadReads:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address, in the form of `absolute`, is a path."""
+    """Whether an address in the form of `absolute` is a local path."""
     return "://" not in address
 
 
 def version_at(path: str) -> int:
-    """The version that a local file has now (`cache/storage/version.py`)."""
+    """Return the present version of a local file (`cache/storage/version.py`)."""
     now_ns = time.time_ns()
     try:
-        return of_stat(os.stat(path), now_ns)  # noqa: PTH116  a third of the time
+        return of_stat(os.stat(path), now_ns)  # noqa: PTH116  a third of the time of Path.stat
     except (OSError, ValueError):
         return MISSING
 
 
 class FoundVersions:
-    """In which version samples have found local files, by address; MISSING once it was two.
+    """Versions in which samples found local files, by address; MISSING if two versions were found.
 
     >>> versions = FoundVersions()
     >>> for address, of in [("/a", CHANGING), ("/a", 5), ("/a", CHANGING), ("/b", 5), ("/b", 6)]:
@@ -106,12 +106,12 @@ class FoundVersions:
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
-        #: Addresses, statuses and times as for `of_stat`. What versions these are is found out
-        #: later, for many at once: between reads of a disk, each line takes several times as long.
+        #: (address, status, time) as for `of_stat`. Their versions are computed later, many at
+        #: once: between reads from a disk, each line of code takes several times as long.
         self.statuses: deque[tuple[str, os.stat_result, int]] = deque()
 
     def enter(self, address: str, of: int) -> None:
-        """Enter the version of which a sample has found a file."""
+        """Enter the version in which a sample found a file."""
         known = self._versions.setdefault(address, of)
         if known == CHANGING:
             self._versions[address] = of
@@ -119,7 +119,7 @@ class FoundVersions:
             self._versions[address] = MISSING
 
     def take(self, address: str) -> int:
-        """The version of a file, which is forgotten; UNKNOWN where none was entered."""
+        """Remove and return the version of a file; UNKNOWN if none was entered."""
         while self.statuses:
             found, status, now_ns = self.statuses.popleft()
             self.enter(found, of_stat(status, now_ns))
@@ -131,9 +131,9 @@ class FoundVersions:
 
 
 class ObservedReads:
-    """Records what this thread reads inside the `with`, sample by sample."""
+    """Inside the `with`, records what this thread reads, sample by sample."""
 
-    #: From the page cache h5py.File takes 100 us, os.open 5.
+    #: An open within this time did not wait: from the page cache h5py.File takes 100 us, os.open 5.
     QUICK_OPEN_NS = 200_000
 
     def __init__(
@@ -146,22 +146,22 @@ class ObservedReads:
         """Make a record.
 
         Args:
-            whole: whether a file is worth caching however little of it is seen to be read.
-            copies: where to keep what is read of slow files.
-            versions: where to enter those of local files.
+            whole: whether every file is worth caching, however few of its bytes are read.
+            copies: where to keep the bytes read from slow files.
+            versions: where to enter the versions of local files.
         """
         self._whole = whole
         self.copies = copies
         self._versions = FoundVersions() if versions is None else versions
-        self._asked: dict[Asked, PartialRead | None] = {}  # None: it was read as a whole
-        self._sleeps = usage().ru_nvcsw  # of this thread, when `waited` was asked last
+        self._asked: dict[Asked, PartialRead | None] = {}  # None: cached whatever was read
+        self._sleeps = usage().ru_nvcsw  # of this thread at the last call of `waited`
         self._outer: ObservedReads | None = None
-        self.thread = ThreadReads()  # while this is active
+        self.thread = ThreadReads()  # counts while this record is active
 
     def waited(self, took: int) -> bool:
-        """Whether the storage made this thread wait in an open that took so many ns.
+        """Whether the storage made this thread wait in an open of `took` ns.
 
-        So it is where that was long, and the thread has slept since this was asked last.
+        True if the open was long, and the thread has slept since the last call.
         """
         if took <= self.QUICK_OPEN_NS:
             return False
@@ -169,9 +169,9 @@ class ObservedReads:
         return self._sleeps > before
 
     def end_sample(self) -> list[Asked]:
-        """What the sample read, each once, in order; what follows is of the next one.
+        """Return what the sample read, each once and in order, and begin the next sample.
 
-        Small parts of files only where a copy saves time.
+        Parts of files are included only if copying the whole file saves time.
         """
         asked, self._asked = self._asked, {}
         found: list[Asked] = []
@@ -184,16 +184,16 @@ class ObservedReads:
         return found
 
     def add(self, asked: Asked) -> None:
-        """Record a read that succeeded: one that failed would be repeated by the daemon."""
+        """Record a successful read. The daemon would only repeat a failed one."""
         self._asked[asked] = None
         if isinstance(asked, str) and is_local(asked):
             self._versions.enter(asked, version_at(asked))
 
     def opened(self, path: str, nbytes: int, of: int, waited_ns: int) -> PartialRead | None:
-        """Record a file that was opened, and that the storage made the thread wait for `waited_ns`.
+        """Record a file opened in version `of`; the storage made the thread wait `waited_ns`.
 
-        `of`: its version. Returns where its reads are to be counted, one place for all file objects
-        of a path; None where the file is worth caching however little is read.
+        Returns where reads of the file are counted, the same for all its file objects; None if it
+        is worth caching however few bytes are read.
         """
         self._versions.enter(path, of)
         if nbytes <= SMALL:
@@ -205,7 +205,7 @@ class ObservedReads:
         return part
 
     def opened_small(self, path: str, status: os.stat_result, now_ns: int) -> None:
-        """Record a file of at most `SMALL` bytes; `status` and `now_ns` as for `of_stat`."""
+        """Record a file of at most `SMALL` bytes; `status` and `now_ns` are for `of_stat`."""
         self._versions.statuses.append((path, status, now_ns))
         self._asked[path] = None
 

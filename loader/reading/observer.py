@@ -1,9 +1,9 @@
-"""The observer: every read of a sample's bytes passes through here, in the thread that reads.
+"""The observer: every read of a sample's bytes passes through here, in the reading thread.
 
-Reads are of objects of creel's datasets (`take`, `take_rows`) or of addresses (`take_address`,
-below creel.read and creel.open). Each is served from the arena of a session if the thread is inside
-a `Lease` that covers it, else it is direct, and counted by the lease; inside `ObservedReads` it is
-recorded as well.
+A read names an object of one of creel's datasets (`take`, `take_rows`), or an address
+(`take_address`, for creel.read and creel.open). If the thread is inside a `Lease` that covers the
+object, the bytes come from the arena of a session. Otherwise the read is direct, and the lease
+counts it. Inside `ObservedReads` the read is also recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def take(
     leaf: CreelDataset, object_id: int, direct: Callable[[int], bytes], kind: type[Copied]
 ) -> Copied:
-    """A copy of the bytes of an object of `leaf`: from the arena, else by `direct`.
+    """Return a copy of the bytes of an object of `leaf`: from the arena, else by `direct`.
 
     Args:
         direct: reads an object from the source.
@@ -52,7 +52,7 @@ def take_rows(
     out: NDArray[np.uint8],
     direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],
 ) -> None:
-    """`take` for many objects of one size, which are parts of files, one to each row of `out`.
+    """`take` many objects of one size, each a part of a file, into the rows of `out`.
 
     Args:
         ids: (n,) objects of `leaf`, n > 0.
@@ -73,13 +73,16 @@ def take_rows(
 
 
 def find(address: str) -> int | None:
-    """Number of the object at an address in the session of this thread's lease, or None."""
+    """Return the number of the object at an address in the session of the thread's lease.
+
+    None if this thread has no lease, or the lease does not cover the object.
+    """
     lease = this_thread.lease
     return None if lease is None else lease.find(address)
 
 
 def take_address(address: str, number: int | None, direct: Callable[[str], bytes]) -> bytes:
-    """The bytes at an address: from the arena if the lease has it, as `find` says, else direct."""
+    """Return the bytes at an address: object `number` of the lease (see `find`), else direct."""
     if this_thread.intercepts:
         return by_creel(lambda: take_address(address, number, direct))
     lease = this_thread.lease
@@ -90,10 +93,10 @@ def take_address(address: str, number: int | None, direct: Callable[[str], bytes
 
 
 def copy_at(address: str, copying: Callable[[Buffer], T]) -> T | None:
-    """A copy, made by `copying`, of the cached bytes of a file that is to be read.
+    """Return `copying(bytes)` for a cached file that is about to be read; None if it is not cached.
 
-    None if they are not there. What `copying` is given is good during the call only, and may be
-    torn; then its result is not used.
+    `copying` gets a buffer that is valid during the call only. If the bytes changed meanwhile, its
+    result is dropped.
     """
     lease = this_thread.lease
     number = None if lease is None else lease.find(address)
@@ -103,11 +106,11 @@ def copy_at(address: str, copying: Callable[[Buffer], T]) -> T | None:
     return copied
 
 
-# --- what other code opens --------------------------------------------------------------------
+# --- files that other code opens --------------------------------------------------------------
 
 
 class Intercepting:
-    """Inside the `with`, `intercepts` is true of this thread, but for creel's own reads."""
+    """Inside the `with`, opens of this thread are intercepted, except creel's own."""
 
     __slots__ = ("_outer",)
 
@@ -119,7 +122,7 @@ class Intercepting:
 
 
 def by_creel(read: Callable[[], T]) -> T:
-    """Call `read`; the files that it opens are creel's own affair."""
+    """Call `read` without intercepting the files that it opens."""
     outer, this_thread.intercepts = this_thread.intercepts, False
     try:
         return read()
@@ -128,15 +131,15 @@ def by_creel(read: Callable[[], T]) -> T:
 
 
 def passes_on() -> bool:
-    """Whether this thread has nothing to serve files from, and records none."""
+    """Whether this thread neither serves files from the cache nor records reads."""
     lease = this_thread.lease
     return this_thread.observed is None and (lease is None or not lease.serves)
 
 
 def open_source(original: Callable[..., T], *args: object) -> tuple[T, int]:
-    """Open a file at the source; the lease counts it, not what is read of it later.
+    """Open a file at the source; the lease counts the open, but no later reads of the file.
 
-    Second, how long the storage made this thread wait, as of `timed`.
+    Returns the file, and how long the storage made this thread wait (see `timed`).
     """
     began = time.monotonic_ns()
     opened = original(*args)
@@ -149,9 +152,9 @@ def open_source(original: Callable[..., T], *args: object) -> tuple[T, int]:
 
 
 def timed(opening: Callable[[], T]) -> tuple[T, int]:
-    """Call `opening`; also how long the storage made this thread wait, in ns.
+    """Call `opening`; also return how long the storage made this thread wait, in ns.
 
-    0 where it did not, or nothing is recorded.
+    The time is 0 if the thread did not wait, or nothing is recorded.
     """
     began = time.monotonic_ns()
     opened = opening()

@@ -1,9 +1,9 @@
 """creel.open and creel.read: the bytes at an address, from the cache if they are there.
 
-For use in a dataset's own `__getitem__`. Addresses that the dataset declares, or that it was seen
-to read before (see `creel.loader.binding`), are served from the cache; every other address is read
-directly. What a thread may read from the cache just now is covered by its *lease*
-(`lease.Lease`): the objects of the step that it reads.
+For use in a dataset's own `__getitem__`. The cache serves addresses that the dataset declares, or
+that it was seen to read before (see `creel.loader.binding`). Every other address is read directly.
+A thread's *lease* (`lease.Lease`) says what it may read from the cache now: the objects of its
+step.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from creel.loader.reading.this_thread import this_thread
 
 T = TypeVar("T")
 
-#: Python's own, whatever `open` stands for while a dataset is read (see `intercept`).
+#: Python's own open, even while `intercept` has replaced it.
 _python_open = io.open
-#: What lies there changes without a trace in its status.
+#: Files in these folders change without a change of their status.
 NO_FILES = ("/proc/", "/sys/", "/dev/")
-#: Bytes of a file that is opened which the kernel reads while that is being recorded.
+#: Bytes that the kernel reads ahead of an opened file while the open is being recorded.
 _AHEAD_NBYTES = 128 << 10
 
 
 class _FileOver(io.BufferedIOBase):
-    """A file object over another; what is not defined here is done by the base class with these."""
+    """A file object that wraps another; the base class adds the methods not defined here."""
 
     _file: io.BytesIO | io.BufferedReader
     name: str | bytes
     mode = "rb"
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As a file from open(); the same for all methods below."""
+        """Read as a file from open() does; the same holds for all methods below."""
         return self._file.read(size)
 
     def read1(self, size: int = -1, /) -> bytes:
@@ -74,7 +74,7 @@ class _FileOver(io.BufferedIOBase):
     @property
     def raw(self) -> Any:
         """The file without Python's buffer."""
-        self.fileno()  # one in memory has a descriptor from now on
+        self.fileno()  # gives a file in memory its descriptor
         return cast("io.BufferedReader", self._file).raw
 
     def close(self) -> None:
@@ -82,11 +82,11 @@ class _FileOver(io.BufferedIOBase):
         super().close()
 
     def __repr__(self) -> str:
-        return f"<_io.BufferedReader name={self.name!r}>"  # Pillow's errors show it
+        return f"<_io.BufferedReader name={self.name!r}>"  # shown in Pillow's errors
 
 
 class CachedFile(_FileOver):
-    """A file in memory, over the caller's own copy of the bytes.
+    """A file in memory that holds the caller's own copy of the bytes.
 
     Not a BufferedReader: numpy would read that through its descriptor, which costs a second copy.
     """
@@ -97,15 +97,15 @@ class CachedFile(_FileOver):
         self.name = name
 
     def fileno(self) -> int:
-        """A descriptor of a file in memory, made at the first call, to be mapped or passed on."""
+        """Return a descriptor of a file in memory, made at the first call."""
         if isinstance(self._file, io.BytesIO):
             real = self._in_memory()
             real.seek(self._file.tell())
-            self._file, self._data = real, b""  # from now on, both have one position
+            self._file, self._data = real, b""  # they share one position from now on
         return self._file.fileno()
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """As a file does: BytesIO stops at the beginning, and knows nothing of holes."""
+        """Seek as a file does. BytesIO would stop at the beginning, and has no SEEK_DATA."""
         memory = self._file
         if isinstance(memory, io.BytesIO):
             if whence > os.SEEK_END:
@@ -120,7 +120,7 @@ class CachedFile(_FileOver):
         except OSError:
             if scheme_of(os.fsdecode(self.name)):
                 raise
-            return _python_open(self.name, "rb")  # where there is no room for another copy
+            return _python_open(self.name, "rb")  # no memory for another copy
 
     def readinto(self, buffer: Any, /) -> int:
         return self._file.readinto(buffer)
@@ -134,7 +134,7 @@ class CachedFile(_FileOver):
 
 
 class ObservedFile(_FileOver):
-    """A real file that counts how many bytes of it are read.
+    """A real file that counts how many of its bytes are read.
 
     Not a BufferedReader: numpy would read that through its descriptor, uncounted.
     """
@@ -144,17 +144,17 @@ class ObservedFile(_FileOver):
     def __init__(
         self, file: io.BufferedReader, part: PartialRead, copy: FileCopy | None = None
     ) -> None:
-        """`part` counts what is read; `copy` gets it."""
+        """`part` counts the bytes read, and `copy` receives them."""
         self._file = file
         self._part = part
         self._copy = copy
-        self._at: int | None = 0  # the position, for the copy; None: ask for it
+        self._at: int | None = 0  # the position, for the copy; None: ask the file
         self._thread = threading.get_ident()
         self.name = file.name
-        self._handed_on: int | None = None  # where the descriptor was
+        self._handed_on: int | None = None  # position when the descriptor was given out
 
     def fileno(self) -> int:
-        """The descriptor; reads by it show in its position, as those of numpy.fromfile."""
+        """Return the descriptor. Its position later shows the reads made through it."""
         self._count_moved()
         if self._handed_on is None and self._copy is not None and not self._in_memory():
             _left_to_c(self._part)
@@ -164,17 +164,17 @@ class ObservedFile(_FileOver):
         return fd
 
     def _in_memory(self) -> bool:
-        """Read all of a file that C would read by its descriptor (`read_for_c`), if it is so."""
+        """Read a whole file that C code would read by its descriptor, if useful (`read_for_c`)."""
         observed, real, copy = this_thread.observed, self._file, self._copy
         if observed is None or copy is None or self._part.nbytes > _MAX_IN_C_NBYTES:
             return False
         if not _reads_for_c(observed.copies):
             return False
-        at = real.seek(real.tell())  # beyond Python's buffer
+        at = real.seek(real.tell())  # the position, without Python's buffer
         data = os.pread(real.fileno(), self._part.nbytes, 0)
         if len(data) < self._part.nbytes:
             return False
-        with suppress(OSError):  # no room for it
+        with suppress(OSError):  # no memory for the file
             memory = os.fdopen(memory_file(data), "rb")
             memory.seek(at)
             copy.add(0, data)
@@ -186,7 +186,7 @@ class ObservedFile(_FileOver):
         return False
 
     def _count_moved(self) -> None:
-        """Count what was read by the descriptor since it was handed on."""
+        """Count the bytes read through the descriptor since it was given out."""
         if self._handed_on is not None:
             moved = os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - self._handed_on
             self._part.count(max(moved, 0))
@@ -201,7 +201,7 @@ class ObservedFile(_FileOver):
         if not self.closed:
             self._count_moved()
             if self._copy is not None:
-                with suppress(OSError, ValueError):  # somebody has closed the real file
+                with suppress(OSError, ValueError):  # other code has closed the real file
                     if self._at in {None, self._file.tell()}:  # else another thread has moved it
                         self._copy.finish(self._file)
             self._part.got()
@@ -230,8 +230,8 @@ class ObservedFile(_FileOver):
 
     def _count(self, data: bytes | memoryview) -> None:
         self._part.count(len(data))
-        self._handed_on = None  # Python's buffer moves it, too
-        if self._thread != threading.get_ident():  # whose reads come between
+        self._handed_on = None  # Python's buffer moves the position too
+        if self._thread != threading.get_ident():  # another thread's reads would be interleaved
             self._copy = None
         if self._copy is not None:
             at = self._file.tell() - len(data) if self._at is None else self._at
@@ -240,21 +240,21 @@ class ObservedFile(_FileOver):
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor of a file in memory with these bytes, at its beginning, for reading only.
+    """Return a read-only descriptor, at position 0, of a new file in memory with these bytes.
 
     Raises:
-        OSError: there is no room for it, or no /proc.
+        OSError: there is no memory for it, or no /proc.
     """
     fd = sealed_file("creel-file", lambda file: file.write(data))
     try:
-        # Before Linux 6.7 nothing sealed can be mapped shared through a descriptor for writing.
+        # Before Linux 6.7, a sealed memfd cannot be mapped shared through a writable descriptor.
         return os_open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(fd)
 
 
 def read(uri: str | os.PathLike[str]) -> bytes:
-    """Return all bytes of a file, from the cache where they are in it.
+    """Return all bytes of a file, from the cache if they are there.
 
     Args:
         uri: a path, or an address such as "s3://bucket/key".
@@ -267,7 +267,7 @@ def read(uri: str | os.PathLike[str]) -> bytes:
 
 
 def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A001 - creel.open
-    """Open a file for reading bytes, from the cache where they are in it.
+    """Open a file for reading bytes, from the cache if they are there.
 
     A local file that is not in the cache is opened as the real file (with a descriptor, so that it
     can be mapped). Everything else is a copy in memory, without a descriptor.
@@ -297,9 +297,9 @@ def open_local(path: str) -> IO[bytes]:
 
 
 def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
-    """A file just opened, counting what is read of it if this thread's reads are being recorded.
+    """Wrap a file just opened so that its reads are counted, if this thread is being recorded.
 
-    `waited_ns`: how long the storage made the thread wait; then what is read is kept, too.
+    `waited_ns`: how long the storage made the thread wait. If it did, the bytes read are kept.
     """
     observed = this_thread.observed
     if observed is None:
@@ -309,7 +309,7 @@ def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
     if not _cacheable(status, address):
         return real
     nbytes = status.st_size
-    read_ahead(fd, min(nbytes, _AHEAD_NBYTES), status.st_dev)  # the record takes time, too
+    read_ahead(fd, min(nbytes, _AHEAD_NBYTES), status.st_dev)  # the kernel reads meanwhile
     if nbytes <= SMALL and not waited_ns:
         observed.opened_small(address, status, now_ns)
         return real
@@ -327,9 +327,10 @@ Look = tuple[os.stat_result, int]
 
 
 def look(file: int | str) -> Look | None:
-    """What a file is, by its descriptor or path; None if nothing is recorded, or nothing is there.
+    """Return status and version of a file, by descriptor or path; None if unreadable or unrecorded.
 
-    Asked before a library opens it, which asks as well: a network file system keeps the answer.
+    Called just before a library opens the file: a network file system then answers the library from
+    its cache.
     """
     if this_thread.observed is None:
         return None
@@ -342,9 +343,9 @@ def look(file: int | str) -> Look | None:
 
 
 def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> PartialRead | None:
-    """Record that a file was opened; where reads of it are to be counted, None if nowhere.
+    """Record that a file was opened; return where its reads are counted, None if nowhere.
 
-    `found`: what `look` gave for it.
+    `found`: the result of `look` for the file.
     """
     observed = this_thread.observed
     if observed is None or found is None or not _cacheable(found[0], address):
@@ -353,27 +354,30 @@ def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> Partial
 
 
 def _cacheable(status: os.stat_result, address: str) -> bool:
-    """Whether this is a file with bytes: an empty one may be a lock, which a copy would not be."""
+    """Whether this is a regular file with bytes. An empty one may be a lock: never cached."""
     regular = stat.S_ISREG(status.st_mode) and status.st_size > 0
     return regular and not address.startswith(NO_FILES)
 
 
-#: What C reads cannot be kept, unless it is read here, all of the file, and given to C from memory.
-#: So C reads one file, and where it waited for nearly all of that, the next ones are read for it;
-#: after this many of these, it reads one again, as it may want only parts by now.
+#: What C code reads cannot be kept, unless it is read here, whole, and handed to C from memory. So
+#: C reads one file. If it waited, and read nearly all of that file, the next 32 are read for it.
+#: Then C reads one again, since it may want only parts by now.
 _READ_FOR_C = 32
-#: Part of a file that is nearly all of it; a copy may lack as much (`file_copies`).
+#: Share of a file that counts as nearly all; a copy may lack the rest too (`file_copies`).
 _NEARLY_ALL = 15 / 16
 _MAX_IN_C_NBYTES = 64 << 20
 
 
 def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> PartialRead | None:
-    """Record that a file was opened that is not read through a file object of Python's.
+    """Record a file that was opened, but is not read through a Python file object.
 
-    Returns where its reads are counted; None if nowhere. `found`: what `look` gave for it.
+    Args:
+        found: the result of `look` for the file.
+        waited_ns: how long the storage made the thread wait. If it did not, only a small file is
+            worth caching: the library spends more on a copy of a large one than on the page cache.
 
-    `waited_ns`: how long the storage made the thread wait; where it did not, only a small file is
-    worth caching, as the library has more work with a copy of a large one than with the page cache.
+    Returns:
+        Where its reads are counted; None if nowhere.
     """
     part, observed = opened_part(found, address, waited_ns), this_thread.observed
     if part is not None and observed is not None and waited_ns:
@@ -383,30 +387,30 @@ def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> PartialRea
 
 
 def whole_in_c(address: str, reading: Callable[[], T]) -> T:
-    """Call `reading`, which reads all of a file in C, and record that."""
+    """Call `reading`, which reads a whole file in C, and record that."""
     found, waited_ns = timed(reading)
-    _left_to_c(PartialRead(0, waited_ns))  # all of it is nearly all, whatever its size
+    _left_to_c(PartialRead(0, waited_ns))  # a whole file counts as nearly all
     if this_thread.observed is not None:
         this_thread.observed.add(address)
     return found
 
 
 def _left_to_c(part: PartialRead | None) -> None:
-    """Remember how much C reads of this file, for `read_for_c`."""
+    """Remember how much of this file C reads, for `read_for_c`."""
     observed = this_thread.observed
     if observed is not None and observed.copies is not None:
         observed.copies.read_in_c, observed.copies.read_here = part, 0
 
 
 def read_for_c(address: str) -> bytes | None:
-    """All of a file that C would read, kept for the daemon; None: leave it to C (`_READ_FOR_C`)."""
+    """Read a whole file in place of C code, keeping it for the daemon; None: leave it to C."""
     observed = this_thread.observed
     if observed is None or not _reads_for_c(observed.copies):
         return None
     if address.startswith(NO_FILES):
         return None
     with suppress(OSError), open_local(address) as file:
-        nbytes = file.seek(0, os.SEEK_END)  # nothing in an empty file, which may be a lock
+        nbytes = file.seek(0, os.SEEK_END)  # an empty file may be a lock
         file.seek(0)
         return file.read() if 0 < nbytes <= _MAX_IN_C_NBYTES else None
     return None
@@ -423,9 +427,9 @@ def _reads_for_c(copies: FileCopies | None) -> bool:
 
 
 def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
-    """Python's `open`, but for a local file to be read as bytes while a lease or record is active.
+    """Python's `open`, but local files opened with "rb" go through `open` during a lease or record.
 
-    It stands in for `open` in the modules whose reads of files creel serves.
+    It replaces `open` in modules whose file reads creel serves.
     """
     plain = mode != "rb" or args or more or not isinstance(file, (str, os.PathLike))
     idle = this_thread.lease is None and this_thread.observed is None
@@ -438,7 +442,7 @@ def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
 
 
 def local_address(file: object) -> str | None:
-    """What `file` is to the cache; None for what is no plain path of a file.
+    """Return the cache's address of `file`; None if it is not the plain path of a file.
 
     >>> local_address("/data/./a//b"), local_address(b"/data/a"), local_address("/data/")
     ('/data/a/b', '/data/a', None)

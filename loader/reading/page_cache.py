@@ -1,7 +1,7 @@
-"""Whether files lie in the page cache, where reading them costs no more than a cache of creel's.
+"""Find files in the page cache, where reading costs no more than from creel's cache.
 
-A loader asks before each epoch (`loader.iterators.state`, `page_cached`), a proxy below torch's own
-loader before it connects (`loader.binding.wrapped_reads`, likewise).
+A loader asks before each epoch (`loader.iterators.state`, `page_cached`); a proxy below torch's own
+loader asks before it connects (`loader.binding.wrapped_reads`, likewise).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-#: File systems of this machine alone. The first keep their files in the page cache, and say whether
-#: a read would have to wait; the others are memory. Any other is slow until it is read.
+#: Local file systems. Those on a disk keep files in the page cache, and can say whether a read
+#: would wait; those in memory never wait. All others count as slow.
 _ON_DISK = frozenset({"ext2", "ext3", "ext4", "f2fs", "xfs"})
 _IN_MEMORY = frozenset({"ramfs", "tmpfs"})
-#: One file in this many may not be in the page cache.
+#: One file in this many may be missing from the page cache.
 _FEW = 32
 
 
 class _Mount(NamedTuple):
-    at: str  # where, with a slash at its end
+    at: str  # mount point, ending in a slash
     kind: str
     device: int
 
@@ -30,11 +30,11 @@ _NOWHERE = _Mount("", "", -1)
 
 
 def in_page_cache(paths: Sequence[str]) -> bool:
-    """Whether beginning and end of nearly all of these files can be read without a wait.
+    """Whether the first and last bytes of nearly all these files can be read without waiting.
 
-    One in 32 may have been given up by the kernel: to wait for a few files takes less time than to
-    copy all. False for what is not on a file system of this machine, which is not even looked at:
-    to open a file there costs its server something.
+    The kernel may have evicted one file in 32: waiting for a few takes less time than copying all.
+    False for a file that is not on a local file system. Such a file is not opened, since that costs
+    its server something.
     """
     mounts, left = _mounts(), len(paths) // _FEW
     for path in paths:
@@ -50,15 +50,15 @@ def _cached(path: str, mounts: list[_Mount]) -> bool:
     if mount.kind not in _ON_DISK | _IN_MEMORY:
         return False
     try:
-        name = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens nothing
+        name = os.open(path, os.O_PATH | os.O_CLOEXEC)  # O_PATH opens nothing
         try:
             status = os.fstat(name)
-            if status.st_dev != mount.device:  # a link led elsewhere
+            if status.st_dev != mount.device:  # a link led to another file system
                 return False
             return mount.kind in _IN_MEMORY or _readable_now(name, status.st_size)
         finally:
             os.close(name)
-    except (OSError, ValueError, AttributeError):  # no name of a file; Python has no RWF_NOWAIT
+    except (OSError, ValueError, AttributeError):  # not a path, or Python has no RWF_NOWAIT
         return False
 
 
@@ -77,7 +77,7 @@ def _readable_now(name: int, nbytes: int) -> bool:
 
 
 def _mounts() -> list[_Mount]:
-    """This process's mounts in the order they were made; [] where the system does not tell."""
+    """Return this process's mounts in the order they were made; [] if the system does not tell."""
     try:
         lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def _mounts() -> list[_Mount]:
 
 
 def _plain(name: str) -> str:
-    """A name as /proc writes it, with blanks and backslashes in octal.
+    """Decode a name from /proc, which has blanks and backslashes in octal.
 
     >>> _plain("/mnt/a\\040b")
     '/mnt/a b'

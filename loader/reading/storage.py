@@ -30,7 +30,7 @@ from creel.settings import FetchSettings
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Threads that list folders and ask for sizes; they wait for the storage, not for the CPU.
+#: Threads that list folders and ask for sizes. They wait for the storage, not for the CPU.
 _THREADS = 16
 
 _stores: dict[tuple[int, str, str, str], Store] = {}
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 def scheme_of(address: str) -> str:
-    """Scheme of a URI in lower case, "" for a path.
+    """Return the scheme of a URI in lower case, "" for a path.
 
     >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
     ('s3', '', 'file')
@@ -48,7 +48,7 @@ def scheme_of(address: str) -> str:
 
 
 def absolute(address: str | os.PathLike[str]) -> str:
-    """The address in a form that any process of this machine can read: a URI or absolute path.
+    """Return the address as a URI or absolute path, which any process of this machine can read.
 
     >>> absolute("file:///data/a%20b"), absolute("s3://bucket/a/")
     ('/data/a b', 's3://bucket/a')
@@ -77,9 +77,9 @@ def absolute(address: str | os.PathLike[str]) -> str:
 
 
 def absolute_path(path: str) -> str:
-    """An absolute path without empty steps and `.`.
+    """Return an absolute path without empty and `.` components.
 
-    `..` stays: behind a link it means something else, which is found out when the file is read.
+    `..` stays, because after a symbolic link only the file system can resolve it.
 
     >>> absolute_path("/data/./a//b/../c/")
     '/data/a/b/../c'
@@ -89,7 +89,7 @@ def absolute_path(path: str) -> str:
 
 
 def several(given: object) -> list[str | os.PathLike[str]]:
-    """One address or many, as a list.
+    """Return one address or many, as a list.
 
     Raises:
         ConfigError: not an address or an iterable of addresses.
@@ -111,7 +111,7 @@ def is_folder(address: str) -> bool:
 
 
 def in_threads(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """[job(item) for item in items], up to 16 at a time in threads."""
+    """Return [job(item) for item in items], run in up to 16 threads at a time."""
     if len(items) <= 1:
         return [job(item) for item in items]
     with ThreadPoolExecutor(min(_THREADS, len(items)), "creel-list") as pool:
@@ -126,18 +126,18 @@ def in_threads(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def read_all(address: str) -> bytes:
-    """All bytes at an address; a local file fails as `open` does, a remote one by SourceError."""
+    """Read all bytes at an address; raises as `open` for a local file, SourceError for others."""
     if "://" in address:
         return _read(address, 0, UNKNOWN)
     try:
-        return read_file(address)  # half the cost of a file object
+        return read_file(address)  # costs half as much as a file object
     except OSError:
         with open(address, "rb") as f:  # noqa: PTH123  raises open()'s own error, as for a folder
             return f.read()
 
 
 def read_range(address: str, offset: int, nbytes: int) -> bytes:
-    """`nbytes` bytes from `offset` on; fewer only at the end of a local file."""
+    """Read `nbytes` bytes from `offset` on; fewer only at the end of a local file."""
     if not scheme_of(address):
         with Path(address).open("rb") as f:
             f.seek(offset)
@@ -146,7 +146,7 @@ def read_range(address: str, offset: int, nbytes: int) -> bytes:
 
 
 def nbytes_of(address: str) -> int:
-    """Size in bytes.
+    """Return the size in bytes.
 
     Raises:
         NotFoundError: nothing is there, or it is a folder.
@@ -155,8 +155,8 @@ def nbytes_of(address: str) -> int:
     """
     if not scheme_of(address):
         try:
-            status = os.stat(address)  # noqa: PTH116  datasets ask for each of a million files
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in it
+            status = os.stat(address)  # noqa: PTH116  fast: called for each of a million files
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: zero byte in path
             raise NotFoundError(f"there is no file {address}") from None
         if S_ISDIR(status.st_mode):
             raise NotFoundError(f"{address} is a folder: give the files in it, as a list")
@@ -172,7 +172,7 @@ def nbytes_of(address: str) -> int:
 
 @contextmanager
 def _creel_errors(address: str) -> Iterator[None]:
-    """Turn what a storage raises about `address` into one of creel's errors, in one sentence."""
+    """Turn a storage's exception about `address` into one of creel's errors, in one sentence."""
     try:
         yield
     except CreelError:
@@ -189,14 +189,14 @@ def _creel_errors(address: str) -> Iterator[None]:
 
 
 def _store(address: str) -> Store:
-    # By process id: clients of object stores own threads and do not survive a fork.
+    # By process id, because clients of object stores own threads and do not survive a fork.
     key = (os.getpid(), *store_key(address))
-    deadline_s = settings().deadline_s  # before the lock, which settings() may take itself
+    deadline_s = settings().deadline_s  # outside the lock, which settings() may take
     with _lock:
         if key not in _stores:
             try:
                 _stores[key] = open_store(address, deadline_s)
-            except (ImportError, ValueError, SourceError) as e:  # fsspec, or a part of it
+            except (ImportError, ValueError, SourceError) as e:  # fsspec or a part is missing
                 raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
         return _stores[key]
 
@@ -219,7 +219,7 @@ _settings: FetchSettings | None = None
 
 
 def use(settings: FetchSettings) -> None:
-    """Retry reads and requests of this process as these settings say from now on."""
+    """Use these settings for retries and deadlines of this process from now on."""
     global _settings  # noqa: PLW0603  one per process: datasets are read anywhere in it
     if settings != _settings:
         _settings = settings
@@ -228,7 +228,7 @@ def use(settings: FetchSettings) -> None:
 
 
 def settings() -> FetchSettings:
-    """The settings in use: a loader's, else from environment and files."""
+    """Return the settings in use: a loader's, else those of environment and files."""
     if _settings is None:
         try:
             use(Config.load()[0].fetch)
@@ -252,12 +252,12 @@ class Listing:
 
 
 def walk(root: str) -> Listing:
-    """Every file below a local folder, following links, in the order of `sorted(os.walk(root))`."""
+    """List all files below a local folder as `sorted(os.walk(root))` does, following links."""
     return Listing([name for name, _ in LocalStore(0).list(root)])
 
 
 def list_remote(root: str) -> Listing:
-    """Every object below a URI, in the order of `walk`, with sizes if the storage gives all.
+    """List every object below a URI in the order of `walk`, with sizes if the storage gives all.
 
     Raises:
         NotFoundError: nothing is there.

@@ -1,4 +1,4 @@
-"""What holds for the reads of the current thread, and what it has used so far."""
+"""Per-thread state of reads, and the system resources that a thread has used."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class ThisThread(threading.local):
-    """The state of each thread."""
+    """State of each thread."""
 
     lease: Lease | None = None
     observed: ObservedReads | None = None
-    intercepts = False  # whether opens by code that is not creel's are looked at (`intercept`)
+    intercepts = False  # whether opens by code other than creel's are intercepted
 
 
 this_thread = ThisThread()
 
 
 def usage() -> struct_rusage:
-    """What the system counts of this thread."""
-    import resource  # there is none on Windows, where this module is imported, too
+    """Return the system's resource usage of this thread."""
+    import resource  # missing on Windows, where this module is imported too
 
     return resource.getrusage(resource.RUSAGE_THREAD)
 
 
 def thread_use() -> ThreadUse:
-    """What this thread has used so far."""
+    """Return what this thread has used so far."""
     counts = usage()
     reads = counts.ru_inblock + counts.ru_majflt
     return ThreadUse(time.monotonic_ns(), time.thread_time_ns(), counts.ru_nvcsw, reads)
