@@ -1,1 +1,1 @@
-"""Worker processes: starting them, giving them tasks, and receiving their batches."""
+"""Worker processes: start them, give them tasks, and receive their batches."""

@@ -1,4 +1,4 @@
-"""A batch as it is sent: packed, with the new slots whose descriptors go with it."""
+"""The message that carries a batch: the packed batch and its new slots, sent with descriptors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Collate: TypeAlias = Callable[[Sequence[object]], object]
 
 
 class BatchMessage(NamedTuple):
-    """A packed batch, and (id, nbytes) of each new slot, whose descriptors are sent along."""
+    """A packed batch, and (id, nbytes) of each new slot; the slots' descriptors are sent along."""
 
     new: tuple[tuple[int, int], ...]
     packed: Packed
@@ -35,13 +35,13 @@ class Outbox(SlotWriter):
         super().__init__(max_slots=slots if may_keep() else 0, inherited=inherited)
 
     def collate(self, collate_fn: Collate) -> Collate:
-        """`collate_fn`, or for default_collate one that collates right into a slot."""
+        """Return `collate_fn`, or for default_collate a version that collates right into a slot."""
         if collate_fn is default_collate:
             return functools.partial(slot_collate, writer=self)
         return collate_fn
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 for the batch being made, in a slot if one can be had."""
+        """Return (nbytes,) uint8 for the batch being made, in a slot if one is available."""
         try:
             slot, offset = self.room(nbytes)
         except OSError:
@@ -49,14 +49,14 @@ class Outbox(SlotWriter):
         return over(slot.buffer(), nbytes, offset)
 
     def pack(self, data: object) -> tuple[BatchMessage, list[int]]:
-        """The message and the descriptors to send with it. Raises whatever pickling raises."""
+        """Return the message and the descriptors to send with it; raises what pickling raises."""
         packed = pack(data, self)
         unsent = self.unsent()
         new = tuple((number, nbytes) for number, _, nbytes in unsent)
         return BatchMessage(new, packed), [fd for _, fd, _ in unsent]
 
     def without_slots(self, data: object, lost: BatchMessage) -> BatchMessage:
-        """The batch again, all in the message: the trainer got none of the new slots of `lost`."""
+        """Pack the batch again without slots, after the trainer received no new slot of `lost`."""
         message = BatchMessage((), pack(data, _NoSlots(max_slots=0)))
         self.give_back([~number for number, _ in lost.new])
         return message

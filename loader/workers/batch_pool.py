@@ -1,4 +1,4 @@
-"""BatchPool: where an iterator takes batches from; workers or another rank make them."""
+"""BatchPool: the source of an iterator's batches, made by workers or by another rank."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class BatchPool(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float) -> WorkerEvent | None:
-        """`next_event` without the pinner; only one thread may call this."""
+        """Return `next_event` without the pinner; only one thread may call this."""
 
     def next_event(self, timeout_s: float) -> WorkerEvent | None:
-        """The next event, or None on timeout. A worker's death comes after all its results."""
+        """Return the next event; None on timeout. A worker's death comes after all its results."""
         return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
 
     def open(self, event: BatchResult) -> object:
-        """The batch itself, or an ExceptionWrapper if the worker failed."""
+        """Return the batch itself, or an ExceptionWrapper if the worker failed."""
         return event.packed if self.pinner is not None else unpack(event.packed, event.inbox)
 
     def discard(self, event: BatchResult) -> None:
-        """Give back the slots of a batch that is not wanted."""
+        """Give back the slots of an unwanted batch."""
         if self.pinner is None:
             discard(event.packed, event.inbox)
 
     def take_bad(self) -> list[BadSample]:
-        """Samples that workers could not read, also for batches that nobody wanted any more."""
+        """Return new bad samples that workers found, also those of discarded batches."""
         return [self._bad.popleft() for _ in range(len(self._bad))]

@@ -1,11 +1,11 @@
 """Channel: messages between a trainer and one worker over a unix SOCK_SEQPACKET socket.
 
 There are no threads and no queues. A packet is one whole message, with descriptors. It is pickled,
-not msgspec's: a sampler yields any Python object, and a worker raises any exception.
-Messages are small (payload lies in slots); a longer one is sent in a memfd, or in several packets
-if no memfd can be made. Where the receiver has no descriptor left (MSG_CTRUNC), a message of `put`
-is sent again without any. A full socket buffer cannot make two processes wait for each other: the
-trainer never blocks in `post`, and reads while it waits.
+unlike the daemon's messages, because a sampler yields any Python object and a worker raises any
+exception. Messages are small, since payload lies in slots. A longer message is sent in a memfd, or
+in several packets if no memfd can be made. If the receiver has no descriptor left (MSG_CTRUNC), a
+message of `put` is sent again without descriptors. A full socket buffer cannot block both
+processes: the trainer never blocks in `post`, and reads while it waits.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from creel.loader.client.packets import close_all
 
 #: Longest packet in bytes; longer messages use a memfd. A socket's buffer is 208 KiB by default.
 _INLINE = 16 << 10
-#: Most descriptors in one packet (the kernel's SCM_MAX_FD); any more are sent before it in packets
-#: of their own.
+#: Most descriptors in one packet (the kernel's SCM_MAX_FD); further ones go ahead in packets of
+#: their own.
 _MAX_FDS = 253
 _PLAIN, _SPILLED, _FDS_ALONE, _PIECE = b"p", b"s", b"a", b"c"
-#: _PLAIN and _SPILLED with descriptors, to be answered: all were received, or some were cut off.
+#: Kinds _PLAIN and _SPILLED whose receiver answers whether all descriptors arrived (_WHOLE, _CUT).
 _PLAIN_ACKED, _SPILLED_ACKED = b"P", b"S"
 _WHOLE, _CUT = b"w", b"x"
 _Reduced: TypeAlias = "str | tuple[Any, ...]"
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets; both close on exec."""
+    """Return two connected sockets that close on exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class _Packet:
-    """A packet to be sent: bytes, and descriptors that go with them."""
+    """A packet to send: bytes and descriptors."""
 
     __slots__ = ("_ours", "data", "fds")
 
@@ -58,12 +58,12 @@ class _Packet:
         self._ours = [fd for fd in fds if fd in ours]
 
     def close(self) -> None:
-        """Close the owned descriptors, once it was sent or never will be."""
+        """Close the owned descriptors, after the packet was sent or dropped."""
         close_all(self._ours)
         self._ours = self.fds = []
 
     def keep(self) -> None:
-        """Duplicate the caller's descriptors, which it may close before this is sent.
+        """Duplicate the caller's descriptors, which it may close before the packet is sent.
 
         Raises:
             OSError: no descriptor is free.
@@ -81,16 +81,16 @@ class Channel:
         """Take over `sock` and close it in `close`."""
         self._sock = sock
         self._backlog: deque[_Packet] = deque()
-        self._fds: list[int] = []  # descriptors received for the next message,
-        self._pieces: list[bytes] = []  # and its first bytes
-        self._cut = False  # whether some of them were cut off
-        #: For each message that is not answered yet, what to send where descriptors were cut off.
+        self._fds: list[int] = []  # descriptors received for the next message
+        self._pieces: list[bytes] = []  # and the first bytes of its body
+        self._cut = False  # whether some of its descriptors were cut off
+        #: For each unanswered message: makes it again without descriptors.
         self._unanswered: deque[Callable[[], tuple[object, ...]]] = deque()
-        # Reentrant: a finaliser may call `post` while this thread is inside it.
+        # Reentrant: a finaliser may call `post` while this thread holds it.
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """The socket's descriptor, -1 when closed."""
+        """Return the socket's descriptor, -1 when closed."""
         return self._sock.fileno()
 
     @property
@@ -99,11 +99,11 @@ class Channel:
         return bool(self._backlog)
 
     def post(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> None:
-        """Send, or keep for the next `flush` if the socket's buffer is full. Never blocks.
+        """Send without blocking; if the socket's buffer is full, the next `flush` sends the rest.
 
         Raises:
             OSError: the other process has closed the channel, or no descriptor is free.
-            Exception: whatever pickling `message` raises; then nothing was sent.
+            Exception: pickling `message` failed, and nothing was sent.
         """
         body, owned = _packed(message)
         with self._lock:
@@ -138,14 +138,14 @@ class Channel:
         fds: Sequence[int] = (),
         without: Callable[[], tuple[object, ...]] | None = None,
     ) -> None:
-        """Send, waiting for room without a limit (for workers; the trainer always reads).
+        """Send, waiting for room without a limit. For workers: the trainer always reads.
 
-        without: makes the same message without descriptors; called in a later `get` where the
-            other end had none left for it.
+        without: makes the same message without descriptors. A later `get` calls it if the other end
+        had no descriptor left.
 
         Raises:
             OSError: the other process has closed the channel.
-            Exception: whatever pickling `message` raises; then nothing was sent.
+            Exception: pickling `message` failed, and nothing was sent.
         """
         body, owned = _packed(message)
         try:
@@ -158,14 +158,14 @@ class Channel:
             close_all(owned)
 
     def _answered(self, answer: bytes) -> None:
-        """Handle the answer to the earliest message that has none."""
+        """Handle the answer to the earliest unanswered message."""
         without = self._unanswered.popleft()
         if answer == _CUT:
             for piece, _ in _packets(_pickled(without()), []):
                 _send(self._sock, piece, [])
 
     def get(self, timeout_s: float | None = None) -> tuple[tuple[object, ...], list[int]] | None:
-        """The next message and its descriptors, which the caller owns; None on timeout.
+        """Return the next message and its descriptors, which the caller owns; None on timeout.
 
         Raises:
             EOFError: the other process has closed the channel, or this one was closed.
@@ -181,7 +181,7 @@ class Channel:
             except ConnectionError as e:
                 raise EOFError("the other process has closed the channel") from e
             except (OSError, ValueError) as e:
-                if self.fileno() < 0:  # closed by another thread than the one that reads
+                if self.fileno() < 0:  # another thread has closed it
                     raise EOFError("this end is closed") from e
                 raise
             if not packet:
@@ -197,10 +197,10 @@ class Channel:
                 return self._message(packet)
 
     def _received(self, kind: bytes) -> bool:
-        """Answer a message, if it is to be answered; False where it is to come again.
+        """Answer a message if its kind wants that; False if the sender will repeat it.
 
         Raises:
-            OSError: descriptors were cut off, and it will not come again.
+            OSError: descriptors were cut off, and the message is lost.
         """
         cut, self._cut = self._cut, False
         if cut:
@@ -210,7 +210,7 @@ class Channel:
             with (
                 self._lock,
                 suppress(OSError),
-            ):  # the other process has closed the channel: the next read says so
+            ):  # closed by the other process: the next read reports it
                 self._backlog.append(_Packet(_CUT if cut else _WHOLE, [], []))
                 self.flush()
         elif cut:
@@ -218,7 +218,7 @@ class Channel:
         return not cut
 
     def _message(self, packet: bytes) -> tuple[tuple[object, ...], list[int]]:
-        """The message that this packet, its last one, completes."""
+        """Return the message that ends with this packet."""
         fds, self._fds = self._fds, []
         pieces, self._pieces = self._pieces, []
         if packet[:1] in (_SPILLED, _SPILLED_ACKED):
@@ -234,11 +234,11 @@ class Channel:
         return bool(poll.poll(timeout_s * 1000))
 
     def abandon(self) -> None:
-        """Close the descriptor in a forked child; takes no lock, as another thread may hold it."""
+        """Close the descriptor in a forked child. Takes no lock: another thread may hold it."""
         self._sock.close()
 
     def close(self) -> None:
-        """Close the socket and drop what was not sent."""
+        """Close the socket and drop unsent packets."""
         with self._lock:
             while self._backlog:
                 self._backlog.popleft().close()
@@ -246,13 +246,13 @@ class Channel:
 
 
 def _send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> None:
-    """`socket.send_fds` with flags, which Python (3.11) ignores, so that it would block."""
+    """Like `socket.send_fds`, whose `flags` Python 3.11 ignores, so that it would block."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
     sock.sendmsg([data], rights, flags)
 
 
 def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
-    """(bytes, descriptors) of each packet of a message; the last one has its kind."""
+    """Return (bytes, descriptors) of each packet of a message; the last one has its kind."""
     cut = max(len(fds) - 1, 0) // _MAX_FDS * _MAX_FDS
     packets = [(_FDS_ALONE, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
     if len(body) > _INLINE:  # no memfd could be made
@@ -263,7 +263,7 @@ def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
 
 
 def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
-    """The message as bytes, or a memfd with it, which the caller must close."""
+    """Return the message as bytes, or in a memfd, which the caller must close."""
     body = _pickled(message)
     if len(body) <= _INLINE:
         return body, []
@@ -293,7 +293,7 @@ def _pickled(message: tuple[object, ...]) -> bytes:
 
 
 def _reduced(tensor: torch.Tensor) -> _Reduced:
-    """Pickle an index tensor by its own elements: its storage may be a whole permutation."""
+    """Pickle only an index tensor's elements: its storage may be a whole permutation."""
     if tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _INDICES:
         return torch.from_numpy, (tensor.numpy(),)
     as_ever: _Reduced = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]  # torch's

@@ -1,4 +1,4 @@
-"""Events of workers, as the trainer sees them."""
+"""Events that the trainer receives from its workers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class BatchResult:
     index: int
     packed: Any
     times: BatchTimes
-    #: The process that made the batch; it may have been replaced since.
+    #: Of the process that made the batch, which may have been replaced since.
     inbox: Inbox
 
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """A worker process ended unexpectedly: one of the pool's `members` is `dead`."""
+    """A worker process ended unexpectedly; the pool marks one of its `members` as `dead`."""
 
 
 @dataclass(frozen=True)
 class LeaderLoss:
-    """No more batches of this epoch come from the rank that makes them (`leader`)."""
+    """The leader, the rank that makes the batches, delivers no more of this epoch."""
 
     tag: int
     reason: str

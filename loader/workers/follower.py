@@ -1,4 +1,4 @@
-"""The follower's side of `leader`: a rank that takes the batches that another one has made."""
+"""The follower's side of `leader`: a rank that takes batches made by another rank."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
 if TYPE_CHECKING:
     from creel.loader.workers.pool import Slots, WorkerProcess
 
-#: Seconds that one thread reads while others of its process may want to.
+#: Longest read in seconds by one thread while other threads of its process may want to read.
 _TURN_S = 0.1
 
-#: What came for an iterator, with its descriptors; None: no more batches come.
+#: A batch for an iterator with its descriptors; None in its place: no more batches come.
 Arrived: TypeAlias = "tuple[SentBatch | None, list[int]]"
 
 
 class Follower:
     """A follower's connection to its leader, for one loader.
 
-    It is closed once `close` was called and all iterators have ended.
+    It closes after `close`, once all iterators have ended.
     """
 
     def __init__(self, channel: Channel, leader: int) -> None:
@@ -45,22 +45,21 @@ class Follower:
         self._open: set[int] = set()
         self._closing = False
         self._arrived: dict[int, deque[Arrived]] = {}  # by iterator
-        self._lock = threading.Lock()  # several iterators may have threads that pin memory
+        self._lock = threading.Lock()  # several iterators may have pinning threads
         forget_in_child(self)
 
     def open(self) -> int:
-        """Begin an iterator; returns its number."""
+        """Begin an iterator; return its number."""
         self._count += 1
         self._open.add(self._count)
         self._arrived.setdefault(self._count, deque())
         return self._count
 
     def peek(self, iterator: int, timeout_s: float) -> SentBatch | None:
-        """The next batch for an iterator, which stays the next; None on timeout.
+        """Return the next batch for an iterator without taking it; None on timeout.
 
         Raises:
-            EOFError: there is none: the leader has ended the iterator, or itself, or has left this
-                rank out.
+            EOFError: the leader has ended the iterator or itself, or has dropped this rank.
             OSError: no descriptor is free.
         """
         until = time.monotonic() + timeout_s
@@ -82,7 +81,8 @@ class Follower:
         try:
             got = self._channel.get(timeout_s)
         except EOFError:
-            # Where a leader ends with words unread, a reset comes before its last ones.
+            # A leader that ends with unread messages causes a reset, which arrives before its last
+            # ones.
             got = self._channel.get(0)
         match got:
             case (("batch", int(iterator), SentBatch() as sent), list(fds)):
@@ -97,16 +97,16 @@ class Follower:
             close_all(arrived[1])
 
     def take(self, iterator: int) -> Arrived:
-        """Take what `peek` has returned."""
+        """Take the batch that `peek` returned."""
         return self._arrived[iterator].popleft()
 
     def took(self, iterator: int, taken: int, slots: tuple[tuple[int, list[int]], ...]) -> None:
-        """Tell the leader of batches taken, and of slots to be used again."""
-        with suppress(OSError):  # the next wait for a batch says that the leader is gone
+        """Tell the leader how many batches were taken, and which slots may be reused."""
+        with suppress(OSError):  # the next wait for a batch reports that the leader is gone
             self._channel.post(("taken", iterator, taken, slots))
 
     def end(self, iterator: int) -> None:
-        """End an iterator: what still comes for it is dropped."""
+        """End an iterator; batches that still arrive for it are dropped."""
         self._open.discard(iterator)
         for _, fds in self._arrived.pop(iterator, ()):
             close_all(fds)
@@ -124,43 +124,43 @@ class Follower:
         self._channel.close()
 
     def forget(self) -> None:
-        """In a forked child: close its copy of the connection."""
+        """Close the copy of the connection in a forked child."""
         self._channel.abandon()
 
 
 class ReplicaPool(BatchPool):
-    """What a follower's iterator has in place of a `WorkerPool`: the leader's workers."""
+    """Replaces a follower's `WorkerPool`: its batches come from the leader's workers."""
 
     def __init__(self, follower: Follower, max_leased: int) -> None:
         super().__init__()
         self.pid = os.getpid()
         self.tag = 0
-        self.members: list[WorkerProcess] = []  # none is this process's
+        self.members: list[WorkerProcess] = []  # this rank has no workers
         self._follower = follower
         self._number = follower.open()
         self._max_leased = max_leased
         self._inboxes: dict[int, Inbox] = {}  # by worker
         self._taken = 0
-        self._ours: dict[int, int] = {}  # checksums by index of batch
+        self._ours: dict[int, int] = {}  # checksums of this rank's indices, by index of batch
         self._theirs: dict[tuple[int, int], int] = {}
         self._lost_tag = -1
 
     def again(self, bad: Mapping[int, str]) -> int:  # noqa: ARG002  the leader's workers know them
-        """Begin another epoch; returns its tag."""
+        """Begin another epoch; return its tag."""
         self.tag += 1
         self._ours.clear()
         return self.tag
 
     def bind(self, digest: str) -> None:
-        """Nothing is read here."""
+        """Do nothing: this rank reads nothing."""
 
     def join(self, ticket: tuple[str, str, int]) -> None:
-        """Nothing is read here."""
+        """Do nothing: this rank reads nothing."""
 
     def task(
         self, worker: int, tag: int, batch: int, index: object, step: int, *, many: bool
     ) -> None:
-        """Note what a batch is to be made of, and return slots."""
+        """Note the samples expected in a batch, and return slots to the leader."""
         del worker, tag, step, many
         self._ours[batch] = checksum(index)
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
@@ -190,7 +190,7 @@ class ReplicaPool(BatchPool):
         return BatchResult(sent.worker, sent.tag, sent.batch, packed, times, inbox)
 
     def _loss(self, why: str, timeout_s: float) -> WorkerEvent | None:
-        """The event that the leader is lost; a pinning thread gets it only once in each epoch."""
+        """Return the event that the leader is lost; a pinning thread gets it once per epoch."""
         if self.pinner is not None and self._lost_tag == self.tag:
             time.sleep(timeout_s)
             return None
@@ -199,10 +199,10 @@ class ReplicaPool(BatchPool):
         return LeaderLoss(self.tag, f"rank {rank}, which makes this rank's batches, is lost: {why}")
 
     def open(self, event: BatchResult) -> object:
-        """The batch itself, or an ExceptionWrapper if the leader's worker failed.
+        """Return the batch itself, or an ExceptionWrapper if the leader's worker failed.
 
         Raises:
-            RuntimeError: it is not made of what this rank's sampler yielded.
+            RuntimeError: the batch is not of the samples that this rank's sampler yielded.
         """
         ours, theirs = self._ours.pop(event.index, 0), self._theirs[event.tag, event.index]
         if ours and theirs and ours != theirs:
@@ -224,15 +224,15 @@ class ReplicaPool(BatchPool):
         super().discard(event)
 
     def stage(self, worker: int) -> tuple[int, int, float]:  # noqa: ARG002  the same for all
-        """(stage, batch, seconds) as of an idle worker."""
+        """Return (stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
 
     def new_counts(self) -> list[int]:
-        """Zeros: this rank has no workers."""
+        """Return zeros: this rank has no workers."""
         return [0] * 6
 
     def describe(self, worker: int) -> str:
-        """Who makes a batch, for warnings."""
+        """Say which rank makes a batch, for warnings."""
         return f"worker {worker} of rank {self._follower.leader}, which makes this rank's batches"
 
     def close(self) -> Slots:
@@ -247,10 +247,10 @@ class ReplicaPool(BatchPool):
 
 
 class ReplicaReader:
-    """Reads batches from the leader's (`num_workers=0`)."""
+    """Reads the leader's batches for an iterator with `num_workers=0`."""
 
     def __init__(self, follower: Follower, max_leased: int, warn_after_s: float) -> None:
-        """`warn_after_s`: seconds of a wait after which it is named."""
+        """`warn_after_s`: length of a wait, in seconds, that causes a warning."""
         self._pool = ReplicaPool(follower, max_leased)
         self._warn_after_s = warn_after_s
 
@@ -259,7 +259,7 @@ class ReplicaReader:
 
         Raises:
             RuntimeError: the leader is lost, or reads other samples.
-            Exception: what reading it raised there.
+            Exception: what the leader raised when it read the batch.
         """
         self._pool.task(0, 0, i, index, step, many=False)
         event = self._pool.next_event(self._warn_after_s)

@@ -1,9 +1,9 @@
 """Batches for several ranks (`replicate`): the leader's workers make them, all others map them.
 
-Of the ranks of a group that share a node the first is the *leader*. It passes on to the others, the
-*followers*, what its workers send it: a message of some hundred bytes, and the descriptors of new
-slots. All of them map the slots privately, so what one rank writes into its batch no other sees.
-A worker gets a slot back once all ranks have returned it.
+The first rank of a group on each node is the *leader*. It forwards its workers' messages to the
+other ranks of that node, the *followers*: per batch some hundred bytes and the descriptors of new
+slots. All ranks map the slots privately, so no rank sees what another writes into its batch. A
+worker gets a slot back once all ranks have returned it.
 
 Messages (tuples over a `Channel`, one per loader and follower; L from the leader, F from a
 follower). All ranks number their iterators alike:
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
-#: How many batches a follower may be behind the leader; pipeline stages are behind by fewer.
+#: Most batches that a follower may be behind the leader; pipeline stages are fewer behind.
 _MAX_BEHIND = 256
 #: Seconds that the end of an iterator waits for room in the followers' sockets.
 _FLUSH_S = 5.0
-#: Who holds a slot: the leader, or a follower by its number, from 1 on.
+#: The leader's number among the holders of a slot; followers have numbers from 1 on.
 _LEADER = 0
 
 #: A worker, and the id of one of its slots.
@@ -47,9 +47,9 @@ WorkerSlot: TypeAlias = "tuple[int, int]"
 
 
 class SentBatch(NamedTuple):
-    """A batch as its worker has sent it, and `read`, the checksum of what it is made of.
+    """A batch as its worker sent it.
 
-    `times` are those of `BatchTimes`.
+    `read` is the `checksum` of its samples; `times` has the fields of `BatchTimes`.
     """
 
     tag: int
@@ -62,14 +62,14 @@ class SentBatch(NamedTuple):
 
 
 def checksum(index: object) -> int:
-    """The checksum of what a sampler yielded, if that is samples by number; else 0.
+    """Return the checksum of what a sampler yielded, if those are sample numbers; else 0.
 
     >>> checksum([1, 2]) == checksum(np.array([1, 2])) != checksum([2, 1])
     True
     """
     try:
         found = np.asarray(index)
-    except Exception:  # noqa: BLE001  numpy cannot convert it, whatever it raises
+    except Exception:  # noqa: BLE001  numpy raises anything if it cannot convert it
         return 0
     return zlib.crc32(found.astype(np.int64).tobytes()) if found.dtype.kind in "iu" else 0
 
@@ -77,7 +77,7 @@ def checksum(index: object) -> int:
 class Leader:
     """A leader's connections to its followers, for one loader.
 
-    They are closed once `close` was called and all iterators have ended.
+    They close after `close`, once all iterators have ended.
     """
 
     def __init__(self, followers: Sequence[Channel]) -> None:
@@ -94,12 +94,12 @@ class Leader:
         return sent
 
     def send(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> list[int]:
-        """Send to all followers without waiting; returns their numbers."""
+        """Send to all followers without waiting; return their numbers."""
         self._with_each(lambda _, channel: channel.post(message, fds))
         return list(self._followers)
 
     def collect(self) -> None:
-        """Take in what the followers have returned."""
+        """Read the followers' messages."""
         self._with_each(self._read)
 
     def _read(self, number: int, channel: Channel) -> None:
@@ -110,15 +110,15 @@ class Leader:
                     self._sent[it].took(number, taken, slots)
 
     def _with_each(self, act: Callable[[int, Channel], object]) -> None:
-        """Do something with each follower; one that is gone is left out from then on."""
+        """Call `act` for each follower, and drop those for which it fails."""
         for number, channel in list(self._followers.items()):
             try:
                 act(number, channel)
-            except (OSError, EOFError) as e:  # noqa: PERF203  each has an error of its own
+            except (OSError, EOFError) as e:  # noqa: PERF203  each follower can fail
                 self.drop(number, str(e))
 
     def drop(self, number: int, why: str) -> None:
-        """Go on without a follower; it raises when it misses a batch."""
+        """Go on without a follower, which then raises for its first missing batch."""
         channel = self._followers.pop(number, None)
         if channel is not None:
             _log.info("a rank gets no more of this rank's batches: %s", why)
@@ -142,27 +142,27 @@ class Leader:
             self._followers.popitem()[1].close()
 
     def forget(self) -> None:
-        """In a forked child: close its copies of the connections."""
+        """Close the copies of the connections in a forked child."""
         for channel in self._followers.values():
             channel.abandon()
         self._followers.clear()
 
 
 class SentBatches:
-    """The batches of one iterator of the leader, as far as its followers hold them."""
+    """Batches of one iterator of the leader, and which ranks still hold their slots."""
 
     def __init__(self, leader: Leader, number: int, max_behind: int) -> None:
         self._leader = leader
         self._number = number
         self._max_behind = max_behind
-        self._read: dict[tuple[int, int], int] = {}  # checksums by tag and index of batch
-        self._behind: dict[int, int] = {}  # batches sent to each follower and not taken yet
+        self._read: dict[tuple[int, int], int] = {}  # checksums by (tag, index of batch)
+        self._behind: dict[int, int] = {}  # batches sent to each follower, less those it took
         self._holders: dict[WorkerSlot, set[int]] = {}
-        self._spoilt: set[WorkerSlot] = set()  # not to be used again, says a rank
-        self._free: dict[int, list[int]] = {}  # by worker, slots that all ranks have returned
+        self._spoilt: set[WorkerSlot] = set()  # some rank has said not to reuse them
+        self._free: dict[int, list[int]] = {}  # by worker: slots that all ranks have returned
 
     def expect(self, tag: int, batch: int, index: object) -> None:
-        """Note what a batch is made of."""
+        """Note the samples of a batch."""
         self._read[tag, batch] = checksum(index)
 
     def send(
@@ -188,19 +188,19 @@ class SentBatches:
                 self._leader.drop(number, f"it is {behind} batches behind")
 
     def returned(self, worker: int, slots: Sequence[int]) -> list[int]:
-        """Return slots of this rank; returns those that no rank uses any more."""
+        """Return slots of this rank to the pool; give those that no rank holds any more."""
         self._leader.collect()
         self._give_back(_LEADER, worker, slots)
         return self._free.pop(worker, [])
 
     def took(self, follower: int, taken: int, slots: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Take in how many more batches a follower has taken, and what slots it returns."""
+        """Count batches that a follower has taken, and take back the slots it returns."""
         self._behind[follower] = self._behind.get(follower, 0) - taken
         for worker, ids in slots:
             self._give_back(follower, worker, ids)
 
     def forget(self, follower: int) -> None:
-        """Take back everything from a follower."""
+        """Take back all slots of a follower."""
         for (worker, slot), holders in list(self._holders.items()):
             if follower in holders:
                 self._give_back(follower, worker, [slot])
@@ -219,7 +219,7 @@ class SentBatches:
                 self._free.setdefault(worker, []).append(~slot[1] if spoilt else slot[1])
 
     def close(self) -> None:
-        """No more batches come."""
+        """End the iterator: no more batches come."""
         self._leader.end(self._number)
 
 
@@ -232,7 +232,7 @@ class LeaderReader:
         self._sent = leader.open(0)
 
     def read(self, i: int, step: int, index: Any) -> Any:
-        """Read the i-th batch. Raises what the reader raises, as all followers do."""
+        """Read the i-th batch. Raises what the reader raises; all followers raise it too."""
         self._sent.expect(0, i, index)
         try:
             data = self._reader.read(i, step, index)
@@ -256,6 +256,6 @@ class LeaderReader:
 
 
 def _flush(channel: Channel, until: float) -> None:
-    """Send what waits for room in the socket."""
+    """Send packets that wait for room in the socket."""
     while not channel.flush() and time.monotonic() < until:
         select.select([], [channel], [], 0.1)

@@ -1,14 +1,14 @@
-"""Packing a batch into slots in a worker, for its trainer to receive as torch would deliver it.
+"""Pack a batch into slots in a worker; its trainer receives it as torch would deliver it.
 
-`pack` pickles the batch with torch's own reductions (`torch.multiprocessing`), except that the
-bytes of CPU storages and of large numpy arrays go into a slot instead of new shared memory, and so
-does a long pickle; the message is then a few hundred bytes. `unpack` builds the tensors right over
-the slot. Types, shapes, strides, values and aliasing within the batch are as by torch. Two things
-differ: a storage far larger than what the batch's tensors use of it is cut to that part; and as
-nothing is shared with the worker, a tensor that it sends twice arrives as two.
+`pack` pickles the batch with torch's own reductions (`torch.multiprocessing`), but puts the bytes
+of CPU storages and of large numpy arrays into a slot instead of new shared memory. A long pickle
+goes into a slot too, so the message has a few hundred bytes. `unpack` builds the tensors right over
+the slot. Types, shapes, strides, values and aliasing within the batch are torch's. Two things
+differ: a storage far larger than the part that the batch's tensors use is cut to that part; and a
+tensor that the worker sends twice arrives as two, since nothing is shared with the worker.
 
-`slot_collate` is torch's `default_collate` with stacks written right into the slot, where `pack`
-finds them, so that each sample is copied once.
+`slot_collate` is torch's `default_collate`, except that it stacks right into the slot where `pack`
+expects the data, so each sample is copied once.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from creel.loader.workers.unpacking import (
     arrived_tensor,
 )
 
-_INLINE = 2048  # bytes of pickle and storages that go in the message instead of a slot
-_SMALL = 16 << 10  # stacks up to this are made outside slots, as they are copied anyway
-_SLACK = 1 << 16  # unused bytes of a storage that do not justify cutting it
-_ARRAY = 1024  # bytes from which on a numpy array goes into the slot
+_INLINE = 2048  # most bytes of pickle and storages sent in the message instead of a slot
+_SMALL = 16 << 10  # stacks up to this are made outside slots, since unpacking copies them anyway
+_SLACK = 1 << 16  # unused bytes of a storage up to which it is not cut
+_ARRAY = 1024  # smallest numpy array, in bytes, that goes into the slot
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -54,7 +54,7 @@ _reduce_storage = cast("Callable[[torch.UntypedStorage], Reduction]", reductions
 
 
 class _Storage:
-    """A storage or array of the batch: which bytes of it are used, and what keeps it alive."""
+    """A storage or array of the batch: its used bytes, and the object that keeps it alive."""
 
     __slots__ = ("address", "high", "keep", "low", "nbytes")
 
@@ -72,11 +72,11 @@ class _Storage:
             self.high = max(self.high, high)
 
     def span(self) -> tuple[int, int]:
-        """[low, high) bytes to send: all, unless a large part is unused."""
+        """Return the bytes to send as [low, high): all, unless a large part is unused."""
         used = max(self.high - self.low, 0)
         if self.nbytes <= 2 * used + _SLACK:
             return 0, self.nbytes
-        # A multiple of 64: of every item size, and aligned for vector code.
+        # Multiples of 64 are multiples of every item size, and aligned for vector code.
         return (self.low & ~63, self.high) if used else (0, 0)
 
     def read(self, low: int, high: int) -> bytes:
@@ -88,7 +88,7 @@ class _Storage:
 
 
 class _Array(_Storage):
-    """A numpy array: its elements, in the order of its pickle."""
+    """A numpy array: its elements in the order of its pickle."""
 
     __slots__ = ("order",)
 
@@ -100,7 +100,7 @@ class _Array(_Storage):
     def read(self, low: int, high: int) -> bytes:
         return cast("NDArray[Any]", self.keep).tobytes(self.order)[low:high]
 
-    def write(self, low: int, high: int, slot: Slot, at: int) -> None:  # noqa: ARG002  always all of it
+    def write(self, low: int, high: int, slot: Slot, at: int) -> None:  # noqa: ARG002  always whole
         array = cast("NDArray[Any]", self.keep)
         there: NDArray[Any] = np.ndarray(
             array.shape, array.dtype, buffer=slot.mapping, offset=at, order=self.order
@@ -109,10 +109,10 @@ class _Array(_Storage):
 
 
 class _Dispatch(dict[type, Callable[[Any], Any]]):
-    """A dispatch table that falls back to ForkingPickler's, without copying that."""
+    """A dispatch table that falls back to ForkingPickler's without copying it."""
 
     __slots__ = ()
-    #: Reductions registered by torch and others; there is no public access.
+    #: Reductions registered by torch and others; ForkingPickler has no public access to them.
     theirs: dict[type, Callable[[Any], Any]] = vars(ForkingPickler)["_extra_reducers"]
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
@@ -127,7 +127,7 @@ class _Packer:
         self._numbers: dict[int, int] = {}  # address of the StorageImpl -> number
 
     def dump(self, batch: object) -> list[bytes]:
-        """The pickle, in pieces. Raises whatever the pickling of `batch` raises."""
+        """Return the pickle in pieces. Raises what pickling `batch` raises."""
         sink = _Sink()
         pickler = pickle.Pickler(cast(Any, sink), pickle.DEFAULT_PROTOCOL)
         pickler.dispatch_table = self._dispatch()
@@ -135,7 +135,7 @@ class _Packer:
         return sink.pieces
 
     def _dispatch(self) -> _Dispatch:
-        """The dispatch table: ours in place of torch's reductions, unless those were replaced."""
+        """Return the dispatch table: our reductions in place of torch's, unless already replaced."""
         table = _Dispatch()
         theirs = table.theirs
         if theirs.get(torch.Tensor) is _reduce_tensor:
@@ -170,11 +170,11 @@ class _Packer:
 
     def _array(self, array: NDArray[Any]) -> Reduction:
         protocol = pickle.DEFAULT_PROTOCOL
-        # Arrays of the other byte order are left to numpy, whose pickle (protocol 4) converts them.
+        # numpy's own pickle (protocol 4) converts arrays of the other byte order.
         if array.nbytes < _ARRAY or array.dtype.hasobject or not array.dtype.isnative:
             return cast(Reduction, array.__reduce_ex__(protocol))
         order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
-        # Before protocol 5 a pickled array loses that it is read-only.
+        # Before protocol 5, a read-only array becomes writable when it is pickled.
         writable = protocol < 5 or array.flags.writeable or not array.flags.forc
         self.storages.append(_Array(array, order))
         number = len(self.storages) - 1
@@ -190,7 +190,7 @@ class _Packer:
 
 
 class _Sink:
-    """A file that keeps what is written in pieces: long bytes are copied only to the slot."""
+    """A file that keeps its pieces as written: long bytes are copied only to the slot."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -198,7 +198,7 @@ class _Sink:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is given by its storage's bytes, its shape and its strides alone."""
+    """Whether storage bytes, shape and strides alone determine a tensor."""
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
@@ -211,12 +211,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def pack(batch: object, writer: SlotWriter) -> Packed:
-    """Pack a batch into slots; then send `writer.unsent()` and the result.
+    """Pack a batch into slots. Afterwards send `writer.unsent()` and the result.
 
-    If no slot can be had, for want of descriptors or memory, the result holds the whole batch.
+    If no slot is available, for lack of descriptors or memory, the result holds the whole batch.
 
     Raises:
-        Exception: whatever pickling `batch` raises; the slots are free again then.
+        Exception: pickling `batch` failed; its slots are free again.
     """
     try:
         packer = _Packer()
@@ -252,7 +252,7 @@ class _Load:
         if length + len(rows) > _INLINE:
             where = self._write_pickle(length, rows)
         slots = self._writer.seal()
-        # In order of their numbers; a slot that collate filled in vain has none.
+        # In order of their numbers; a slot that only collate filled has none.
         order = sorted(slots, key=lambda slot: self._slots.get(slot.id, len(slots)))
         return Packed(
             slots=tuple((slot.id, slot.once) for slot in order),
@@ -264,7 +264,7 @@ class _Load:
         )
 
     def inline(self) -> Packed:
-        """The batch with everything in the message."""
+        """Put the whole batch in the message."""
         blocks, parts, at = [], [], 0
         for storage in self._storages:
             low, high = storage.span()
@@ -307,7 +307,7 @@ def slot_collate(batch: Sequence[object], writer: SlotWriter) -> object:
 
     Raises what `default_collate` raises.
     """
-    writer.abandon()  # slots of a batch whose collation failed
+    writer.abandon()  # frees slots of a batch whose collation failed
     theirs = cast(CollateMap, torch_collate.default_collate_fn_map)
     functions = dict(theirs)
     if functions.get(torch.Tensor) is torch_collate.collate_tensor_fn:
@@ -329,16 +329,16 @@ class _Stack:
             try:
                 return torch.stack(cast(Any, batch), 0, out=self._out(elem, len(batch)))
             except (RuntimeError, OSError):
-                pass  # sizes differ, gradients: torch raises its own error below; or no slot
+                pass  # sizes differ, or gradients: torch raises its own error below; or no slot
         theirs = cast("Callable[..., torch.Tensor]", torch_collate.collate_tensor_fn)
         return theirs(batch, collate_fn_map=collate_fn_map)
 
     def _out(self, elem: torch.Tensor, count: int) -> torch.Tensor:
-        """Memory for `count` tensors like `elem`: in a slot, unless small."""
+        """Return memory for `count` tensors like `elem`: in a slot, unless small."""
         shape = (count, *elem.shape)
         nbytes = elem.nbytes * count
         if nbytes <= _SMALL:
             return torch.empty(shape, dtype=elem.dtype, device="cpu")
         slot, at = self._writer.room(nbytes)
         flat = over(slot.buffer(), nbytes // elem.itemsize, at, elem.dtype)
-        return flat.resize_(shape)  # in place, as a view would have `_base` set
+        return flat.resize_(shape)  # in place: a view would have `_base` set

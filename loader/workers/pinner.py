@@ -33,7 +33,7 @@ class Pinner:
         self._thread.start()
 
     def get(self, timeout_s: float) -> WorkerEvent | None:
-        """The next event with its data pinned, None on timeout; RuntimeError if the thread died."""
+        """Return the next event, data pinned; None on timeout; RuntimeError if the thread died."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -65,7 +65,7 @@ class Pinner:
             data = unpack(event.packed, event.inbox)
             if not isinstance(data, ExceptionWrapper):
                 data = self._pinning.pin(data)
-        except Exception:  # noqa: BLE001  whatever a user's pin_memory() raises is the result
+        except Exception:  # noqa: BLE001  what a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._pinning.index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
         return replace(event, packed=data)

@@ -54,9 +54,9 @@ _UNPICKLED = (
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
-#: Bytes of slots that a pool leaves to the next one, as they are kept while the loader lives.
+#: Most bytes of slots that a pool leaves to the next one; they are kept while the loader lives.
 _SPARE_NBYTES = 256 << 20
-#: Errors of a machine or process that is out of descriptors, memory or space.
+#: Errors for lack of descriptors, memory or space, in the machine or the process.
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 
 
@@ -65,7 +65,7 @@ Slots: TypeAlias = "Sequence[Sequence[mmap.mmap]]"
 
 
 class Context(Protocol):
-    """The parts of a multiprocessing context that we use."""
+    """The parts of a multiprocessing context that a pool uses."""
 
     Process: Callable[..., BaseProcess]
 
@@ -81,7 +81,7 @@ class WorkerProcess:
     process: BaseProcess
     channel: Channel
     inbox: Inbox
-    ticket: tuple[str, str, int] | None = None  # (daemon, token, session) it reads through
+    ticket: tuple[str, str, int] | None = None  # session it reads through: (daemon, token, id)
     dead: bool = False
 
 
@@ -103,7 +103,7 @@ class WorkerPool(BatchPool):
         """Start `workers` processes in `context`, each with `args` and its own worker_id.
 
         spare: the slots of an ended pool, for each worker.
-        followers: other ranks, which get the batches, too.
+        followers: other ranks that also get the batches.
         """
         super().__init__()
         self._followers = followers
@@ -181,9 +181,9 @@ class WorkerPool(BatchPool):
     # --- sending --------------------------------------------------------------------------
 
     def again(self, bad: Mapping[int, str]) -> int:
-        """Begin another epoch in all workers, which keep their state; returns its tag.
+        """Begin another epoch in all workers, which keep their state; return its tag.
 
-        bad: the samples that are known to be bad.
+        bad: the samples known to be bad.
         """
         self.tag += 1
         for member in self.members:
@@ -191,12 +191,12 @@ class WorkerPool(BatchPool):
         return self.tag
 
     def bind(self, digest: str) -> None:
-        """Have all workers find the objects of their dataset, which have this `Binding.digest`."""
+        """Let all workers bind their dataset, whose objects must have this `Binding.digest`."""
         for member in self.members:
             self._post(member, ("bind", digest))
 
     def join(self, ticket: tuple[str, str, int]) -> None:
-        """Have all workers read through a session: (daemon's name, token, session id)."""
+        """Let all workers read through a session: (daemon's name, token, session id)."""
         for member in self.members:
             if member.ticket != ticket:
                 member.ticket = ticket
@@ -209,7 +209,7 @@ class WorkerPool(BatchPool):
 
         Raises:
             OSError: no descriptor or memory for a long index.
-            Exception: whatever pickling `index` raises.
+            Exception: pickling `index` failed.
         """
         member = self.members[worker]
         kind = "tasks" if many else "task"
@@ -224,9 +224,9 @@ class WorkerPool(BatchPool):
         try:
             member.channel.post(message)
         except OSError as e:
-            # A dead worker is noticed and named by the wait for its batch.
+            # The wait for its batch finds and names a dead worker.
             if e.errno in _SHORT:
-                member.dead = True  # not used any more: the epoch would lack this batch
+                member.dead = True  # unused from now on: it lacks this batch
                 raise
 
     # --- receiving ------------------------------------------------------------------------
@@ -246,16 +246,16 @@ class WorkerPool(BatchPool):
         return self._events.popleft() if self._events else None
 
     def _find_dead(self) -> None:
-        """Notice workers that ended while another process keeps their sentinels open.
+        """Find ended workers whose sentinels another process keeps open.
 
-        A child of theirs does, and a worker that another thread has forked at the same time.
+        That process is a worker's child, or a worker that another thread forked at the same time.
         """
         for member in self.members:
             if not member.dead and member.process.exitcode is not None:
                 self._on_ready(member.process.sentinel)
 
     def _congested(self) -> bool:
-        """Send waiting packets; whether any is left."""
+        """Send waiting packets; return whether any are left."""
         waiting = [m for m in self.members if not m.dead and m.channel.congested]
         return any([not self._flush(m) for m in waiting])  # noqa: C419  flushes all
 
@@ -291,11 +291,11 @@ class WorkerPool(BatchPool):
                 self._poll.unregister(fd)
             return False
         except OSError:
-            member.dead = True  # not used any more: one of its batches is lost
+            member.dead = True  # unused from now on: one of its batches is lost
             raise
 
     def _take(self, member: WorkerProcess, worker: int) -> bool:
-        """`_read` without handling EOFError, or OSError for want of a descriptor or mapping."""
+        """`_read` without handling EOFError, or OSError for lack of a descriptor or mapping."""
         got = member.channel.get(0)
         if got is None:
             return False
@@ -320,19 +320,19 @@ class WorkerPool(BatchPool):
     # --- watching -------------------------------------------------------------------------
 
     def stage(self, worker: int) -> tuple[int, int, float]:
-        """(stage, batch, seconds in the stage) of a worker, from its shared words."""
+        """Return (stage, batch, seconds in the stage) of a worker from its shared words."""
         counts = FIRST + WORDS * worker
         since = (time.monotonic_ns() - self.words[counts + SINCE_NS]) / 1e9
         return self.words[counts + STAGE], self.words[counts + BATCH], since
 
     def new_counts(self) -> list[int]:
-        """Sums of all workers' counters (SOURCE_NS to DIRECT_NBYTES) since the last call."""
+        """Return the sums of all workers' counters, SOURCE_NS to DIRECT_NBYTES, since the last call."""
         counts = np.array(self.words[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
         new, self._last_counts = counts - self._last_counts, counts
         return [int(n) for n in new[SOURCE_NS : DIRECT_NBYTES + 1]]
 
     def describe(self, worker: int) -> str:
-        """What a worker is doing in one sentence, for warnings."""
+        """Say in one sentence what a worker is doing, for warnings."""
         stage, batch, seconds = self.stage(worker)
         pid = self.members[worker].process.pid
         state = _process_state(pid)
@@ -341,10 +341,10 @@ class WorkerPool(BatchPool):
             f" for {seconds:.0f} s (batch {batch})"
         )
 
-    # --- the end --------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------
 
     def close(self) -> Slots:
-        """Stop all workers: by message, after 5 s by signals. Does nothing in a forked child.
+        """Stop all workers, first by message, after 5 s by signals. Does nothing in a forked child.
 
         Returns:
             Slots for another pool.
@@ -352,10 +352,10 @@ class WorkerPool(BatchPool):
         if self.closed or os.getpid() != self.pid:
             return ()
         self.closed = True
-        _pools.discard(self)  # before a Ctrl-C can end this
+        _pools.discard(self)  # first, since Ctrl-C may interrupt this
         if self._followers is not None:
             self._followers.close()
-        self.words[VOID] = self.tag + 1  # workers skip what they have not begun
+        self.words[VOID] = self.tag + 1  # workers skip tasks they have not begun
         if self.pinner is not None:
             self.pinner.stop()
         for member in self.members:
@@ -380,7 +380,7 @@ class WorkerPool(BatchPool):
 
 
 def _process_state(pid: int | None) -> str:
-    """The state of a process from /proc, in a few words."""
+    """Return the state of a process from /proc, in a few words."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -391,12 +391,12 @@ def _process_state(pid: int | None) -> str:
 
 
 _ends: weakref.WeakSet[Channel] = weakref.WeakSet()
-#: All open pools, so that none is garbage collected before `close`.
+#: All open pools, kept from garbage collection until `close`.
 _pools: set[WorkerPool] = set()
 
 
 def _forget_inherited() -> None:
-    """In a forked child: close the parent's ends, so that workers notice if the parent dies."""
+    """Close the parent's ends in a forked child, so that workers notice if the parent dies."""
     for channel in list(_ends):
         channel.abandon()
     _ends.clear()
@@ -409,5 +409,5 @@ def _close_all() -> None:
 
 
 at_fork(after_in_child=_forget_inherited)
-# Registered after multiprocessing's handler, so it runs first; that one waits without a limit.
+# atexit runs this before multiprocessing's handler, registered earlier, which waits without limit.
 atexit.register(_close_all)

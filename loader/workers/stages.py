@@ -1,8 +1,8 @@
-"""Stages of a worker, and how a wait for its batch is divided by cause.
+"""Stages of a worker, and the division of a wait for its batch by cause.
 
 A worker writes its stage to its shared words, and sends each batch with the times at which its
-stages began; so a wait can be divided by what was done meanwhile. All times are ns of the monotonic
-clock, which all processes of a node share.
+stages began. These times divide a wait among the stages that took it. All times are ns of the
+monotonic clock, which all processes of a node share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAUSE_OF = {READING: "decode", SENDING: "collate", WAITING: "source", COLLATING:
 class BatchTimes(NamedTuple):
     """When a batch began, was ready to be read, began to collate, and was packed.
 
-    Also the ns of direct reads while reading, and whether (0 or 1) the daemon was lost meanwhile.
+    Also the ns of direct reads during reading, and whether (0 or 1) the daemon was lost meanwhile.
     """
 
     began: int = 0
@@ -43,15 +43,15 @@ class BatchTimes(NamedTuple):
 
 
 class StallWarning(UserWarning):
-    """A batch is overdue; the message says in which stage it hangs."""
+    """A batch is overdue; the message names the stage."""
 
 
 def divide(times: BatchTimes, since: int, until: int) -> tuple[int, int, int, int]:
     """Divide a wait for a batch by cause: ns of source, decode, collate, daemon.
 
-    Direct reads alternate with decoding, sample by sample, so they get their share of the part of
-    the reading that was waited for. Time that no stage covers counts as daemon: transfer to and
-    from the worker, and other work of the worker.
+    Direct reads alternate with decoding, sample by sample. If the wait overlaps only part of the
+    reading, direct reads get their share of that part. Time outside all stages counts as daemon:
+    transfer to and from the worker, and other work of the worker.
 
     Args:
         times: of the batch that arrived.

@@ -1,4 +1,4 @@
-"""Unpacking a batch in the trainer: tensors and arrays are built right over the slot.
+"""Unpack a batch in the trainer: tensors and arrays are built right over the slot.
 
 The inverse of `packing.pack`.
 """
@@ -18,9 +18,9 @@ from creel.cache.memory.slots import Buffer, SlotReader
 from creel.errors import IllegalEventError
 from creel.loader.buffers import over
 
-_SMALL = 16 << 10  # storages up to this are copied (2 us) rather than keep a slot in use
+_SMALL = 16 << 10  # storages up to this are copied (2 us) instead of holding a slot
 
-#: Dtypes of packed tensors; their numbers are positions in DTYPES. Others are pickled by torch.
+#: Dtypes of packed tensors, numbered by their position in DTYPES. torch pickles all others.
 _NAMES = (
     *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
     *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
@@ -32,10 +32,13 @@ DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
 class Packed(NamedTuple):
     """A packed batch: plain values that pickle in a microsecond.
 
-    `slots`: (id, whether it is used only once) of each slot of the batch. `retired`: ids of slots
-    that the worker has given up. `parts`: one packed `Part` per storage. `pickle`: the pickle of
-    the batch, or empty if it lies in a slot at `where` (slot number, offset, bytes), followed by
-    the rows of `parts`. `small`: the bytes of all storages of a batch without slots.
+    Attributes:
+        slots: (id, whether it is used only once) of each slot of the batch.
+        retired: ids of slots that the worker has given up.
+        parts: one packed `Part` per storage.
+        pickle: of the batch; empty if it lies in a slot, followed by the rows of `parts`.
+        where: of that pickle: (slot number, offset, bytes).
+        small: the bytes of all storages of a batch without slots.
     """
 
     slots: tuple[tuple[int, bool], ...]
@@ -97,7 +100,7 @@ class _Arrival:
         return Part._make(PART.unpack_from(self._rows, number * PART.size))
 
     def buffer(self, part: Part) -> tuple[object, int]:
-        """(buffer, offset) to build a tensor or array over: writable, and used by nothing else."""
+        """Return (buffer, offset) for one tensor or array; the buffer is writable, not shared."""
         if part.slot < 0:
             return _copied(self._packed.small, part), 0
         lease = self._leases[part.slot]
@@ -109,7 +112,7 @@ class _Arrival:
         return lease, part.offset
 
     def storage(self, number: int, part: Part) -> torch.UntypedStorage:
-        """Storage `number`, the same object at each call."""
+        """Return storage `number`, the same object at each call."""
         if number not in self._storages:
             if part.nbytes:
                 buffer, offset = self.buffer(part)
@@ -121,7 +124,7 @@ class _Arrival:
 
 
 def _copied(source: bytes | memoryview, part: Part) -> NDArray[np.uint8]:
-    """(nbytes,) copy of the bytes of a part."""
+    """Return a copy of the bytes of a part, (nbytes,)."""
     return np.frombuffer(source, np.uint8, part.nbytes, part.offset).copy()
 
 
@@ -138,16 +141,16 @@ def _arriving() -> _Arrival:
 def arrived_tensor(
     number: int, code: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
-    """A tensor over storage `number` of the batch being unpickled; dtype is DTYPES[code]."""
+    """Return a tensor over storage `number` of the batch being unpickled; dtype DTYPES[code]."""
     arrival = _arriving()
     part = arrival.part(number)
-    tensor = torch.empty(0, dtype=DTYPES[code], device="cpu")  # whatever the default device is
+    tensor = torch.empty(0, dtype=DTYPES[code], device="cpu")  # whatever the default device
     start = offset - part.cut // tensor.itemsize if part.nbytes else 0
     return tensor.set_(arrival.storage(number, part), start, shape, stride)
 
 
 def arrived_storage(number: int) -> torch.UntypedStorage:
-    """Storage `number` of the batch being unpickled."""
+    """Return storage `number` of the batch being unpickled."""
     arrival = _arriving()
     return arrival.storage(number, arrival.part(number))
 
@@ -159,7 +162,7 @@ def arrived_array(
     order: Literal["C", "F"],
     writable: bool,
 ) -> NDArray[Any]:
-    """A numpy array over storage `number` of the batch being unpickled."""
+    """Return a numpy array over storage `number` of the batch being unpickled."""
     arrival = _arriving()
     buffer, offset = arrival.buffer(arrival.part(number))
     array: NDArray[Any] = np.ndarray(shape, dtype, cast(Any, buffer), offset, order=order)
@@ -168,13 +171,13 @@ def arrived_array(
 
 
 def unpack(packed: Packed, reader: SlotReader) -> object:
-    """The batch as torch would deliver it, with its large tensors in slots.
+    """Return the batch as torch would deliver it, with its large tensors in slots.
 
     New slots must be adopted before. Once `reader.max_leased` slots are leased, tensors are copied.
 
     Raises:
         IllegalEventError: a slot was not adopted.
-        Exception: whatever unpickling the batch raises; its slots are given back.
+        Exception: unpickling the batch failed; its slots are given back.
     """
     arrival = _Arrival(packed, reader)
     try:

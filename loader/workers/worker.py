@@ -4,7 +4,7 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "words" + fd               memfd of the shared words below; always first
     T "again", tag, samples known to be bad
                                  another epoch, keeping all state (persistent workers)
-    T "bind", digest             the dataset's objects are known by now, and have this `digest`
+    T "bind", digest             the dataset's objects are known now, and have this `digest`
     T "join", daemon's name, token, session
                                  read through the daemon from now on
     T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
@@ -60,12 +60,12 @@ _log = logging.getLogger("creel.loader")
 #: Seconds that a worker waits for the daemon's answer before it reads directly.
 _JOIN_S = 3.0
 
-# positions of shared words: VOID for all, then WORDS for each worker from FIRST on
+# Positions of shared words: VOID for all workers, then WORDS for each worker from FIRST on.
 VOID = 0
 FIRST = 8
 WORDS = 16
 STAGE, BATCH, SINCE_NS = range(3)
-#: Counters: ns spent on batches; direct reads and their bytes.
+#: Counters: ns of each stage of batches; direct reads and their bytes.
 SOURCE_NS, DECODE_NS, COLLATE_NS, HANDOVER_NS, DIRECT_READS, DIRECT_NBYTES = range(3, 9)
 
 
@@ -86,11 +86,11 @@ class WorkerArgs:
     plain: bool  # a batch is default_collate of all its samples
     wait_s: float  # longest wait for the daemon
     slots: int
-    inherited: tuple[mmap.mmap, ...] = ()  # slots from the worker before; only under fork
+    inherited: tuple[mmap.mmap, ...] = ()  # slots of the previous worker; only under fork
 
 
 def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
-    """Run a worker until "quit" or until the trainer has ended."""
+    """Run a worker until "quit", or until the trainer has ended."""
     try:
         signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]  # noqa: SLF001  as torch
         set_thread_name = getattr(torch.multiprocessing, "_set_thread_name", None)  # torch >= 2.6
@@ -101,7 +101,7 @@ def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
         worker.run_init_fn(args.init_fn)
         worker.serve()
     except (KeyboardInterrupt, EOFError, ConnectionError):
-        # The trainer raises KeyboardInterrupt itself; the others mean that it is gone.
+        # The trainer has ended, or it raises the same KeyboardInterrupt itself.
         pass
 
 
@@ -140,7 +140,7 @@ class _Worker(StepReader):
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(generate_state(base_seed, self._id))  # type: ignore[no-untyped-call]  # noqa: NPY002  torch's contract
-        torch_worker._worker_info = WorkerInfo(  # noqa: SLF001  what get_worker_info() reads
+        torch_worker._worker_info = WorkerInfo(  # noqa: SLF001  get_worker_info() reads it
             id=self._id, num_workers=self._num_workers, seed=seed, dataset=self._dataset
         )
 
@@ -164,14 +164,14 @@ class _Worker(StepReader):
     def run_init_fn(self, init_fn: Callable[[int], None] | None) -> None:
         """Call the user's `worker_init_fn`; its exception becomes the result of every batch.
 
-        torch reports it for the first batch and its own UnboundLocalError for the others.
+        torch reports it for the first batch, and an UnboundLocalError of its own for the others.
         """
         if init_fn is None:
             return
         try:
             init_fn(self._id)
             self._new_fetcher()
-        except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
+        except Exception:  # noqa: BLE001  the user's exceptions go to the trainer
             self._init_failure = portable(self._failure())
 
     def _failure(self) -> ExceptionWrapper:
@@ -179,12 +179,12 @@ class _Worker(StepReader):
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
 
     def _get(self) -> tuple[tuple[object, ...], list[int]]:
-        """The next message; EOFError when the trainer has ended."""
+        """Return the next message; raises EOFError when the trainer has ended."""
         while True:
             got = self._channel.get(MP_STATUS_CHECK_INTERVAL)
             if got is not None:
                 return got
-            # The trainer's end may still be open in a process that it forked unnoticed.
+            # A process that the trainer forked may still hold its end of the socket.
             if os.getppid() != self._parent:
                 raise EOFError("the training process has ended")
 
@@ -209,42 +209,43 @@ class _Worker(StepReader):
                     return
 
     def _bind(self, digest: str) -> None:
-        """Take the objects of the dataset from its trace, if they are those of the trainer."""
+        """Bind the dataset from its trace, if its objects are the trainer's."""
         try:
             binding = bind(self._dataset)
             if binding is not None and binding.digest() == digest:
                 self._binding = binding
-        except Exception:  # noqa: BLE001  the person's code may run here; then reads are direct
+        except Exception:  # noqa: BLE001  user code may run here; on failure, reads are direct
             _log.debug("worker %d does not bind its dataset", self._id, exc_info=True)
 
     def _join(self, name: str, token: str, session: int) -> None:
-        """Attach to the trainer's session; if that fails, reads are direct."""
+        """Attach to the trainer's session; on failure, reads are direct."""
         from creel.loader.client.client import Client
 
         self._session = self._gatherer = None
         try:
             if self._client is None or not self._client.alive:
-                # The trainer saw its heartbeat: a daemon that does not answer has just stopped.
+                # Short: the trainer saw the daemon's heartbeat, so one that is silent has just
+                # stopped.
                 self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
             self._session = self._client.attach(session)
             gather = self._binding.gather() if self._binding is not None and self._plain else None
             if gather is not None:
                 memory = self._outbox.memory
                 self._gatherer = Gatherer(gather, self._session, memory)
-        except (UnavailableError, OSError) as e:  # no descriptor, or no room for a mapping
+        except (UnavailableError, OSError) as e:  # no descriptor, or no memory for a mapping
             _log.info("worker %d reads directly: %s", self._id, e)
 
     def _task(self, tag: int, batch: int, index: object, step: int) -> None:
         self._batch, self._direct_ns, self._lost = batch, 0, False
         self._began = self._ready = self._enter(READING)
-        self._collating = 0  # 0 until it begins: reading may fail first
+        self._collating = 0  # 0 until collation begins: reading may fail before
         data: object = self._init_failure
         if data is None:
             try:
                 data = self._read(index, step)
-            except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
-                # Exception info must not outlive this line: see torch's
-                # NOTE [ Python Traceback Reference Cycle Problem ].
+            except Exception:  # noqa: BLE001  the user's exceptions go to the trainer
+                # The exception must not outlive this line: see torch's NOTE [ Python Traceback
+                # Reference Cycle Problem ].
                 data = portable(self._failure())
         sending = self._enter(SENDING)
         collating = self._collating or sending
@@ -265,7 +266,7 @@ class _Worker(StepReader):
         return self.read_step(binding, session, step, index, gatherer=self._gatherer)
 
     def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
-        """Wait until a step's objects are pinned; if not, the location table may be out of date."""
+        """Wait until a step's objects are pinned; on False the location table may be outdated."""
         self._enter(WAITING)
         ready = session.wait(step, self._wait_s)
         self._lost = not ready and not session.alive
@@ -283,11 +284,11 @@ class _Worker(StepReader):
             self._words[self._first_word + DIRECT_NBYTES] += lease.direct_nbytes
 
     def copying(self) -> None:
-        """Copying rows counts as collation."""
+        """Note that rows are being copied, which counts as collation."""
         self._collating = self._enter(COLLATING)
 
     def copied(self, *, done: bool) -> None:
-        """Samples are read one by one where there is no batch."""
+        """Note the end of copying; if it gave no batch, samples are read one by one."""
         if not done:
             self._enter(READING)
             self._collating = 0
@@ -304,7 +305,7 @@ class _Worker(StepReader):
             self._put(tag, batch, data)
         except ConnectionError:
             raise
-        except Exception:  # noqa: BLE001  e.g. a batch that cannot be pickled; torch would hang
+        except Exception:  # noqa: BLE001  e.g. an unpicklable batch; torch would hang
             self._put(tag, batch, portable(self._failure()))
 
     def _put(self, tag: int, batch: int, data: object) -> None:
@@ -321,9 +322,9 @@ class _Worker(StepReader):
 
 
 def portable(failure: ExceptionWrapper) -> ExceptionWrapper:
-    """The failure, as a RuntimeError if its exception class cannot be pickled."""
+    """Return the failure, as a RuntimeError if its exception class cannot be pickled."""
     try:
         pickle.dumps(failure.exc_type)
-    except Exception:  # noqa: BLE001  pickling runs the user's code
+    except Exception:  # noqa: BLE001  pickling runs user code
         failure.exc_type = RuntimeError
     return failure
