@@ -48,37 +48,38 @@ class EpochRun:
     def __init__(self, loader_state: LoaderState, loader: DataLoader[Any]) -> None:
         self._loader_state = loader_state
         binding = loader_state.binding(loader)
-        #: Whether this epoch's files lie in the page cache: then nothing is published.
+        #: Whether this epoch's files lie in the page cache; if so, nothing is published.
         self._page_cached = binding is not None and loader_state.page_cached(loader, binding, None)
-        #: Whether `begin` asks again: in later epochs, and where only a session tells who is alone.
+        #: Whether `begin` checks that again: in later epochs, and if a session must tell who else
+        #: reads.
         self._asks_again = rank_and_world()[1] > 1
         self.stream = loader_state.take_stream(loader, wait=not self._page_cached)
-        #: What its readers are made with; None: they read without creel.
+        #: The binding that the epoch's readers use; None: they read without creel.
         self.binding = None if self.stream is None and not self._page_cached else binding
         self.skipped = 0
         self.delivered = 0
-        self._counted = 0  # batches of these that the daemon's statistics include
+        self._counted = 0  # delivered batches that the daemon's statistics include
         self._counted_at = 0.0
-        self._unknown: list[Wrapped] = []  # whose reads are recorded before a daemon is needed
-        self._unpublished: dict[int, int] = {}  # number of samples of batches without a step
-        self._many = True  # a batch is made of several samples
+        self._unknown: list[Wrapped] = []  # recorded wrapped datasets; no daemon needed yet
+        self._unpublished: dict[int, int] = {}  # batch without a step -> its number of samples
+        self._many = True  # whether a batch is made of several samples
         self.finished = False
-        self.slices = False  # an array of the order stands for a list of ints
+        self.slices = False  # whether the order yields arrays in place of lists of ints
         self.order: EpochOrder | None = None
         self.epoch = 0
         self._published_ahead = False
-        self._search: StreamSearch | None = None  # since the daemon has ended in mid-epoch
+        self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
 
     def bind_late(self, loader: DataLoader[Any]) -> str | None:
-        """Open a session between two epochs, if there was none as no objects were known.
+        """Open a session between two epochs, if no objects were known before.
 
-        Returns the `digest` of the binding, where the workers, which live on, are to find it
-        themselves.
+        Returns the `digest` of the binding that persistent workers must now find themselves, else
+        None.
         """
         loader_state = self._loader_state
         binding = loader_state.binding(loader) if self.binding is None else None
-        # Files in the page cache are left there; and only creel's own code may be asked in another
-        # process which objects a sample has.
+        # Files in the page cache stay there. Another process may ask for a sample's objects only if
+        # no user code runs for that.
         if (
             binding is None
             or not binding.thread_safe
@@ -90,7 +91,7 @@ class EpochRun:
         return None if self.binding is None else binding.digest()
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
-        """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
+        """Begin an epoch after torch's iterator has made its draws; replace that iterator's order."""
         loader_state = self._loader_state
         self._attach(loader)
         learns = self.binding is None and loader.creel is not False
@@ -141,7 +142,7 @@ class EpochRun:
         return step
 
     def _attach(self, loader: DataLoader[Any]) -> None:
-        """Find a session for this epoch; where it only counts, without waiting for a daemon."""
+        """Find a session for this epoch; if it serves only statistics, do not wait for a daemon."""
         loader_state, binding = self._loader_state, self.binding
         if self._search is not None:
             self._search.leave()
@@ -163,9 +164,10 @@ class EpochRun:
             self._search = StreamSearch(partial(loader_state.open, binding))
 
     def _reattach(self, batch: int) -> None:
-        """Have another daemon serve from this batch on, once one is found.
+        """Let another daemon serve from this batch on, once one is found.
 
-        Batches that were given before are read directly: their steps are of the session now lost.
+        Earlier batches that are still being read are read directly: their steps belong to the lost
+        session.
         """
         found = None if self._search is None else self._search.take()
         if found is None or self.order is None:
@@ -179,12 +181,12 @@ class EpochRun:
 
     @property
     def _served(self) -> BatchStream | None:
-        """The session that serves this epoch's reads; None: they go past the daemon."""
+        """Return the session that serves this epoch's reads; None: they bypass the daemon."""
         return None if self._page_cached else self.stream
 
     @property
     def ticket(self) -> Ticket | None:
-        """What workers need to read through the session; None if they need none in this epoch."""
+        """Return what workers need to use the session; None if they do not use it now."""
         return None if self._served is None else self._served.ticket
 
     def done(self, i: int) -> None:
@@ -199,7 +201,7 @@ class EpochRun:
                 self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
 
     def note_bad(self, samples: Sequence[BadSample]) -> None:
-        """Name samples that could not be read, to the person and to the daemon (`creel stats`)."""
+        """Report bad samples in the log and to the daemon (`creel stats`)."""
         if not samples:
             return
         rows = [(one.index, self._address(one.index), one.reason) for one in samples]
@@ -210,19 +212,20 @@ class EpochRun:
             self.stream.report_bad(rows)
 
     def _address(self, index: int) -> str:
-        """Where the first object of a sample lies; "" where that is not known."""
+        """Return the address of a sample's first object; "" if unknown."""
         try:
             assert self.binding is not None  # noqa: S101
             found = self.binding.objects(np.array([index]))[0]
             address, _, _ = self.binding.manifest.location(int(found[0]))
-        except Exception:  # noqa: BLE001  the person's code may run here
+        except Exception:  # noqa: BLE001  user code may run here
             return ""
         return plain(public(address))
 
     def deliver(self, i: int) -> None:
-        """Count a batch that is returned, before the i-th after those skipped.
+        """Count a batch about to be returned, the one before the i-th after those skipped.
 
-        A batch that raised counts as read if training goes on, and is read again if it stops there.
+        A batch that raised counts as read if training goes on, and is read again if training stops
+        there.
         """
         self._loader_state.meter["batches"] += 1
         self.delivered = self.skipped + i
@@ -233,11 +236,11 @@ class EpochRun:
             self._count()
             stream = self.stream
             if self._search is None and stream is not None and not stream.session.client.alive:
-                # It has ended: a stopped one may go on.
+                # The daemon has ended. A daemon that is only stopped may go on.
                 self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
 
     def due(self) -> bool:
-        """Whether to update the daemon's statistics now: often, but not for each batch."""
+        """Whether to update the daemon's statistics now: every `COUNT_S` at most."""
         if self.stream is None or self.delivered == self._counted:
             return False
         return time.monotonic() - self._counted_at >= COUNT_S
@@ -245,7 +248,8 @@ class EpochRun:
     def _count(self) -> None:
         """Add the batches since the last update to the daemon's statistics.
 
-        Adds nothing while the daemon is not alive: it may only be stopped, and is updated later.
+        Does nothing while the daemon is not alive: if it is only stopped, a later update counts
+        them.
         """
         self._counted_at = time.monotonic()
         if self.stream is None or not self.stream.alive:
@@ -260,7 +264,7 @@ class EpochRun:
         self.stream.count(first, self._counted, more)
 
     def leave(self, *, deleted: bool = False) -> None:
-        """End the iterator and give back its session; `deleted`: its sampler ends now, too."""
+        """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._count()
         if self._search is not None:
             self._search.leave()

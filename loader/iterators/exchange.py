@@ -1,8 +1,8 @@
-"""How the ranks of a job come to exchange samples alike (`remap`): they agree once, or fail.
+"""How the ranks of a job agree to exchange samples (`remap`): all of them, once, or all fail.
 
-A rank that exchanged and one that did not would read samples twice and others never. So there is no
-way back to torch's deal: all ranks take one decision (`negotiation`). After that they need not
-communicate: the exchange follows from the order and from what was agreed.
+If some ranks exchanged samples and others did not, some samples would be read twice and others
+never. So no rank falls back to torch's assignment by itself: all take one decision (`negotiation`).
+Afterwards they need not communicate, since the exchange follows from the order and the decision.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ REMAP = Topic(
 
 
 def distributed_sampler(index_sampler: Iterable[object]) -> tuple[DistributedSampler[object], int]:
-    """The sampler that deals a loader's samples to ranks, and how many make a batch.
+    """Return the sampler that assigns a loader's samples to ranks, and the batch size.
 
     Raises:
-        ConfigError: it is another one than torch's.
+        ConfigError: it is not torch's own DistributedSampler.
     """
     inner = getattr(index_sampler, "sampler", None)
     if type(index_sampler) is not BatchSampler or type(inner) is not DistributedSampler:
@@ -37,7 +37,7 @@ def distributed_sampler(index_sampler: Iterable[object]) -> tuple[DistributedSam
 
 
 def agreed(index_sampler: Iterable[object]) -> Exchange:
-    """How this loader's ranks exchange samples; waits until all of them begin its first epoch.
+    """Agree how the loader's ranks exchange samples; waits until all begin its first epoch.
 
     Raises:
         ConfigError: a job that cannot exchange, ranks that differ, or one that does not come.
@@ -58,7 +58,7 @@ def agreed(index_sampler: Iterable[object]) -> Exchange:
 
 
 def check_unchanged(exchange: Exchange, index_sampler: Iterable[object]) -> None:
-    """Check that a loader's ranks are those that have agreed.
+    """Check that a loader's ranks still match their agreement.
 
     Raises:
         ConfigError: batch size or number of ranks have changed since.

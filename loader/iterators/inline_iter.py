@@ -1,4 +1,4 @@
-"""Reading batches in the training process itself: BatchReader, and InlineIter over it."""
+"""Batches read in the training process itself: BatchReader, and InlineIter over it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class BatchReader(StepReader):
                 later changes to the user's dataset.
             meter: receives the times and counts; by default the loader's own meter.
             direct: says when not to wait for the daemon; by default the loader's own choice.
-            pinning: how batches are pinned afterwards, which are built in pinned memory already if
-                they are bytes of the arena; None: they are not.
+            pinning: how batches are pinned later; batches that are bytes of the arena are then
+                built in pinned memory. None: batches are not pinned.
         """
         self._run = run
         self._fetcher = fetcher
@@ -77,12 +77,12 @@ class BatchReader(StepReader):
         self._warn_after_s = loader_state.config.loader.hung_s
         self._direct = direct or loader_state.direct
         self._gatherer: Gatherer | None = None
-        self._gatherer_stream: BatchStream | None = None  # the stream `_gatherer` reads rows of
+        self._gatherer_stream: BatchStream | None = None  # the stream whose rows `_gatherer` reads
         self._warned = False
         self._gather: Gather | None = None
         self._labels: list[object] = []  # the binding's labels when `_gather` was made
         self._binding: Binding | None = None
-        self._copying = 0  # when rows began to be copied, monotonic ns
+        self._copying = 0  # when copying of rows began, monotonic ns
         self._collating = [0]  # when the batch's collation began, monotonic ns
         fetcher.collate_fn = _timed(fetcher.collate_fn, self._collating)
         self._plainly = collates_plainly(loader)
@@ -106,7 +106,7 @@ class BatchReader(StepReader):
         """Read the batch of `index`.
 
         Args:
-            asked: the stream that `step` is of, which may have ended since.
+            asked: the stream that `step` belongs to, which may have ended since.
             step: the session's, -1 to read directly.
             index: what the sampler yielded.
             ids: (k,) its objects, from `BatchStream.ids`; None if unknown.
@@ -134,7 +134,7 @@ class BatchReader(StepReader):
         self._meter["stall_collate_ns"] += time.monotonic_ns() - self._copying
 
     def _gatherer_of(self, stream: BatchStream, binding: Binding) -> Gatherer | None:
-        """Return the gatherer for this session's rows, remade for a new session; None if none."""
+        """Return the gatherer of this session's rows, made anew for each session; or None."""
         if not self._as_worker and self._changed(binding):
             self._inspect(binding)
             self._gatherer_stream = None
@@ -152,7 +152,7 @@ class BatchReader(StepReader):
         return self._gather is not None and not binding.gathers(self._gather)
 
     def _inspect(self, binding: Binding) -> None:
-        """Record the present labels, and how batches follow from bytes."""
+        """Record the present labels, and how batches are made from bytes."""
         self._labels = binding.labels()
         self._gather = binding.gather() if self._plainly else None
 

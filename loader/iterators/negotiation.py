@@ -1,9 +1,9 @@
-"""How ranks agree on something through the job's own store: alike, once, or all of them fail.
+"""Agreement of a job's ranks through the job's own store: all take one decision, or all fail.
 
-Rank 0 writes a call, a fresh word, to the store; each rank answers it with what it knows; rank 0
-decides from all answers. For each call one decision is written, and never replaced: that of rank 0,
-or the refusal of a rank that gives up. So all take the same one. The store may be older than the
-processes: what answers or decides another call counts for nothing.
+Rank 0 writes a call, a fresh random word, to the store. Each other rank answers the call with its
+terms, and rank 0 decides from all answers. For each call one decision is written and never
+replaced: that of rank 0, or the refusal of a rank that gives up. So all ranks take the same one.
+The store may be older than the processes: answers to other calls, and their decisions, are ignored.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from creel.policies.cluster.remap import nodes_alike
 
 #: The first and the longest pause between two looks at the store, in seconds.
 _PAUSES_S = 0.001, 0.1
-#: Ranks may come late to their first epoch, but not never.
+#: Longest wait for a rank to begin its first epoch, in seconds.
 _GIVE_UP_S = 600.0
 
 _T = TypeVar("_T")
 
 
 class Topic(NamedTuple):
-    """What is agreed on: the argument of the loader, what must be `alike` on all ranks, and whose.
+    """The loader's argument to agree on, what must be `alike` on all ranks, and the group of ranks.
 
-    The keys of a topic are used again by each agreement, so a job of many loaders does not fill the
-    store.
+    Every agreement reuses the keys of its topic, so a job of many loaders does not fill the store.
     """
 
     name: str
@@ -44,9 +43,9 @@ class Topic(NamedTuple):
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank writes: `name` is drawn by chance; `alike` must be the same on all ranks.
+    """What a rank writes. `alike` must be the same on all ranks.
 
-    `call`: the call of rank 0 that it answers.
+    `name` is random; `call` is the call of rank 0 that it answers.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """For a call and these `names`, the node of each rank; or why not."""
+    """For a call and these `names`, the node of each rank; or the reason of a refusal."""
 
     call: str
     names: tuple[str, ...]
@@ -66,7 +65,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 def node_name() -> str:
-    """What ranks have in common that can connect to each other's abstract sockets."""
+    """Return a name that ranks share if they can connect to each other's abstract sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.geteuid()}"
 
@@ -78,13 +77,13 @@ def negotiated(
     terms: Terms,
     store: Any,
 ) -> Decision:
-    """The decision that all ranks find in `store`; each of them calls this once.
+    """Return the decision that all ranks find in `store`; each of them calls this once.
 
     store: of the process group (`torch_private.default_store`); None: there is none.
 
     Raises:
-        ConfigError: there is no process group; or, on all ranks: they differ, or one comes
-            600 s after another.
+        ConfigError: there is no process group; or, on all ranks: they differ, or one comes 600 s
+            after another.
     """
     if store is None:
         raise ConfigError(f"{topic.name} needs torch.distributed.init_process_group, in all ranks")
@@ -108,7 +107,7 @@ def negotiated(
 
 
 def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late: str) -> Decision:
-    """Rank 0: call, and decide from all answers."""
+    """Act as rank 0: call, and decide from all answers."""
     call = secrets.token_hex(8)
     store.set(topic.key("call"), call)
     terms_of_all = [terms]
@@ -130,11 +129,11 @@ def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late
 def _follow(
     topic: Topic, store: Any, rank: int, terms: Terms, until: float, late: str
 ) -> Decision | None:
-    """Another rank: answer the latest call, and await its decision; None: no call has come."""
+    """Act as another rank: answer the latest call, await its decision; None: no call came."""
     answered = ""
     waits = pauses(*_PAUSES_S)
     while True:
-        # In this order: rank 0 calls again only after it has decided.
+        # The call is read before the decision: rank 0 calls again only after it has decided.
         raw = _get(store, topic.key("call"))
         call = "" if raw is None else raw.decode()
         decision = _read(store, topic.key("decision"), Decision)
@@ -151,7 +150,7 @@ def _follow(
 
 
 def _settled(topic: Topic, store: Any, decision: Decision) -> Decision:
-    """The decision of a call: this one, or that which another rank has written before."""
+    """Write the decision of a call; if another rank has written one before, return that one."""
     new = msgspec.msgpack.encode(decision)
     while True:
         old = _get(store, topic.key("decision")) or b""
@@ -163,7 +162,7 @@ def _settled(topic: Topic, store: Any, decision: Decision) -> Decision:
 
 
 def _get(store: Any, key: str) -> bytes | None:
-    """What a key has; None: it is not there (`get` alone would wait for it)."""
+    """Return the value of a key; None if it is missing (`get` alone would wait for it)."""
     return store.get(key) if store.check([key]) else None
 
 
@@ -173,7 +172,7 @@ def _read(store: Any, key: str, kind: type[_T]) -> _T | None:
 
 
 def decide(topic: Topic, call: str, terms_of_all: list[Terms]) -> Decision:
-    """Decide from what all ranks have answered to a call.
+    """Decide from all ranks' answers to a call.
 
     >>> terms = [Terms("x", 1, "b", (2, 8)), Terms("y", 0, "a", (2, 8))]
     >>> decide(Topic("remap", "batch_size"), "c", terms).node_of

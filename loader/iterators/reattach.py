@@ -1,4 +1,4 @@
-"""StreamSearch: looks for a daemon and opens a session with it while training goes on."""
+"""StreamSearch: find a daemon and open a session with it while training goes on."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
-#: Seconds between two looks for a daemon where none can be started, and none came back; and between
-#: two looks at whether the iterator has ended meanwhile.
+#: Seconds between two searches, if no daemon came back and none can be started; and between two
+#: checks whether the iterator has ended.
 _AGAIN_S, _POLL_S = 5.0, 0.1
 
 
 class StreamSearch:
-    """Looks for a daemon, or starts one, in a thread: that takes 0.5 s, and training goes on."""
+    """Finds or starts a daemon in a thread. That takes 0.5 s, during which training goes on."""
 
     def __init__(self, open_stream: Callable[[], BatchStream | None]) -> None:
-        """Begin to look; ends with `take` or `leave`, which a finaliser may call: no locks.
+        """Begin the search. `take` or `leave` ends it, without locks: a finaliser may call them.
 
         `open_stream` opens a session, or starts a daemon for one; called in the thread.
         """
@@ -51,7 +51,7 @@ class StreamSearch:
             self.leave()
 
     def take(self) -> BatchStream | None:
-        """The session, once there is one; then it is the caller's."""
+        """Return the session once there is one, and hand it over to the caller; else None."""
         try:
             return self._found.popleft()
         except IndexError:

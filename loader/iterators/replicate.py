@@ -1,8 +1,8 @@
-"""How ranks that read the same batches come to share them (`replicate`): one of a node makes them.
+"""How ranks that read the same batches share them (`replicate`): one rank of a node makes them.
 
-They agree once, in a loader's first epoch (`negotiation`), and connect over a unix socket. The
-first rank of the group on each node leads there; the others follow it. From then on the ranks wait
-for each other's batches alone.
+The ranks agree once, in a loader's first epoch (`negotiation`), and connect over a unix socket. The
+first rank of the group on each node leads; its other ranks follow. Afterwards the ranks wait only
+for each other's batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from creel.unix_peers import peer_of
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
 
-#: Of this rank among those of its node; None: it makes its batches itself.
+#: This rank's role among the ranks of its node; None: it makes its own batches.
 Role: TypeAlias = "Leader | Follower | None"
 
 _ALIKE = "dataset length, batch_size, num_workers or another argument of the loader"
@@ -36,14 +36,14 @@ _CONNECT_S = 60.0
 
 
 def group_of(replicate: Any) -> tuple[int, ...]:
-    """The ranks of this rank's group, in order.
+    """Return the ranks of this rank's group, in order.
 
     Args:
-        replicate: how many ranks in a row are a group; or a process group; or a DeviceMesh, all of
-            whose ranks are one, as `mesh["tp"]` or `mesh["cp", "tp"]`.
+        replicate: the number of consecutive ranks in a group; or a process group; or a DeviceMesh,
+            all of whose ranks are one group, as `mesh["tp"]` or `mesh["cp", "tp"]`.
 
     Raises:
-        ConfigError: it is neither, or this rank is not in it.
+        ConfigError: it is none of these, or this rank is not in it.
     """
     rank, world = rank_and_world()
     mesh = getattr(replicate, "mesh", None)
@@ -64,10 +64,10 @@ def group_of(replicate: Any) -> tuple[int, ...]:
 
 
 def check(replicate: Any) -> None:
-    """Check the argument, as far as it can be before there is a process group.
+    """Check the argument, as far as possible before there is a process group.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is neither a number of ranks, a process group nor a DeviceMesh.
     """
     if isinstance(replicate, int) and replicate >= 1 and not isinstance(replicate, bool):
         return
@@ -79,12 +79,12 @@ def check(replicate: Any) -> None:
 
 
 def join_group(loader: DataLoader[Any], *, plain: bool) -> Role:
-    """Whether this rank leads its group on its node, or follows; waits for the group's ranks.
+    """Return this rank's role on its node; waits for the group's ranks.
 
-    The group's first rank of each node leads. All begin the loader's first epoch together.
+    The group's first rank of each node leads. All ranks begin the loader's first epoch together.
 
-    plain: batches need no code but a copy from the arena. Then each rank makes its own, as mapping
-        a leader's would take as long: no role.
+    plain: a batch is only copied from the arena. Then no rank has a role, since mapping a leader's
+    batch would take as long as copying one.
 
     Raises:
         ConfigError: a job without a process group, ranks that differ, or one that does not come.
@@ -109,9 +109,9 @@ def join_group(loader: DataLoader[Any], *, plain: bool) -> Role:
 
 
 def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
-    """What must be the same on all ranks for their iterators to go alike."""
+    """Return what must be equal on all ranks so that their iterators yield the same batches."""
     try:
-        samples = len(loader.dataset)  # type: ignore[arg-type]  # not all have one
+        samples = len(loader.dataset)  # type: ignore[arg-type]  # not all datasets have one
     except (TypeError, NotImplementedError):
         samples = -1
     numbers = samples, loader.batch_size or 0, loader.num_workers, loader.prefetch_factor or 0
@@ -128,7 +128,7 @@ def _socket() -> socket.socket:
 
 
 def _connected(leader: str, name: str) -> Channel:
-    """A connection to the leader, to which this rank says its own name."""
+    """Connect to the leader, and send it this rank's name."""
     connection = _socket()
     try:
         connection.connect(_address(leader))
@@ -141,7 +141,7 @@ def _connected(leader: str, name: str) -> Channel:
 
 
 def _accepted(listener: socket.socket, names: set[str]) -> Sequence[Channel]:
-    """A connection of each of the followers.
+    """Accept one connection from each follower.
 
     Raises:
         ConfigError: one has not connected.
@@ -161,7 +161,7 @@ def _accepted(listener: socket.socket, names: set[str]) -> Sequence[Channel]:
                 name = ""
             if name in names:
                 found[name] = connection
-            else:  # whoever else found the address in /proc/net/unix
+            else:  # another process that found the address in /proc/net/unix
                 connection.close()
     except OSError as e:
         for connection in found.values():
@@ -171,7 +171,7 @@ def _accepted(listener: socket.socket, names: set[str]) -> Sequence[Channel]:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise PermissionError where the peer is another user: batches are pickles."""
+    """Raise PermissionError if the peer is another user: batches are pickles."""
     uid = peer_of(connection).uid
     if uid != os.geteuid():
         raise PermissionError(f"it is a process of user {uid}")

@@ -1,4 +1,4 @@
-"""LoaderState: what a loader keeps over all its iterators."""
+"""LoaderState: the state of a loader that all its iterators share."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LoaderState:
         self.epoch = -1
         self.run: EpochRun | None = None
         self.resume: Progress | None = None
-        self._stream: BatchStream | None = None  # of no iterator, to be used again
+        self._stream: BatchStream | None = None  # a session without an iterator, for the next
         self._bound: tuple[object, Binding | None] = (None, None)
         self._exchange: Exchange | None = None
         self._role: Role = None
@@ -83,7 +83,7 @@ class LoaderState:
         return self._bound[1]
 
     def exchange(self, loader: DataLoader[Any]) -> Exchange | None:
-        """How the ranks exchange samples, as agreed with them in the first epoch; None: not at all.
+        """Return how the ranks exchange samples, as agreed in the first epoch; None: not at all.
 
         Raises:
             ConfigError: as `exchange.agreed` and `exchange.check_unchanged`.
@@ -96,7 +96,7 @@ class LoaderState:
         return self._exchange if self._exchange.moves else None
 
     def role(self, loader: DataLoader[Any]) -> Role:
-        """What this rank does for the others of its group, as agreed with them at the first call.
+        """Return this rank's role in its group, as agreed with the other ranks at the first call.
 
         Raises:
             ConfigError: as `replicate.join_group`.
@@ -110,14 +110,14 @@ class LoaderState:
 
     @property
     def needed_by_ranks(self) -> bool:
-        """Whether other ranks count on this one's creel: for batches, or for samples exchanged."""
+        """Whether other ranks depend on this rank's creel, for batches or for exchanged samples."""
         return self._role is not None or (self._exchange is not None and self._exchange.moves)
 
     def start_daemon_early(self, loader: DataLoader[Any]) -> None:
-        """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
+        """Start a daemon when the loader is made, if its dataset may have objects to cache.
 
-        The dataset is bound at its first read, as it may change in place until then. A dataset
-        whose reads are to be recorded needs no daemon before they are (`EpochRun.deliver`).
+        The dataset is bound later, at its first read, because it may change in place until then. A
+        dataset whose reads must be recorded needs no daemon before they are (`EpochRun.deliver`).
         """
         if loader.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
@@ -136,24 +136,24 @@ class LoaderState:
         return None if binding is None or not wait else self.open(binding)
 
     def open(self, binding: Binding) -> BatchStream | None:
-        """Open a session, which waits for the daemon; warns of settings that it does not have."""
+        """Open a session, waiting for the daemon; warn of settings that the daemon lacks."""
         return open_batch_stream(binding, self.config, self._origins)
 
     def page_cached(
         self, loader: DataLoader[Any], binding: Binding, stream: BatchStream | None
     ) -> bool:
-        """Whether the dataset's files lie in the page cache, and code of the person's reads them.
+        """Whether user code reads the dataset's files, and they lie in the page cache.
 
-        A copy in the arena would then cost more than it gives: each file is copied twice, and the
-        daemon takes processors from the readers. Rows of the arena are faster than any file, and so
-        are files that are in the arena already.
+        A copy in the arena would then cost more than it saves: each file is copied twice, and the
+        daemon takes CPU time from the readers. This does not hold for files that are in the arena
+        already, nor for rows, which the arena delivers faster than any file.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
         known = (s for s in (stream, self._stream) if s is not None and s.binding is binding)
         if any(s.alive and s.session.holds_most() for s in known):
             return False
-        if rank_and_world()[1] > 1:  # other nodes may count on what this one reads
+        if rank_and_world()[1] > 1:  # other nodes may depend on what this one reads
             alone = stream is not None and not (stream.joining or stream.session.client.cluster)
         else:
             alone = True
@@ -184,7 +184,7 @@ def prepare_resume(
 ) -> None:
     """Make the next epoch the one saved in `state`, or the one after it if that is finished.
 
-    leave_out: batches of the saved epoch that are not to be read.
+    leave_out: batches of the saved epoch to skip.
 
     Raises:
         ConfigError: the state is of another version or kind of loader, or incomplete.
@@ -232,7 +232,7 @@ def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[s
 
 
 def only_copies(loader: DataLoader[Any], binding: Binding) -> bool:
-    """Whether a batch is rows of the arena, with none of the person's code."""
+    """Whether batches are rows copied from the arena, made without any user code."""
     if loader.worker_init_fn is not None:
         return False
     gather = binding.gather() if collates_plainly(loader) else None

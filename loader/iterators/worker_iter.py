@@ -62,7 +62,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         BaseDataLoaderIter.__init__(self, loader)
         self._in_order = loader.in_order
         if self._num_workers <= 0:
-            raise AssertionError(  # torch's words
+            raise AssertionError(  # torch's message
                 "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
             )
         self._prefetch_factor = require_prefetch_factor(loader.prefetch_factor)
@@ -95,7 +95,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         return WorkerPool(context, args, self._num_workers, max_leased, spare, followers)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
-        """Return what workers start with; as in torch, they see no later changes."""
+        """Return what workers start with. As in torch, they see no later changes."""
         options = self._loader_state.config.loader
         return WorkerArgs(
             dataset=self._dataset,
@@ -178,7 +178,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             return self._process_data(event, worker)
 
     def _check_process(self) -> None:
-        """Raise RuntimeError in a forked child: workers and sockets are its parent's."""
+        """Raise RuntimeError in a forked child: workers and sockets belong to its parent."""
         if os.getpid() != self._pool.pid:
             raise RuntimeError(
                 f"this iterator belongs to process {self._pool.pid} and cannot be used in the"
@@ -212,7 +212,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             return
         step = self._run.step_of(self._send_idx, index)
         if step >= 0 and self._run.ticket is not None:
-            self._pool.join(self._run.ticket)  # another one, since the daemon was restarted
+            self._pool.join(self._run.ticket)  # another session, after a daemon was lost
         many = self._run.slices and isinstance(index, np.ndarray)
         self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
         self._task_info[self._send_idx] = (worker,)
@@ -249,7 +249,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         return data
 
     def _note_bad(self, samples: list[BadSample]) -> None:
-        """Note what workers could not read; raises where all together found too many."""
+        """Note the workers' bad samples; raises if all workers together found too many."""
         known = self._loader_state.tolerance.known
         self._run.note_bad([one for one in samples if one.index not in known])
         for one in samples:
@@ -317,10 +317,10 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         _log.warning(text)
         warnings.warn(text, StallWarning, stacklevel=4)
 
-    # --- the end ----------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------
 
     def _shutdown_workers(self) -> None:
-        """End the workers, as torch does; the session is kept for the next epoch."""
+        """End the workers, as torch does; the session stays for the next epoch."""
         if utils is None or utils.python_exit_status in (True, None):  # type: ignore[redundant-expr]  # a module's names may be None at exit
             return
         if self._shutdown or "_pool" not in self.__dict__:

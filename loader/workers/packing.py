@@ -135,7 +135,7 @@ class _Packer:
         return sink.pieces
 
     def _dispatch(self) -> _Dispatch:
-        """Return the dispatch table: our reductions in place of torch's, unless already replaced."""
+        """Return the dispatch table: torch's reductions become ours, unless already replaced."""
         table = _Dispatch()
         theirs = table.theirs
         if theirs.get(torch.Tensor) is _reduce_tensor:

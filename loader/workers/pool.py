@@ -326,7 +326,7 @@ class WorkerPool(BatchPool):
         return self.words[counts + STAGE], self.words[counts + BATCH], since
 
     def new_counts(self) -> list[int]:
-        """Return the sums of all workers' counters, SOURCE_NS to DIRECT_NBYTES, since the last call."""
+        """Return all workers' counters since the last call, SOURCE_NS to DIRECT_NBYTES, summed."""
         counts = np.array(self.words[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
         new, self._last_counts = counts - self._last_counts, counts
         return [int(n) for n in new[SOURCE_NS : DIRECT_NBYTES + 1]]
