@@ -91,7 +91,7 @@ class EpochRun:
         return None if self.binding is None else binding.digest()
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
-        """Begin an epoch after torch's iterator has made its draws; replace that iterator's order."""
+        """Begin an epoch, after torch's iterator has made its draws, and replace its order."""
         loader_state = self._loader_state
         self._attach(loader)
         learns = self.binding is None and loader.creel is not False
