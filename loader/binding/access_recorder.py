@@ -1,13 +1,14 @@
-"""AccessRecorder: records what a dataset that declares nothing reads, during its first epoch.
+"""AccessRecorder: records what an undeclared dataset reads during its first epoch.
 
-Below creel.wrap, the reads of a user's `__getitem__` through creel.open, creel.read or a creel
-dataset that it holds are recorded in a journal, a memfd that the trainer and its workers share, and
-the ranks of a node (`joint_recording`): one record per batch. Once enough samples have come again,
-or the journal is too long, a process seals it: what was recorded before is the trace, the same in
-all processes. Samples that are not traced, or read something else later, are direct reads.
+Below creel.wrap, a user's `__getitem__` reads through creel.open, creel.read or a creel dataset
+that it holds. These reads are recorded, one record per batch, in a journal: a memfd shared by the
+trainer, its workers and the ranks of a node (`joint_recording`). Once enough samples have been read
+twice, or the journal is too long, a process seals it. The records before the seal are the trace,
+the same in all processes. Samples that are not traced, or later read something else, are read
+directly.
 
-Where ranks share a journal and one reads nothing as a sample that another one did, their datasets
-are not the same, and the journal is void for all of them.
+If two ranks share a journal, and read entirely different items as the same sample, their datasets
+differ. The journal is then void for all ranks.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ if TYPE_CHECKING:
     from creel.loader.reading.file_copies import FileCopies
 
 T = TypeVar("T")
-#: What each sample of a batch reads.
+#: The reads of each sample of a batch.
 BatchReads = list[list[Asked]]
 
 #: The first epoch is over when no sample was new for 1/16 of the number recorded.
 _END_SHARE = 16
 #: Larger datasets must declare their objects.
 _MAX_SAMPLES = 10_000_000
-#: Recording ends at this many bytes of journal; a sample that reads one file takes some 110.
+#: Recording ends at this many bytes of journal. A sample that reads one file takes some 110.
 MAX_JOURNAL_NBYTES = 1 << 29
 
 
@@ -79,11 +80,15 @@ class AccessRecorder:
     ) -> None:
         """Begin to record.
 
-        `journal`: descriptor, taken over, of another process's journal; None for a new one.
-        `whole`, `copies`: as for `ObservedReads`. `joint`: the journal is that of several ranks.
+        Args:
+            journal: descriptor of another process's journal, which is taken over; None for a new
+                one.
+            whole: as for `ObservedReads`.
+            copies: as for `ObservedReads`.
+            joint: whether several ranks share the journal.
         """
         self.fd = new_journal() if journal is None else journal
-        weakref.finalize(self, os.close, self.fd)  # also where what follows raises
+        weakref.finalize(self, os.close, self.fd)  # also if the lines below raise
         self.dataset = dataset
         self.joint = joint
         self.copies = copies
@@ -92,7 +97,7 @@ class AccessRecorder:
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
-        self._versions = FoundVersions()  # of local files read since then
+        self._versions = FoundVersions()  # of local files read since the last `write`
         self.forget()
         forget_in_child(self)
 
@@ -104,28 +109,28 @@ class AccessRecorder:
         #: In a joint journal, `RecordedReads.marks` of each known sample.
         self._marks = np.zeros(self._size if self.joint else 0, np.uint32)
         self._count = 0  # known samples
-        self._again = 0  # samples since the last new one
-        self._differ = False  # whether ranks read other items as the same sample
+        self._again = 0  # known samples read since the last new one
+        self._differ = False  # whether ranks read different items as the same sample
         self._sealed = self._returned = False
-        #: Whether the journal is that of ranks with different datasets.
+        #: Whether the ranks that share the journal have different datasets.
         self.void = False
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors of what processes share: the journal, and copies of files."""
+        """Return the descriptors that processes share: the journal, and copies of files."""
         return [self.fd] if self.copies is None else [self.fd, self.copies.fd]
 
     @property
     def empty(self) -> bool:
-        """Whether nobody has written to the journal."""
+        """Whether no process has written to the journal."""
         return os.fstat(self.fd).st_size == 0
 
     def _observing(self) -> ObservedReads:
-        """A record for the samples of one thread."""
+        """Return a record for the samples of one thread."""
         return ObservedReads(whole=self._whole, copies=self.copies, versions=self._versions)
 
     def __getitem__(self, index: int) -> Sample:
-        """The dataset's sample; its reads are kept until `write`."""
+        """Read a sample of the dataset, and keep its reads for `write`."""
         if self._sealed:
             return self.dataset[index]
         return self._each([index])[0]
@@ -134,13 +139,13 @@ class AccessRecorder:
         samples = []
         with self._observing() as observed:
             for index in indices:
-                look_again()  # the sample before may have imported the library that it reads with
+                look_again()  # the last sample may have imported a library to read with
                 samples.append(self.dataset[index])
                 self._observed.append((index, observed.end_sample()))
         return samples
 
     def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
-        """Samples of a batch, in torch's order of calls, on which random numbers depend."""
+        """Read a batch's samples in torch's order of calls, which determines random numbers."""
         if self._sealed:
             return fetch_many(self.dataset, indices)
         if not hasattr(self.dataset, "__getitems__"):
@@ -152,17 +157,17 @@ class AccessRecorder:
         return samples
 
     def _items(self, reads: list[Asked]) -> list[tuple[Item, int]]:
-        """What a sample read; files with their version, once in a batch."""
+        """Return the items that a sample read; each file has its version once per batch."""
         items = (self._item(what) for what in dict.fromkeys(reads))
         return [(item, self._version(item)) for item in items if item is not None]
 
     def _version(self, item: Item) -> int:
-        """The version in which a file was found, for its first item since the last `write`."""
+        """Return a file's version for its first item since the last `write`, else UNKNOWN."""
         address = item if isinstance(item, str) else item[0]
         return self._versions.take(address) if isinstance(address, str) else UNKNOWN
 
     def trace(self) -> AccessTrace | None:
-        """The complete trace, returned once; None while recording, or if nothing was read."""
+        """Return the complete trace, once; None while recording, or if nothing was read."""
         with self._lock:
             self._catch_up()
             if not self._sealed or self._returned:
@@ -186,15 +191,15 @@ class AccessRecorder:
         return trace if trace.leaves else None
 
     def _here(self, recorded: RecordedReads) -> RecordedReads:
-        """Without objects of parts that only another rank's dataset has."""
+        """Drop objects of parts that only another rank's dataset has."""
         sizes = np.array([*(part.object_count for part in self._parts), 0])
         part, number = recorded.items[:, PART], recorded.items[:, NUMBER]
         return recorded.only(recorded.files | (number < sizes[np.minimum(part, len(sizes) - 1)]))
 
     def _item(self, read: Asked) -> Item | None:
-        """A read as the journal writes it; None if the daemon cannot fetch it.
+        """Return a read as the journal stores it; None if the daemon cannot fetch it.
 
-        That is an address that is not UTF-8, or an object of a dataset that is not a known part.
+        The daemon cannot fetch an address that is not UTF-8, or an object of an unknown dataset.
         """
         if isinstance(read, str):
             return read if _is_utf8(read) else None
@@ -204,10 +209,10 @@ class AccessRecorder:
         return None if part is None else (part, read[1])
 
     def write(self) -> None:
-        """Append the reads of a batch to the journal, and take in those of other processes."""
+        """Append the reads of a batch to the journal, and process those of other processes."""
         with self._lock:
             if self.joint:
-                self._catch_up()  # to compare with what others have read
+                self._catch_up()  # to compare with the reads of other ranks
             noted = list(self._noted())
             new = [one for one in noted if not self._known[one[0]]]
             again = len(noted) - len(new)
@@ -222,15 +227,15 @@ class AccessRecorder:
                 self._append(NoTrace() if self._differ else EndOfTrace())
 
     def _noted(self) -> Iterator[tuple[int, list[tuple[Item, int]]]]:
-        """(sample, items) of what was observed since the last `write`, also in other threads."""
+        """Yield (sample, items) of all reads since the last `write`, also in other threads."""
         for index, reads in _drained(self._observed):
             items = self._items(reads)
             if isinstance(index, (int, np.integer)):
-                with suppress(IndexError):  # a dataset may give more samples than its length says
+                with suppress(IndexError):  # a dataset may give more samples than its length
                     yield position(index, self._size), items
 
     def drop(self) -> None:
-        """Forget what was read since the last `write`."""
+        """Forget the reads since the last `write`."""
         self._observed.clear()
         self._versions.clear()
 
@@ -244,19 +249,19 @@ class AccessRecorder:
             self._append(CopiedFiles(named))
 
     def _append(self, record: Record) -> None:
-        """Append a record; if there is no memory for all of it, recording ends without a trace."""
+        """Append a record. Without memory for all of it, recording ends without a trace."""
         if not self._journal.append(record):
             self._sealed = self._returned = True
 
     def _over(self) -> bool:
-        """Whether the first epoch is over; reading the same few samples often does not end it."""
+        """Whether the first epoch is over; reading a few samples often does not end it."""
         known, again, size = self._count, self._again, self._size
         if known == size or self._journal.nbytes >= MAX_JOURNAL_NBYTES:
             return True
         return again * _END_SHARE > known and max(2 * known, again) >= size
 
     def _catch_up(self) -> None:
-        """Take in what other processes have recorded."""
+        """Process the records of other processes."""
         if self._sealed:
             return
         try:
@@ -267,11 +272,11 @@ class AccessRecorder:
                     self._sealed = True
                     self.void = self._returned = isinstance(record, NoTrace)
                     return
-        except MalformedError:  # it was cut short for lack of memory
+        except MalformedError:  # cut short for lack of memory
             self._sealed = self._returned = True
 
     def _take_in(self, read: Reads) -> None:
-        """Take in what samples were recorded to read."""
+        """Add recorded samples to the known ones."""
         samples = np.frombuffer(read.samples, "<i8")
         if not len(samples):
             self._again += read.again
@@ -285,9 +290,9 @@ class AccessRecorder:
         self._count += len(new)
 
     def _compare(self, read: RecordedReads) -> None:
-        """Note whether samples are other ones in the dataset of another rank."""
+        """Compare the items of known samples, and set `_differ` if the ranks' datasets differ."""
         samples, marks, here = read.samples, read.marks, read.samples < self._size
-        self._differ |= not here.all()  # of a dataset of another length
+        self._differ |= not here.all()  # another rank's dataset is longer
         samples, marks = samples[here], marks[here]
         before = self._marks[samples]
         self._differ |= bool(((before > 0) & (marks > 0) & (before & marks == 0)).any())
@@ -301,8 +306,8 @@ def _drained(queue: deque[T]) -> Iterator[T]:
 
 
 def _unwritten(reads: list[Asked], observed: ObservedReads, act: Callable[[], T]) -> T:
-    """Call `act` and return its result; its reads are added to `reads`."""
-    observed.end_sample()  # what was read between two of them belongs to none
+    """Call `act`, add its reads to `reads`, and return its result."""
+    observed.end_sample()  # drops reads made between two samples
     look_again()
     result = act()
     reads += observed.end_sample()
@@ -345,7 +350,7 @@ def _batch(
 
 
 def _is_utf8(address: str) -> bool:
-    """Whether an address can be sent to the daemon: a file name may not be UTF-8."""
+    """Whether an address can be sent to the daemon: file names need not be UTF-8."""
     try:
         return "\0" not in address and (address.isascii() or bool(address.encode()))
     except UnicodeEncodeError:
@@ -353,8 +358,8 @@ def _is_utf8(address: str) -> bool:
 
 
 def recordable(dataset: Dataset[Sample]) -> bool:
-    """Whether the reads of a dataset are known by sample, and not of too many."""
-    serve_torchvision()  # its folders may be inside
+    """Whether the reads of each sample can be told apart, and the samples are not too many."""
+    serve_torchvision()  # torchvision's folders may be inside
     try:
         return by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001  a user's __len__ may raise anything

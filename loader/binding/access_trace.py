@@ -1,4 +1,4 @@
-"""AccessTrace: what a dataset was recorded to read (see `access_recorder`), as a tree node."""
+"""AccessTrace: the recorded reads of a dataset (see `access_recorder`) as a tree node."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
     from creel.policies.arrays import Ints
 
-#: Most values examined in search of parts, and longest list or dict searched.
+#: Most values examined in search of parts; also the longest list or dict searched.
 _MAX_PARTS = 10_000
-#: A file that was just written has a version after this time, mostly (`version.of_stat`).
+#: A file that was just written usually has a version after this time (`version.of_stat`).
 _SETTLED_S = 0.022
-#: No more files are looked at once more for their versions.
+#: Most files whose versions are looked up once more.
 _MAX_CHANGING = 1000
-#: Files by which `outdated` judges: it asks the storage for each, in the trainer's thread.
+#: Files that `outdated` samples: it asks the storage for each, in the trainer's thread.
 _LOOKED_AT = 16
 
 
 class AccessTrace:
     """What each sample of a dataset reads, as far as it was recorded.
 
-    Files of which samples read small parts only are left out, if all parts together are no large
-    one; and local ones without one version: they were written while they were recorded.
+    A file is left out if samples read only small parts of it that add up to a small share. A local
+    file is also left out if it has no single version, because it was written while it was being
+    recorded.
 
     Args:
         size: number of samples of the dataset; others are left out.
-        recorded: what samples read; the first entry of a sample counts.
+        recorded: the recorded reads; the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
     """
 
@@ -67,7 +68,7 @@ class AccessTrace:
         recorded, place = recorded.only(wanted), (kept.cumsum() - 1)[name_of[kept[name_of]]]
         part, number = recorded.items[:, PART].copy(), recorded.items[:, NUMBER].copy()
         files = part == FILE
-        part[files], number[files] = len(parts), place  # the files are one more part
+        part[files], number[files] = len(parts), place  # the files form one more part
         which, first = np.unique(recorded.samples, return_index=True)
         first = first[which < size]
         counts = recorded.counts
@@ -82,18 +83,18 @@ class AccessTrace:
         self.leaves = [everything[i] for i in read.tolist()]
 
     def keep(self, fd: int, copied: dict[str, tuple[int, int, int]]) -> None:
-        """Keep copies of its files for the daemon: (first byte in the memfd, bytes, version)."""
+        """Keep copies of files for the daemon: (first byte in the memfd, bytes, version)."""
         if len(self.leaves) == 1 and isinstance(self.leaves[0], Addressed) and copied:
             self.leaves[0].keep(fd, copied)
 
     def ignore_versions(self) -> None:
-        """Have its files served whatever became of them."""
+        """Let the files be served in any version."""
         for leaf in self.leaves:
             if isinstance(leaf, Addressed):
                 leaf.versions = None
 
     def outdated(self) -> bool:
-        """Whether files have other versions by now, judged by a few of them."""
+        """Whether a small sample of the files have changed versions."""
         for leaf in self.leaves:
             if isinstance(leaf, Addressed) and leaf.versions is not None:
                 some = np.unique(np.linspace(0, leaf.object_count - 1, _LOOKED_AT).astype(np.int64))
@@ -103,7 +104,7 @@ class AccessTrace:
         return False
 
     def same(self, other: AccessTrace) -> bool:
-        """Whether each sample reads the same by both, of files of the same versions."""
+        """Whether both traces have the same reads of each sample, in the same file versions."""
         return (
             [leaf.manifest.key for leaf in self.leaves]
             == [leaf.manifest.key for leaf in other.leaves]
@@ -114,7 +115,7 @@ class AccessTrace:
         )
 
     def build(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> TreeNode:
-        """The node of the dataset; `place` adds a leaf to the tree and returns its first id."""
+        """Return the dataset's node; `place` adds a leaf to the tree and returns its first id."""
         bases = np.array([place(leaf) for leaf in self.leaves], np.int64)
         return _TracedNode(dataset, self, (bases[self._leaf] + self._object).astype(np.int32))
 
@@ -152,17 +153,17 @@ def _same_versions(one: CreelDataset, other: CreelDataset) -> bool:
 
 
 def _numbered(addresses: list[str], digests: Ints) -> tuple[list[str], Ints]:
-    """The different ones of (f,) addresses, and (f,) which of these each is.
+    """Return the distinct ones of (f,) addresses, and (f,) positions of each among these.
 
-    In the order of their digests, so that a trace does not depend on the order of recording. Where
-    two have the same, one is taken for the other: it is then read directly.
+    They are sorted by digest, so that a trace does not depend on the order of recording. Of two
+    addresses with the same digest one is dropped; it is then read directly.
     """
     _, first, name_of = np.unique(digests, return_index=True, return_inverse=True)
     return [addresses[i] for i in first.tolist()], name_of
 
 
 def _worth_caching(name_of: Ints, items: Ints, names: int) -> NDArray[np.bool_]:
-    """(names,) of which files samples read all, or of which all samples together read enough.
+    """Return (names,) whether samples read a file whole, or together enough of it.
 
     name_of, items: (f,) file of each item, and (f, 5) the items.
 
@@ -180,10 +181,10 @@ def _worth_caching(name_of: Ints, items: Ints, names: int) -> NDArray[np.bool_]:
 
 
 def _versions(names: list[str], name_of: Ints, of: Ints) -> Ints:
-    """(names,) the version in which samples found each file; MISSING where that was not one.
+    """Return (names,) the version in which samples found each file; MISSING for several versions.
 
-    name_of, of: (f,) file and version of each item. UNKNOWN where nobody says a version. Files that
-    had changed a moment before they were read are looked at once more.
+    name_of, of: (f,) file and version of each item. UNKNOWN if no item has a version. Files that
+    had changed just before they were read are looked up once more.
 
     >>> name_of, of = np.array([0, 0, 0, 1, 1, 2]), np.array([CHANGING, 5, 0, 5, 6, 0])
     >>> _versions(["/a", "/b", "/c"], name_of, of).tolist() == [5, MISSING, UNKNOWN]
@@ -226,10 +227,10 @@ def by_sample(dataset: object) -> bool:
 
 
 def parts_of(dataset: object) -> list[CreelDataset]:
-    """The creel datasets that a dataset holds, in an order that is the same in all processes."""
+    """Return the creel datasets that a dataset holds, in the same order in all processes."""
     parts: list[CreelDataset] = []
     seen: set[int] = set()
-    queue = deque([dataset])  # what is held directly comes before what is in long lists
+    queue = deque([dataset])  # breadth first: direct members before those of long lists
     while queue and len(seen) < _MAX_PARTS:
         one = queue.popleft()
         if id(one) in seen:
@@ -246,7 +247,7 @@ def parts_of(dataset: object) -> list[CreelDataset]:
 
 
 def _inside(one: object) -> list[object]:
-    """Members of a value that may hold datasets: datasets, lists, tuples and dicts only."""
+    """Return a value's members that may hold datasets: datasets, lists, tuples, dicts."""
     if isinstance(one, Dataset):
         held = list(vars(one).values())
     elif isinstance(one, dict):

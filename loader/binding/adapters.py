@@ -31,7 +31,7 @@ _log = logging.getLogger("creel.loader")
 
 
 def cacheable(dataset: object) -> bool:
-    """Whether this dataset's objects are known and read through creel; takes no time per sample."""
+    """Whether this dataset's objects are known and read through creel; cheap for any length."""
     if isinstance(dataset, CreelDataset):
         return dataset.cacheable
     if _declares(dataset):
@@ -43,7 +43,7 @@ def cacheable(dataset: object) -> bool:
 
 
 def leaf_of(dataset: object) -> CreelDataset | None:
-    """The objects of a dataset that is `cacheable`; None where a folder's cannot be named."""
+    """Return the leaf of a `cacheable` dataset; None if a folder has unusable file names."""
     if isinstance(dataset, CreelDataset):
         return dataset
     if _declares(dataset):
@@ -69,8 +69,8 @@ class Addressed(CreelDataset):
     volatile = (*CreelDataset.volatile, "_index", "_copies")
     whole_files = True
     _copies: Copies | None = None
-    #: (n,) the version that each file had when it was recorded, UNKNOWN for remote ones; None: it
-    #: was declared, or is not to be looked at again.
+    #: (n,) the version of each file when it was recorded, UNKNOWN for remote ones. None: the files
+    #: were declared, or their versions are not to be checked.
     versions: Ints | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
@@ -81,17 +81,17 @@ class Addressed(CreelDataset):
         return len(self._uris)
 
     def addresses(self, ids: NDArray[np.integer]) -> list[str]:
-        """The addresses of (k,) objects, as `absolute` returns them."""
+        """Return the addresses of (k,) objects, in the form of `absolute`."""
         return [self._uris[i].as_py() for i in ids.tolist()]  # `take` imports pyarrow.compute
 
     def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
-        """Of which version (k,) files must be to be served; UNKNOWN: of any."""
+        """Return the versions in which (k,) files may be served; UNKNOWN: in any."""
         if self.versions is None:
             return [UNKNOWN] * len(ids)
         return cast("list[int]", self.versions[ids].tolist())
 
     def find(self, address: str) -> int | None:
-        """Object number of an address (as `absolute` returns it), or None."""
+        """Return the object number of an address (in the form of `absolute`), or None."""
         return self._index.find(address)
 
     @cached_property
@@ -99,7 +99,7 @@ class Addressed(CreelDataset):
         return _StringIndex(self._uris)
 
     def keep(self, fd: int, copied: dict[str, tuple[int, int, int]]) -> None:
-        """Keep copies of its files for the daemon: (first byte in the memfd, bytes, version)."""
+        """Keep copies of files for the daemon: (first byte in the memfd, bytes, version)."""
         rows = [
             (row, *copied[uri]) for row, uri in enumerate(self._uris.to_pylist()) if uri in copied
         ]
@@ -114,7 +114,7 @@ class Addressed(CreelDataset):
 
 
 class _StringIndex:
-    """Index from strings to rows of a column: sorted hashes, 12 bytes per string, no objects."""
+    """Index from strings to rows of a column: sorted hashes, 12 bytes each, no Python objects."""
 
     def __init__(self, column: pa.Array) -> None:
         self._column = column
@@ -129,7 +129,7 @@ class _StringIndex:
         self._order: memoryview[int] = memoryview(order.astype(np.int32))  # type: ignore[arg-type]
 
     def find(self, text: str) -> int | None:
-        """The first row with `text`, or None."""
+        """Return the first row with `text`, or None."""
         # `text` may be any path; those in the column are all UTF-8.
         wanted = xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
         at = bisect_left(self._hashes, wanted)
@@ -154,12 +154,12 @@ class Folder(Protocol):
 
 
 def _torchvision() -> Any:
-    """torchvision's module of folders if the user has imported it; creel never imports it."""
+    """Return torchvision's folder module if the user imported it; creel never imports it."""
     return sys.modules.get("torchvision.datasets.folder")
 
 
 def _is_folder(dataset: object) -> bool:
-    """Whether this is torchvision's own class; a subclass may read differently."""
+    """Whether this is torchvision's own class. A subclass may read differently."""
     module = _torchvision()
     return module is not None and type(dataset) in {module.DatasetFolder, module.ImageFolder}
 
@@ -196,7 +196,7 @@ class FolderLeaf(Addressed):
 
 
 def serve_torchvision() -> None:
-    """Let torchvision's loaders open files through creel, where a lease or record is active."""
+    """Let torchvision's loaders open files through creel during a lease or record."""
     module = _torchvision()
     if module is not None:
         module.open = open_as_python
@@ -211,12 +211,12 @@ class Declares(Protocol):
     creel_uris: Sequence[str]
 
     def objects(self, index: int, /) -> int | str | Iterable[int | str]:
-        """Positions in `creel_uris` (or addresses from it) that sample `index` reads."""
+        """Return positions in `creel_uris` (or addresses from it) that sample `index` reads."""
         ...
 
 
 def _declares(dataset: object) -> TypeGuard[Declares]:
-    """Whether it has both by itself: a `__getattr__` may answer to any name, or fail."""
+    """Whether it defines both attributes: a `__getattr__` may answer to any name, or fail."""
     names = "creel_uris", "objects"
     return all(inspect.getattr_static(dataset, name, None) is not None for name in names)
 
@@ -236,7 +236,7 @@ class Declared(Addressed):
         return len(self._dataset)  # type: ignore[arg-type]  # map-style datasets have a length
 
     def objects(self, indices: Ints) -> tuple[Ids, Ints]:
-        """As declared: one call of the dataset's `objects` per sample, with the index as given."""
+        """Call the dataset's `objects` once per sample, with the index as given."""
         given = (self._dataset.objects(i) for i in indices.tolist())
         # Lazily, one at a time: the user's `objects` may reuse one list.
         found = [item if type(item) is int else self._of(item) for item in given]

@@ -1,11 +1,11 @@
-"""bind: which objects the samples of any dataset consist of, and reading them from a session.
+"""bind: find the objects that a dataset's samples consist of, to read them from a session.
 
 `bind` walks through torch's Subset, ConcatDataset and StackDataset and creel's own wrappers to the
 leaves it knows: creel's datasets, torchvision's image folders, and datasets that declare what they
 read. A declaration is two attributes: `creel_uris`, a sequence of addresses, and `objects(index)`,
 which returns one sample's positions in `creel_uris` (or addresses from it; positions are cheaper)
-in order of reading. The dataset's `__getitem__` reads them with `creel.read` or `creel.open`.
-Everything else in the tree has no objects and reads directly.
+in order of reading. The dataset's `__getitem__` reads them with `creel.read` or `creel.open`. All
+other datasets in the tree have no objects, and read directly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
     from creel.loader.client.session import Session
 
-#: Samples or files by which `Binding.one_to_one` and `in_page_cache` judge.
+#: Samples or files that `Binding.one_to_one` and `in_page_cache` check.
 _PROBED = 64
 
 
@@ -65,17 +65,17 @@ class Gather:
 
     @property
     def converts(self) -> bool:
-        """Whether a batch is more than a view of its rows: a copy, or whatever `has_code` makes."""
+        """Whether a batch is more than a view of its rows: a copy, or the result of user code."""
         return self.raw.to not in {None, self.raw.dtype} or self.has_code
 
     def collate(
         self, rows: torch.Tensor, indices: Ints, memory: Callable[[int], torch.Tensor]
     ) -> Any:
-        """These samples as default_collate would batch them; a view of `rows` unless it `converts`.
+        """Batch these samples as default_collate would; a view of `rows` unless it `converts`.
 
         Args:
-            rows: (n * nbytes,) uint8, contiguous, aligned to the dtype's size: one after the other
-                the objects of the samples `indices` (the order of `Binding.objects`).
+            rows: (n * nbytes,) uint8, contiguous, aligned to the dtype's size: the objects of the
+                samples `indices`, one after the other (the order of `Binding.objects`).
             indices: (n,) numbers of the samples.
             memory: returns (nbytes,) uint8 for the converted batch.
         """
@@ -121,7 +121,7 @@ class Binding:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The objects of all leaves, with each leaf once."""
+        """The objects of all leaves, each leaf once."""
         return Manifest.concat([leaf.manifest for leaf in self.leaves])
 
     def still(self, indices: Ints | None = None) -> bool:
@@ -129,7 +129,7 @@ class Binding:
         return self._root.still(indices)
 
     def objects(self, indices: Ints) -> tuple[Ids, Ints]:
-        """Which objects samples consist of.
+        """Return the objects that samples consist of.
 
         Args:
             indices: (n,) numbers of samples, as the sampler yields them.
@@ -143,7 +143,7 @@ class Binding:
         return self._root.objects(np.asarray(indices, np.int64))
 
     def digest(self) -> str:
-        """Equal for bindings of which each sample has the same objects."""
+        """Return a digest that is equal for bindings whose samples all have the same objects."""
         samples = np.arange(len(self.dataset))  # type: ignore[arg-type]  # map-style datasets have a length
         digest = xxhash.xxh3_128(self.manifest.key.encode())
         for column in self.objects(samples):
@@ -151,20 +151,20 @@ class Binding:
         return digest.hexdigest()
 
     def one_to_one(self, samples: int) -> bool:
-        """Whether sample i is object i of the manifest, judged by some of them."""
+        """Whether sample i is object i of the manifest, for at least the samples checked."""
         some = np.unique(np.linspace(0, samples - 1, _PROBED).astype(np.int64))
         ids, counts = self.objects(some)
         return len(self.manifest) == samples and np.array_equal(ids, some) and bool(counts.all())
 
     def in_page_cache(self) -> bool:
-        """Whether all objects are whole local files in the page cache, judged by some of them."""
+        """Whether all objects are whole local files in the page cache, judged by a few."""
         if not (len(self.manifest) and all(leaf.whole_files for leaf in self.leaves)):
             return False
         some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
         return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))
 
     def reading(self, session: Session, step: int, ids: NDArray[np.integer], stamp: int) -> Lease:
-        """A lease: inside its `with`, this thread's reads of a step's objects are copies.
+        """Return a lease: inside its `with`, this thread's reads of a step's objects are copies.
 
         Args:
             ids: (k,) objects of the step, which the daemon has pinned; others are read directly.
@@ -173,19 +173,19 @@ class Binding:
         return Lease(session, step, ids, stamp, self._bases, self._named)
 
     def frozen(self) -> Binding:
-        """A binding of a private copy of the dataset; only where `gather` is not None."""
+        """Return a binding of a private copy of the dataset. Requires a `gather`."""
         tree = Tree()
         root = tree.build(self._root.frozen({}))
         return Binding(root, tree.leaves)
 
     def labels(self) -> list[object]:
-        """The `labels` attributes of all leaves; other objects once the user assigns others."""
+        """Return the `labels` of all leaves, whose identity changes if the user assigns others."""
         return [getattr(leaf, "labels", None) for leaf in self.leaves]
 
     def gather(self) -> Gather | None:
-        """How batches are built from bytes alone, with the labels as they are now.
+        """Return how batches are built from bytes alone, with the present labels.
 
-        None where samples need user code one by one.
+        None if user code must run for each sample.
         """
         raw = self._root.raw()
         if raw is None:
@@ -193,12 +193,12 @@ class Binding:
         return Gather(raw, None if raw.labels is None else self._root.labels())
 
     def gathers(self, gather: Gather) -> bool:
-        """Whether batches are still built as `gather` says: the user may assign attributes."""
+        """Whether batches are still built as in `gather`: the user may assign attributes."""
         return gather.raw.same(self._root.raw())
 
     @property
     def thread_safe(self) -> bool:
-        """Whether another thread may call `objects`: no user code runs in it."""
+        """Whether another thread may call `objects`, because it runs no user code."""
         return not any(
             isinstance(leaf, Declared) or not type(leaf).__module__.startswith("creel.")
             for leaf in self.leaves
@@ -206,9 +206,9 @@ class Binding:
 
 
 def bind(dataset: object) -> Binding | None:
-    """The objects of a map-style dataset; None if nothing in it can be cached."""
+    """Bind a map-style dataset; None if nothing in it can be cached."""
     if not bindable(dataset):
-        return None  # before reading indices of Subsets, of which there may be millions
+        return None  # before reading a Subset's indices, perhaps millions
     tree = Tree()
     root = tree.build(dataset)
     if not tree.leaves:
@@ -217,6 +217,6 @@ def bind(dataset: object) -> Binding | None:
 
 
 def bound(dataset: Dataset[Sample], trace: AccessTrace) -> Binding:
-    """A binding of a dataset that declares nothing, from its trace."""
+    """Bind a dataset that declares nothing by its trace."""
     tree = Tree()
     return Binding(trace.build(dataset, tree.place), tree.leaves)

@@ -1,4 +1,4 @@
-"""Batches of a session: Gatherer copies plain bytes out of the arena, StepReader reads any."""
+"""Read a session's batches: Gatherer copies plain bytes out of the arena, StepReader reads any."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class ReusedMemory:
-    """Memory that one thread uses for each batch; nothing of it may stay in use."""
+    """Memory that one thread reuses for each batch; the caller keeps no reference into it."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return (nbytes,) uint8, the same memory as before where that has this size."""
+        """Return (nbytes,) uint8, the same memory as last time if it has this size."""
         if len(self._held) != nbytes:
             self._held = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._held
@@ -42,13 +42,13 @@ class Gatherer:
         self._offset = session.table.offset
         self._rows = Rows(session.client.arena, gather.nbytes)
         self._memory = memory
-        # Memory for rows; where they are converted they do not stay in the batch.
+        # Memory for rows. Rows that are converted do not stay in the batch.
         self._raw = memory
         if gather.converts:
             self._raw = BufferPool().take if gather.has_code else ReusedMemory().take
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
-        """(n * nbytes,) uint8, the bytes of these objects; None if one is not in the arena.
+        """Return the bytes of these objects, (n * nbytes,) uint8; None if one is not in the arena.
 
         The objects must be pinned: their step in [DONE, READY), also after the call.
 
@@ -67,14 +67,14 @@ class Gatherer:
         return rows
 
     def batch(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:
-        """These samples as default_collate would batch them; runs any `batch_transform`."""
+        """Batch these samples as default_collate would; runs any `batch_transform`."""
         return self.gather.collate(rows, indices, self._memory)
 
 
 class StepReader:
-    """Reads batches whose objects a session makes ready; the base of all who read for a loader.
+    """Reads batches whose objects a session makes ready; the base class of a loader's readers.
 
-    A subclass says how it waits and how it takes samples from the dataset.
+    A subclass defines how to wait, and how to take samples from the dataset.
     """
 
     def read_step(
@@ -89,10 +89,10 @@ class StepReader:
         """Read a batch: as rows of the arena, or sample by sample, from the arena or directly.
 
         Args:
-            step: whose objects the batch consists of; -1 to read directly.
+            step: the step that reads the batch's objects; -1 to read directly.
             index: what the sampler yielded.
             ids: (k,) the objects, if they are known.
-            gatherer: builds batches where bytes are enough.
+            gatherer: builds the batch from bytes, if no user code is needed.
         """
         stamp = session.hold(step) if step >= 0 else -1
         if stamp < 0 and step >= 0 and self.wait_for(session, step, ids):
@@ -119,7 +119,7 @@ class StepReader:
         raise NotImplementedError
 
     def fetch(self, index: Any, lease: Lease) -> Any:
-        """Take the samples from the dataset inside the lease, and count what it counted."""
+        """Take the samples from the dataset inside the lease, and add the lease's counts."""
         raise NotImplementedError
 
     def copying(self) -> None:

@@ -1,14 +1,14 @@
-"""How the ranks of a job on one node come to record one dataset in the same memory.
+"""Shared recording: how the ranks of a job on one node record one dataset in the same memory.
 
-Each rank reads other samples. What one has learnt, all are to know when the first epoch is over. So
-the first rank makes the memfds, and binds an abstract unix address that follows from the job and
-the dataset; the others ask the kernel who holds it, and open that process's memfds by /proc. Nobody
-waits for anybody, no thread and no daemon is needed, and nothing is left behind. Whatever fails
-here, the rank records for itself.
+Each rank reads other samples, and all ranks need the reads of all samples when the first epoch is
+over. So the first rank makes the memfds, and binds an abstract unix address that is derived from
+the job and the dataset. The others ask the kernel which process listens there, and open its memfds
+through /proc. No rank waits for another, no thread or daemon is needed, and nothing is left behind.
+On any failure the rank records for itself.
 
-Whether the ranks' datasets are the same is not known for certain. Datasets that are told apart by
-`likeness`, or by what ranks read as the same sample (`access_recorder`), are never mixed. What was
-mixed nevertheless would cost speed only: where samples read is looked up by address, in any case.
+It is not certain that the ranks' datasets are the same. Datasets with different `likeness`, or with
+different reads of the same sample (`access_recorder`), are never mixed. A mix-up that is not
+detected would cost speed only, since reads are looked up by address in any case.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from creel.unix_peers import known_apart, listener_at, view_of
 
 _log = logging.getLogger("creel.loader")
 
-#: Who asks is not answered, and stays in the queue.
+#: Ranks that ask connect, but are never accepted: they stay in the listen queue.
 _BACKLOG = 1024
-#: Looks for another rank's memfds, and pauses in between: it may just bind its address, or end.
+#: Looks for another rank's memfds, and the pause between them: that rank may be starting or ending.
 _TRIES, _PAUSE_S = 3, 0.001
-#: Datasets inside datasets that are looked at, and attributes of each.
+#: Depth of datasets inside datasets that is examined, and attributes of each.
 _DEPTH, _ATTRIBUTES = 4, 100
-#: torchrun's name of a job to which nobody gave one.
+#: torchrun's names of a job that the user gave no name.
 _NO_NAMES = ("", "none")
 
 _ENDS = [0, -1]
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _LISTS = frozenset({list, tuple, range})
 
-#: Recordings that this process has begun, by what they are of.
+#: Number of recordings that this process has begun, by description.
 _begun: Counter[str] = Counter()
 
 
 class JointMemory:
-    """Memfds that the ranks of this node share; the address of this rank, if it has made them."""
+    """Memfds that this node's ranks share, and the listening socket if this rank made them."""
 
     def __init__(self, fds: list[int], listener: socket.socket | None) -> None:
         self.fds = fds
@@ -64,11 +64,11 @@ class JointMemory:
         forget_in_child(self)
 
     def forget(self) -> None:
-        """In a forked child: the address is its parent's."""
+        """Close the copy of the socket in a forked child."""
         self.close()
 
     def close(self) -> None:
-        """Have no other rank join any more. The memfds are the caller's."""
+        """Stop other ranks from joining. The memfds belong to the caller."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -77,14 +77,14 @@ class JointMemory:
 def joint_memory(
     dataset: Dataset[Any], world: int, make: Callable[[str], list[int]], kinds: Mapping[str, int]
 ) -> JointMemory | None:
-    """The memfds in which this node's ranks record this dataset; None to record for oneself.
+    """Return the memfds in which this node's ranks record this dataset; None on failure.
 
-    Each process is to call this for the same datasets in the same order: the k-th of several that
-    look alike is the k-th of the other ranks.
+    Each process must call this for the same datasets in the same order: the k-th of several
+    datasets that look alike matches the k-th of the other ranks.
 
     Args:
         world: number of ranks of the job.
-        make: makes the memfds, whose names are a kind and what it is told; returns descriptors.
+        make: makes memfds, one per kind, with the given suffix of names; returns descriptors.
         kinds: flags of os.open by kind.
     """
     try:
@@ -102,7 +102,7 @@ def joint_memory(
             for fd in made:
                 os.close(fd)
             time.sleep(_PAUSE_S)
-    except Exception:  # noqa: BLE001  whatever it is, this rank can do without
+    except Exception:  # noqa: BLE001  this rank then records for itself
         _log.debug("this rank records for itself", exc_info=True)
     return None
 
@@ -115,9 +115,9 @@ def _name(dataset: Dataset[Any], world: int, kinds: Mapping[str, int]) -> str:
 
 
 def job_here(world: int, env: Mapping[str, str], parent: int) -> str:
-    """What tells this node's jobs apart: a name that is nobody else's, else the parent process.
+    """Return what distinguishes this node's jobs: a unique job name, else the parent process.
 
-    Launchers are the parents of all ranks of a node.
+    A launcher is the parent of all its ranks on a node.
 
     >>> job_here(2, {"SLURM_JOB_ID": "7"}, 100), job_here(2, {"MASTER_PORT": "29500"}, 100)
     ('2 7   0', '2   29500 100')
@@ -128,10 +128,10 @@ def job_here(world: int, env: Mapping[str, str], parent: int) -> str:
 
 
 def likeness(dataset: object, depth: int = _DEPTH) -> str:
-    """What is alike in equal datasets: classes, plain attributes, lengths and ends of lists.
+    """Describe what equal datasets share: classes, plain attributes, lengths and ends of lists.
 
-    No code of a person's is run. A list of files that was dealt to the ranks differs in its first
-    entries; a dataset that knows its rank differs, too.
+    No user code runs. Lists of files that differ by rank have different first entries, and datasets
+    that hold their rank differ too.
 
     >>> likeness([3, "a", b"b", 2.5]), likeness({"root": "/data"})
     ('list 4 (3, bytes, 2.5)', "dict 1 ('root': '/data')")
@@ -158,7 +158,7 @@ def likeness(dataset: object, depth: int = _DEPTH) -> str:
 
 
 def _attributes(value: object, depth: int) -> dict[str, object]:
-    """Those of datasets alone."""
+    """Return the attributes of a dataset; {} for any other value."""
     whole = depth == _DEPTH or isinstance(value, Dataset)
     return dict(vars(value)) if whole and hasattr(value, "__dict__") else {}
 
@@ -168,7 +168,7 @@ def _each(values: Sequence[object], depth: int) -> str:
 
 
 def _listening(address: str) -> socket.socket | None:
-    """A socket that listens at the address; None if another one has bound it."""
+    """Return a socket that listens at the address; None if another process has bound it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         listener.bind(address)
@@ -180,7 +180,7 @@ def _listening(address: str) -> socket.socket | None:
 
 
 def _holder(address: str) -> int:
-    """The process that listens at the address, if it is one of ours and sees our files; else 0."""
+    """Return the pid of the listener at the address, if of our user and files; else 0."""
     peer = listener_at(address)
     if peer is None or peer.uid != os.getuid() or known_apart(peer.pid):
         return 0
@@ -188,11 +188,11 @@ def _holder(address: str) -> int:
 
 
 def _memfds_of(pid: int, links: Mapping[str, int]) -> list[int]:
-    """A process's memfds, opened with flags by what /proc says of them; [] if one is missing."""
+    """Open a process's memfds, found by their /proc link, with flags; [] if one is missing."""
     there: dict[str, Path] = {}
     if pid:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # it was just closed
+            with suppress(OSError):  # just closed
                 there[str(entry.readlink())] = entry
     fds: list[int] = []
     try:

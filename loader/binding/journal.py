@@ -1,8 +1,8 @@
 """The journal in which processes record what a dataset's samples read: a file of records.
 
-All processes that read a dataset append to one memfd, each record by one atomic write; where there
-is a disk tier, the file is kept for later jobs. What samples read is in columns, so that a million
-samples are taken in by a few array operations.
+All processes that read a dataset append to one memfd, each record by one atomic write. If there is
+a disk tier, the file is kept for later jobs. Reads are stored in columns, so that a few array
+operations process a million samples.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ from creel.cache.memory.memfd import memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
 
-#: What a sample reads: an address; (number of a part of the dataset, number of the object in it);
+#: One read of a sample: an address; (number of a part of the dataset, number of the object in it);
 #: or a small part of a file as (address, bytes that were read, bytes of the file).
 Item = str | tuple[int, int] | tuple[str, int, int]
 
 #: The name of the memfd.
 JOURNAL = "creel-trace"
-#: The columns of items: `FILE`, or the number of a part of the dataset; the number of an object in
-#: that part, or, of a file, the bytes that were read, `ALL` where it is cached in any case; the
-#: bytes of a file that was read in part; the version of a file, UNKNOWN where it is not said; a
-#: digest of what it is.
+#: The columns of items. PART: `FILE`, or the number of a part of the dataset. NUMBER: of an object
+#: in that part; for a file, the bytes that were read, or `ALL` if it is cached in any case. NBYTES:
+#: of a file that was read in part. VERSION: of a file, UNKNOWN if not given. DIGEST: of the item.
 PART, NUMBER, NBYTES, VERSION, DIGEST = range(5)
 FILE, ALL = -1, -1
 _COLUMNS = 5
-_BETWEEN = "\0"  # addresses: no path has one
-_PIECE_NBYTES = 1 << 20  # of the file at a time
-#: Before each record: its bytes, and their xxh32: one that was cut off for lack of room, and what
-#: another process wrote after it, are no record.
+_BETWEEN = "\0"  # separates addresses: no path contains it
+_PIECE_NBYTES = 1 << 20  # bytes of the file read at a time
+#: Precedes each record: its length and xxh32. They reveal a record that was cut off for lack of
+#: memory, and what another process wrote after it.
 _HEAD = struct.Struct("<II")
 
 
 class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
-    """What samples of a batch read; see `RecordedReads`.
+    """The reads of a batch's samples; see `RecordedReads`.
 
-    again: samples of the batch that had been recorded before.
+    again: number of samples of the batch that had been recorded before.
     addresses: those of the items that are files, in order.
     """
 
@@ -63,11 +62,11 @@ class CopiedFiles(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
 
 
 class EndOfTrace(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The records before the first of these are the trace, the same in all processes."""
+    """Seals the journal: the records before the first of these are the trace in all processes."""
 
 
 class NoTrace(msgspec.Struct, frozen=True, array_like=True, tag="none"):
-    """The ranks' datasets differ: there is no trace."""
+    """Seals the journal without a trace, because the ranks' datasets differ."""
 
 
 Record = Reads | CopiedFiles | EndOfTrace | NoTrace
@@ -76,7 +75,7 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class RecordedReads(NamedTuple):
-    """What samples were recorded to read, in the order of recording.
+    """Reads of samples in the order of recording.
 
     samples: (n,) int64.
     counts: (n,) int64, the number of items of each.
@@ -91,13 +90,13 @@ class RecordedReads(NamedTuple):
 
     @property
     def files(self) -> NDArray[np.bool_]:
-        """(k,) which items are files."""
+        """(k,) whether an item is a file."""
         files: NDArray[np.bool_] = self.items[:, PART] == FILE
         return files
 
     @property
     def marks(self) -> NDArray[np.uint32]:
-        """(n,) a bit for each item by its digest: samples with none in common read other items."""
+        """(n,) a set of digest bits; samples with no bit in common read different items."""
         marks, some = np.zeros(len(self.samples), np.uint32), self.counts > 0
         bits = np.uint32(1) << (self.items[:, DIGEST] % 32).astype(np.uint32)
         first = self.counts.cumsum() - self.counts
@@ -105,7 +104,7 @@ class RecordedReads(NamedTuple):
         return marks
 
     def only(self, kept: NDArray[np.bool_]) -> RecordedReads:
-        """With those of the (k,) items alone that are `kept`."""
+        """Return a copy with only those of the (k,) items that are `kept`."""
         if kept.all():
             return self
         sample = np.repeat(np.arange(len(self.samples)), self.counts)
@@ -115,10 +114,10 @@ class RecordedReads(NamedTuple):
 
 
 def reads_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
-    """The record of (sample, its items in order with the version of each)."""
+    """Return the record of (sample, its items in order with the version of each)."""
     samples: list[int] = []
     counts: list[int] = []
-    rows: list[int] = []  # one after the other
+    rows: list[int] = []  # flat: the columns of one item after another
     addresses: list[str] = []
     for sample, items in recorded:
         samples.append(sample)
@@ -141,7 +140,7 @@ def _digest(text: str) -> int:
 
 
 def joined(records: Sequence[Reads]) -> RecordedReads:
-    """What is in some records, one after the other."""
+    """Concatenate records."""
     addresses: list[str] = []
     for one in records:
         if one.addresses:
@@ -154,7 +153,7 @@ def joined(records: Sequence[Reads]) -> RecordedReads:
 
 
 class TraceJournal:
-    """A journal from its beginning on, for one process.
+    """One process's view of a journal, from its beginning.
 
     Args:
         fd: its descriptor, which is not owned.
@@ -167,7 +166,7 @@ class TraceJournal:
         self.nbytes = 0
 
     def append(self, record: Record) -> bool:
-        """Append a record; False where there is no room for all of it."""
+        """Append a record; False if there is no memory for all of it."""
         body = _encode(record)
         data = _HEAD.pack(len(body), xxhash.xxh32_intdigest(body)) + body
         try:
@@ -176,10 +175,10 @@ class TraceJournal:
             return False
 
     def new(self) -> Iterator[Record]:
-        """The records since the last call, also those of other processes.
+        """Yield the records since the last call, including those of other processes.
 
         Raises:
-            MalformedError: what follows is no record.
+            MalformedError: the next bytes are not a record.
         """
         while data := os.pread(self._fd, _PIECE_NBYTES, self.nbytes):
             self.nbytes += len(data)
@@ -205,7 +204,7 @@ def _decoded(body: bytes, digest: int) -> Record:
 
 
 def new_journal(suffix: str = "") -> int:
-    """The descriptor of a journal. `suffix`: of the name of its memfd."""
+    """Return the descriptor of a new journal. `suffix` ends the name of its memfd."""
     memory = memfd(f"{JOURNAL}{suffix}")
     # reopened: only open() makes O_APPEND atomic on every kernel
     journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)

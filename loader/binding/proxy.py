@@ -39,7 +39,7 @@ class Wrapped(Dataset[Sample]):
         return type(self._wrapped)
 
     def __getattr__(self, name: str) -> Sample:
-        # Called for what the proxy lacks; while a copy is being made it lacks these two.
+        # Called for names that the proxy lacks. While a copy is being made, it lacks these two.
         if name in {"_wrapped", "_reads"}:
             raise AttributeError(name)
         return getattr(self._wrapped, name)
@@ -58,14 +58,14 @@ class Wrapped(Dataset[Sample]):
 
 
 def unwrap(dataset: Any) -> Any:
-    """The dataset of a proxy; anything else is returned as it is."""
+    """Return the dataset of a proxy; any other dataset unchanged."""
     while type(dataset) is Wrapped:
         dataset = object.__getattribute__(dataset, "_wrapped")
     return dataset
 
 
 def trace_of(dataset: object) -> AccessTrace | None:
-    """The trace of a proxy's dataset; None if there is none so far, or for another dataset."""
+    """Return the trace of a proxy's dataset; None if it has none so far, or is no proxy."""
     if type(dataset) is not Wrapped:
         return None
     reads: WrappedReads = object.__getattribute__(dataset, "_reads")
@@ -73,12 +73,12 @@ def trace_of(dataset: object) -> AccessTrace | None:
 
 
 def configure(dataset: Wrapped, config: Config, origins: dict[str, str]) -> None:
-    """Have a proxy go by the settings of the loader that reads it; `origins`: see `Config.load`."""
+    """Let a proxy use the settings of the loader that reads it; `origins`: see `Config.load`."""
     reads: WrappedReads = object.__getattribute__(dataset, "_reads")
     reads.config = config, origins
 
 
 def recorded(dataset: Wrapped) -> bool:
-    """Whether reads of a proxy's dataset were recorded, which had to wait for their source."""
+    """Whether reads of a proxy's dataset were recorded that had to wait for their source."""
     reads: WrappedReads = object.__getattribute__(dataset, "_reads")
     return reads.recorded()

@@ -1,6 +1,6 @@
-"""What a process records its dataset with: a journal and copies of files, its own or all ranks'.
+"""Where a process records its dataset: a journal and copies of files, its own or shared by ranks.
 
-Where there is a disk tier, the journal is kept in its folder, for the next job.
+If there is a disk tier, the journal is kept in its folder for the next job.
 """
 
 from __future__ import annotations
@@ -28,47 +28,48 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
-#: Of journals that are kept; another one where their records mean something else.
+#: Format of kept journals; a different meaning of their records needs a new number.
 _FORM = 3
 
 
 class KeptTrace:
     """The trace of a dataset in the folder of the disk tier.
 
-    With it a job knows from its first epoch on which of the files on disk its samples read. It is
-    that of a dataset which looked alike (`likeness`): what this one reads is recorded all the same,
-    and takes its place where it differs. Until then a wrong trace costs speed only.
+    With it a job knows from its first epoch on which files on disk its samples read. The trace
+    comes from a dataset that looked alike (`likeness`). So this dataset's reads are recorded
+    anyway, and the new trace replaces the old one if they differ. Until then a wrong trace costs
+    speed only.
     """
 
     def __init__(self, dataset: Dataset[Any], config: Config, *, whole: bool) -> None:
-        """`dataset`: as it is before a sample was read. `whole`: see `creel.wrap`."""
+        """Look up the trace. `dataset`: before any sample was read; `whole`: see `creel.wrap`."""
         self._dataset = dataset
         self._disk = config.disk
         self._rank, self._world = rank_and_world()
         self._name = ""
-        # Where other nodes read it, too, all are to learn of it in the same epoch.
+        # Not if other nodes read it too: all nodes must switch to the trace in the same epoch.
         if self._disk.path and on_one_node(self._world, os.environ):
-            with suppress(Exception):  # of a person's own attributes
+            with suppress(Exception):  # raised by a user's attributes
                 about = f"{_FORM} {whole} {likeness(dataset)}".encode(errors="backslashreplace")
                 self._name = hashlib.blake2b(about, digest_size=16).hexdigest()
 
     def load(self) -> AccessTrace | None:
-        """The trace, if there is one."""
+        """Return the trace, if there is one."""
         if not self._name:
             return None
         try:
             fd = open_trace(self._disk.path, self._name)
             return AccessRecorder(self._dataset, fd, joint=True).trace()
-        except Exception:  # noqa: BLE001  there is none, or it is no trace
+        except Exception:  # noqa: BLE001  missing, or malformed
             return None
 
     def keep(self, recorder: AccessRecorder, dataset: str) -> None:
-        """Keep what a recorder's complete trace is made of, in the first rank.
+        """Keep the journal of a recorder's complete trace; only on the first rank.
 
-        `dataset`: the key of the dataset to which it leads.
+        `dataset`: the key of the dataset that the trace gives.
         """
         if not self._name or self._rank or recorder.joint != (self._world > 1):
-            return  # a rank that has recorded for itself knows its own samples only
+            return  # a rank that recorded alone knows only its own samples
         try:
             keep_trace(self._disk.path, self._name, dataset, recorder.fd, self._disk.keep_free)
         except OSError as e:
@@ -76,7 +77,7 @@ class KeptTrace:
 
 
 def memory_of_ranks(dataset: Dataset[Any], config: Config) -> JointMemory | None:
-    """The memfds in which all ranks of this node record the dataset; None where there are none."""
+    """Return the memfds in which this node's ranks record the dataset; None if there are none."""
     world = rank_and_world()[1]
     if world == 1:
         return None
@@ -88,39 +89,40 @@ def memory_of_ranks(dataset: Dataset[Any], config: Config) -> JointMemory | None
 def recorder_on(
     fds: list[int], dataset: Dataset[Any], config: Config, whole: bool, *, joint: bool = False
 ) -> AccessRecorder | None:
-    """A recorder of a `recordable` dataset; None where there is no descriptor or memory for it.
+    """Make a recorder of a `recordable` dataset; None for lack of descriptors or memory.
 
     Args:
         fds: of a journal, and of copies, taken over; none for new ones.
         whole: see `creel.wrap`.
-        joint: whether other ranks use them, too.
+        joint: whether other ranks use them too.
     """
     journal, copies, *_ = [*fds, None, None]
     wanted = fds[1:] or (not fds and _keeps_copies(config))
     kept = _copies(config, copies) if wanted else None
     try:
         return AccessRecorder(dataset, journal, whole=whole, copies=kept, joint=joint)
-    except Exception:  # noqa: BLE001  its samples are read as without creel
+    except Exception:  # noqa: BLE001  its samples are then read as without creel
         _log.debug("what samples read is not recorded", exc_info=True)
         return None
 
 
 def _keeps_copies(config: Config) -> bool:
-    """Whether to keep what is read of slow files for the daemon.
+    """Whether to keep the bytes read from slow files for the daemon.
 
-    Not where other nodes read the same dataset, or a disk remembers it: they would not find it.
+    Not if other nodes read the same dataset, or a disk tier keeps the trace: they would not find
+    the copies.
     """
     return not config.disk.path and on_one_node(rank_and_world()[1], os.environ)
 
 
 def _copies(config: Config, fd: int | None) -> FileCopies | None:
-    """Where to keep what is read of slow files, in memory that the daemon does not use yet."""
+    """Return copies for bytes read from slow files, in memory that the daemon does not use yet."""
     try:
         memory = limits.memory()
         counts = {"total": memory.total, "available": memory.available}
         budget = memory_budget(config.memory, **counts)
-        # what others read fills the daemon's own memory meanwhile
+        # the reads of other processes fill the daemon's own memory meanwhile
         return FileCopies(min(budget, memory.available // 4), fd)
-    except Exception:  # noqa: BLE001  no room; or somebody's own `open` stands for Python's
+    except Exception:  # noqa: BLE001  no memory, or another library has replaced Python's open
         _log.debug("no copies are kept of what is read", exc_info=True)
         return None

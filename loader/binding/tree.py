@@ -36,7 +36,7 @@ def unchanged(dataset: object, base: type[D]) -> TypeGuard[D]:
 
 
 def inside(dataset: object) -> list[Any] | None:
-    """The datasets directly below a wrapper of torch's or creel's own; None for another dataset."""
+    """Return the datasets directly below a wrapper of torch or creel; None for other datasets."""
     if type(dataset) is Wrapped:
         return [unwrap(dataset)]
     if type(dataset) is Transformed or unchanged(dataset, Subset):
@@ -50,9 +50,9 @@ def inside(dataset: object) -> list[Any] | None:
 
 
 def bindable(dataset: object) -> bool:
-    """Whether `bind` would find anything to cache, in a time independent of the number of samples.
+    """Whether `bind` would find anything to cache; its time does not depend on the length.
 
-    Indices of Subsets are not read, so `bind` may still find nothing where they are unsuitable.
+    Indices of Subsets are not read, so `bind` may still find nothing if they are unsuitable.
     """
     if trace_of(dataset) is not None:
         return True
@@ -61,13 +61,13 @@ def bindable(dataset: object) -> bool:
 
 
 def declares(dataset: object) -> bool:
-    """As `bindable`, but for what reads below `creel.wrap` will show; does not begin to record."""
+    """`bindable`, but not counting traces of `creel.wrap`; does not begin to record."""
     below = inside(dataset)
     return cacheable(dataset) if below is None else any(map(declares, below))
 
 
 def wrapped_in(dataset: object) -> list[Wrapped]:
-    """The proxies of `creel.wrap` in a dataset."""
+    """Return the proxies of `creel.wrap` in a dataset."""
     if type(dataset) is Wrapped:
         return [dataset]
     return [one for below in inside(dataset) or () for one in wrapped_in(below)]
@@ -88,11 +88,11 @@ class TreeNode:
         return {k: v for k, v in self.__dict__.items() if k not in {"_was", "_trace"}}
 
     def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
-        """Where (n,) samples come from.
+        """Return where (n,) samples come from.
 
         Returns:
             For each child used: itself; positions in `indices` of the samples it has a part in, in
-            their order, None for all; their numbers in the child.
+                their order, None for all; their numbers in the child.
         """
         return [(child, None, indices) for child in self.children]
 
@@ -102,7 +102,7 @@ class TreeNode:
         The user may assign a Subset's indices, or the samples of a folder, between epochs.
 
         Args:
-            indices: (n,) the samples to look at, in a time that depends on their number only; None
+            indices: (n,) the samples to check, in a time that depends on their number only; None
                 for all.
         """
         if not self._same():
@@ -118,23 +118,23 @@ class TreeNode:
         return now is not None and list(map(id, now)) == list(map(id, were))
 
     def objects(self, indices: Ints) -> Objects:
-        """(k,) ids in the manifest, sample by sample; (n,) number of ids per sample."""
+        """Return (k,) ids in the manifest, sample by sample; (n,) number of ids per sample."""
         parts = [(at, *child.objects(inner)) for child, at, inner in self.parts(indices)]
         return _merge(len(indices), parts)
 
     def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
-        """A private copy of the dataset; only where `raw` is not None.
+        """Return a private copy of the dataset. Requires that `raw` is not None.
 
         `copies`: copies of leaves by the id of the original; new ones are added.
         """
         return self.children[0].frozen(copies)
 
     def raw(self) -> Raw | None:
-        """How samples are made from their bytes alone; None where user code runs per sample."""
+        """How samples are made from their bytes alone; None if user code runs per sample."""
         return None
 
     def labels(self) -> Labelling:
-        """A function from (n,) sample numbers to their labels, collated as by default_collate."""
+        """Return a function from (n,) sample numbers to labels, collated as by default_collate."""
         labels = {id(child): child.labels() for child in self.children}
 
         def collated(indices: Ints) -> torch.Tensor:
@@ -183,7 +183,8 @@ class ProxyNode(TreeNode):
         self._trace = trace
 
     def still(self, indices: Ints | None = None) -> bool:
-        # A trace that has come meanwhile changes the whole, from the next epoch on, not a sample.
+        # A trace that arrives changes the node as a whole, from the next epoch on, not single
+        # samples.
         if indices is None and trace_of(self.dataset) is not self._trace:
             return False
         return super().still(indices)
@@ -300,7 +301,7 @@ class Tree:
         self._total = 0
 
     def build(self, dataset: Any) -> TreeNode:
-        """The node of a dataset, with all nodes below it."""
+        """Return the node of a dataset, with all nodes below it."""
         if type(dataset) is Wrapped:
             trace, inner = trace_of(dataset), unwrap(dataset)
             child = self.build(inner) if trace is None else trace.build(inner, self.place)
@@ -340,7 +341,7 @@ class Tree:
 
 
 def _numbers(subset: Subset[Sample]) -> Ints | None:
-    """(n,) indices of a Subset; None if they are no numbers."""
+    """Return the (n,) indices of a Subset; None if they are not numbers."""
     try:
         indices = np.asarray(subset.indices)
     except (TypeError, ValueError):  # lists of different lengths, or other keys

@@ -1,8 +1,8 @@
 """creel.wrap: a proxy of a dataset, for loaders that are not creel's (accelerate, Trainer).
 
 The proxy reads through the node's daemon in any process that takes samples from it (see
-`creel.loader.binding.wrapped_reads`); inside creel's own loader it only delegates. What a plain
-`open` of the dataset gets is up to `creel.loader.reading.intercept`.
+`creel.loader.binding.wrapped_reads`). Inside creel's own loader it only delegates.
+`creel.loader.reading.intercept` serves a plain `open` of the dataset.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def wrap(dataset: D, *, whole: bool = False) -> D:
 
     Args:
         dataset: the dataset, unchanged.
-        whole: cache every file that a sample opens, however little it is seen to read of it. Give
-            it where samples map files (`np.memmap`, `mmap`) or read them by `os.open`, and need
-            most of each.
+        whole: cache every file that a sample opens, however little of it the sample is seen to
+            read. For samples that map files (`np.memmap`, `mmap`), or read them by `os.open`, and
+            need most of each.
 
     Raises:
         ConfigError: an iterable dataset, an object without `__getitem__`, or `whole` for a dataset

@@ -1,10 +1,10 @@
-"""WrappedReads: reading a dataset through the node's daemon in a loader that is not creel's.
+"""WrappedReads: reads a dataset through the node's daemon in a loader that is not creel's.
 
 The order is unknown, so nothing is fetched ahead: each batch is requested when it is read, as an
-unplanned step. The daemon fetches what is absent (many objects at a time, once per node), pins the
-step's objects while they are read, and keeps them for later epochs. Only pinned objects are copied,
-as a copy of an object that moves meanwhile could be torn. Whatever fails here only leads to direct
-reads; samples are the same.
+unplanned step. The daemon fetches absent objects (many at a time, once per node), pins the step's
+objects while they are read, and keeps them for later epochs. Only pinned objects are copied, since
+a copy of an object that moves meanwhile could be torn. Any failure only leads to direct reads, with
+the same samples.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ _log = logging.getLogger("creel.loader")
 #: Longest wait for a step. Only the source can take this long (a dead or stopped daemon is noticed
 #: within 3 s), and a direct read costs no more than the daemon's own read.
 _WAIT_S = 10.0
-#: Seconds until the daemon is tried again after a failure, or files are looked at again that were
-#: in the page cache.
+#: Seconds until the daemon is tried again after a failure, or the page cache is checked again.
 _RETRY_S = 30.0
 
 
@@ -69,11 +68,11 @@ class DaemonLink:
         """`direct`: whether a fast source may be read without asking the daemon."""
         self.session = session
         self.binding = binding
-        #: Time (`time.monotonic`) until which no other session is to be opened.
+        #: Time (`time.monotonic`) before which no new session is opened.
         self.not_before = 0.0
         self._wait_s = wait_s
         self._direct = DirectReads(allowed=direct)
-        self._object_nbytes = 0  # average size of the objects last requested
+        self._object_nbytes = 0  # mean size of the objects last requested
         self._lock = threading.Lock()
         self._next = 0
         self._open: set[int] = set()
@@ -81,7 +80,7 @@ class DaemonLink:
         self._read_ids = np.zeros(len(session.table.offset), np.bool_)  # read in this epoch
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
-        """Call `fetch(dataset)`, which reads these samples, through the arena if that pays."""
+        """Call `fetch(dataset)`, which reads these samples, through the arena if that is faster."""
         step, ids, wait_s = self._request(indices)
         try:
             reader = _LinkReader(self, ids, wait_s, fetch)
@@ -90,10 +89,11 @@ class DaemonLink:
             self._end(step)
 
     def _request(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32], float]:
-        """The step in which the daemon makes these samples' objects ready, -1 for none; (k,) ids.
+        """Request these samples' objects.
 
-        There is none where a direct read takes no longer than to ask. Third, how many seconds to
-        wait for it.
+        Returns:
+            The step in which the daemon makes them ready, -1 if a direct read takes no longer than
+                a request; their (k,) ids; and how many seconds to wait for the step.
         """
         none = -1, np.empty(0, np.int32), 0.0
         wait_s = self._direct.wait_s(1, self._object_nbytes, self.session.object_ns)
@@ -101,7 +101,7 @@ class DaemonLink:
             return none
         try:
             ids = self.binding.objects(np.asarray(indices, np.int64))[0]
-        except Exception:  # noqa: BLE001  the read itself raises what is wrong with them
+        except Exception:  # noqa: BLE001  the read itself then raises the error
             return none
         with self._lock:
             self._begin_epoch_on_repeat(ids)
@@ -124,13 +124,13 @@ class DaemonLink:
         """Wait until the step's objects are pinned in the arena; False to read them directly."""
         start = time.monotonic_ns()
         ready = self.session.wait(step, min(wait_s, self._wait_s))
-        # Whether the trainer waits for one of torch's workers is unknown.
+        # A wait in a worker of torch's counts as busy: the trainer may not wait for it.
         kind = "stall" if get_worker_info() is None else "busy"
         cause = "source" if ready or self.session.alive or kind == "busy" else "daemon"
         self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
         if not ready and wait_s < self._wait_s:
             self._direct.waited_in_vain()
-        elif not ready and self.session.ended:  # a new one might be waited for as long
+        elif not ready and self.session.ended:  # a new session might be waited for as long
             self.not_before = time.monotonic() + _RETRY_S
         elif not ready and self.session.alive:
             _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
@@ -150,8 +150,9 @@ class DaemonLink:
         )
 
     def _count(self, **counters: int) -> None:
-        """Add to what `creel stats` shows of this rank."""
-        # Another thread may be closing the session of a lost daemon; then these words are not read.
+        """Add to this rank's counters in `creel stats`."""
+        # Another thread may be closing the session of a lost daemon, whose words are not read any
+        # more.
         with self._lock, contextlib.suppress(ValueError):
             if self.session.client.alive:
                 for name, value in counters.items():
@@ -193,7 +194,7 @@ class Handle(Protocol):
     """A descriptor that is passed to a process being spawned."""
 
     def detach(self) -> int:
-        """The descriptor in that process."""
+        """Return the descriptor in that process."""
         ...
 
 
@@ -211,8 +212,8 @@ class WrappedReads:
     ) -> None:
         """`shared`: the journal, and the copies, of the process that spawned this one.
 
-        `whole`: see `creel.wrap`. `joint`: other ranks share the journal, too. `config`: settings
-        and where each comes from; None: those of the process, at the first read.
+        `whole`: see `creel.wrap`. `joint`: whether other ranks share the journal. `config`:
+        settings and their origins; None: those of the process, at the first read.
         """
         self._dataset = dataset
         self._whole = whole
@@ -229,7 +230,7 @@ class WrappedReads:
         self._bound = False
         self._binding: Binding | None = None
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
-        self._memory: JointMemory | None = None  # of several ranks, meanwhile
+        self._memory: JointMemory | None = None  # shared with other ranks while recording
         self._trace: AccessTrace | None = None
         self._kept: KeptTrace | None = None  # of an earlier job, and for later ones
 
@@ -238,10 +239,10 @@ class WrappedReads:
         self._lock = threading.RLock()
         self._link: DaemonLink | None = None
         self._not_before = 0.0
-        self._bypass: Bypass | None = None  # made at the first read that is recorded
+        self._bypass: Bypass | None = None  # made at the first recorded read
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A worker that is spawned goes on recording for its trainer; a mere copy begins anew."""
+        """Let a spawned worker record for its trainer; other copies begin a record of their own."""
         made = partial(WrappedReads, whole=self._whole)
         if multiprocessing.context.get_spawning_popen() is None:
             return made, (self._dataset,)
@@ -254,7 +255,7 @@ class WrappedReads:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        # Inside another proxy, that one records what is read here.
+        # An outer proxy records the reads of an inner one.
         if this_thread.observed is not None or switched_off():
             return fetch(self._dataset)
         bypass = self._bypass
@@ -265,7 +266,7 @@ class WrappedReads:
     def _read_past(
         self, bypass: Bypass, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]
     ) -> T:
-        """Call `fetch(dataset)` as without creel, and see now and then whether it has to wait."""
+        """Call `fetch(dataset)` as without creel; measure now and then whether it has to wait."""
         if not bypass.measures(len(indices)):
             return fetch(self._dataset)
         began = thread_use()
@@ -274,7 +275,7 @@ class WrappedReads:
         return sample
 
     def _read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
-        if this_thread.lease is not None:  # of creel's own loader, or another proxy, which decides
+        if this_thread.lease is not None:  # of creel's loader or an outer proxy, which decides
             return self._fetch_recorded(indices, fetch)
         link = self._usable_link()
         if link is not None and not _still(link.binding, indices):
@@ -298,34 +299,34 @@ class WrappedReads:
             self._bypass.saw(len(indices), thread_use() - began)
             if self._bypass.active:
                 recorder.drop()
-                if self._binding is not None:  # what an earlier job has recorded is still so
+                if self._binding is not None:  # what an earlier job recorded still holds
                     with self._lock:
                         self._leave_recorder()
             elif not self._bypass.undecided:
                 recorder.write()
 
     def trace(self) -> AccessTrace | None:
-        """The trace of the dataset once it is complete (see `access_recorder`), else None.
+        """Return the trace of the dataset once it is complete (see `access_recorder`), else None.
 
-        The first call starts recording, unless `bind` finds the dataset's objects; until that is
-        complete, the trace is that of an earlier job, if there is one. Where files were rewritten
-        since, recording starts anew.
+        The first call starts recording, unless `bind` finds the dataset's objects. While recording,
+        the trace is that of an earlier job, if there is one. If files were rewritten since,
+        recording starts anew.
         """
         with self._lock:
             if self._bound or not bindable(self._dataset):
                 self._bind()
             if self._trace is not None and self._recorder is None and self._trace.outdated():
-                self._forget_binding()  # its files would be read from the source, and in vain
+                self._forget_binding()  # else its files would only be read from the source
                 self._bind()
             return self._trace
 
     def recorded(self) -> bool:
-        """Whether this process or another has recorded reads in the journal that they share."""
+        """Whether this process, or another that shares the journal, has recorded reads."""
         recorder = self._recorder
         return recorder is not None and not recorder.empty
 
     def _bind(self) -> Binding | None:
-        """The dataset's objects, as declared or recorded; starts recording where neither is so."""
+        """Return the declared or recorded objects; starts recording if there are neither."""
         if not self._bound and not switched_off() and not self._settings().loader.disable:
             self._binding = bind(self._dataset)
             self._bound = True
@@ -365,9 +366,9 @@ class WrappedReads:
             self._memory = None
 
     def _new_recorder(self) -> AccessRecorder | None:
-        """A recorder on the memory of who spawned this process, of the node's ranks, or its own.
+        """Make a recorder on the memory of the parent process, of the node's ranks, or its own.
 
-        None where it is not known what each sample reads.
+        None if the reads of single samples cannot be told apart.
         """
         if not recordable(self._dataset):
             return None
@@ -379,17 +380,17 @@ class WrappedReads:
         return recorder_on(fds, self._dataset, self._settings(), self._whole, joint=self._joint)
 
     def prepare(self) -> None:
-        """Bind before workers are made, so that each need not; does not contact a daemon."""
+        """Bind before workers are made, so that they need not; does not contact a daemon."""
         link = self._link
         if link is not None and not link.binding.still():
             self._unbind(link)
         with self._lock:
             binding = self._bind()
             if binding is not None:
-                _ = binding.manifest.key  # cached in the manifest
+                _ = binding.manifest.key  # caches the key in the manifest
 
     def _unbind(self, link: DaemonLink) -> None:
-        """Drop the binding of a dataset that the user has changed, and the link for it."""
+        """Drop the binding of a dataset that the user has changed, and its link."""
         with self._lock:
             if self._link is link:
                 link.session.close()
@@ -401,7 +402,7 @@ class WrappedReads:
         if link is not None and link.session.alive and self._recorder is None:
             return link
         with self._lock:
-            if link is not None:  # by the trace of an earlier job, which a new one may replace
+            if link is not None:  # made with an earlier job's trace; a new one may replace it
                 self._bind()
             link = self._link
             if link is not None and link.session.client.alive and not link.session.ended:
@@ -422,12 +423,12 @@ class WrappedReads:
             return self._link
 
     def _page_cached(self, binding: Binding) -> bool:
-        """Whether files lie in the page cache, and no other rank may count on this one's reads."""
+        """Whether files lie in the page cache, and no other rank may depend on this one's reads."""
         auto = self._settings().loader.direct == "auto"
         return auto and rank_and_world()[1] == 1 and binding.in_page_cache()
 
     def _starting(self) -> bool:
-        """Whether a daemon is starting, or has to be, for which a direct read does not wait."""
+        """Whether a daemon is starting, or must be started; direct reads do not wait for it."""
         config, worker = self._settings(), get_worker_info()
         options = config.loader
         if options.direct != "auto":
@@ -440,7 +441,7 @@ class WrappedReads:
         config, origins = self._configured()
         options = config.loader
         # An embedded daemon ends with its last client. torch's workers end with their epoch, so
-        # they ask it to stay as long as the process that will make the next ones.
+        # they ask it to stay until the process ends that will make the next ones.
         trainer = multiprocessing.parent_process() if get_worker_info() is not None else None
         trainer_pid = trainer.pid if trainer is not None else None
         rank, world = rank_and_world()
@@ -477,7 +478,7 @@ def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]
 def _still(binding: Binding, indices: Sequence[int]) -> bool:
     try:
         return binding.still(np.asarray(indices, np.int64))
-    except Exception:  # noqa: BLE001  the read itself raises what is wrong with them
+    except Exception:  # noqa: BLE001  the read itself then raises the error
         return True
 
 
@@ -488,9 +489,9 @@ _alive: weakref.WeakSet[WrappedReads] = weakref.WeakSet()
 def _before_fork() -> None:
     """Prepare all datasets: torch's loader forks workers without notifying them."""
     try:
-        for reads in sorted(_alive, key=lambda one: one.number):  # alike in all ranks
+        for reads in sorted(_alive, key=lambda one: one.number):  # the same order in all ranks
             reads.prepare()
-    except Exception:  # noqa: BLE001  a fork must go on; the first read raises the error
+    except Exception:  # noqa: BLE001  the fork must go on; the first read raises the error
         _log.debug("cannot prepare for workers", exc_info=True)
 
 
