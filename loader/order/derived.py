@@ -1,4 +1,4 @@
-"""Streams that are part of another: one rank's share of it, or all but some batches."""
+"""Streams that are part of another stream: one rank's share of it, or all but some batches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from creel.policies.cluster.remap import Exchange
 class Distributed(Derived):
     """One rank's share of an order: every world-th item, with the head repeated or the tail cut.
 
-    `offset`: where dealing begins, in an epoch that ranks of another number have begun.
-    `exchange`: how the ranks exchange what they are dealt in a step.
+    `offset`: items of the order that an earlier number of ranks has read; dealing begins there.
+    `exchange`: how the ranks exchange their items within a step.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Distributed(Derived):
             self.at_a_time = max(self.at_a_time // self._world, exchange.batch)
         self.key = ("dealt", order.key, self._rank, self._world, self.total, offset, exchange)
 
-    def need(self, item: int) -> None:  # noqa: ARG002  (the first item needs the whole order)
+    def need(self, item: int) -> None:  # noqa: ARG002  the first item needs the whole order
         self._order.need(0)
 
     @property
@@ -66,7 +66,7 @@ class Distributed(Derived):
         return self._at(self._rank + self._world * np.arange(start, stop))
 
     def _at(self, places: NDArray[np.int64]) -> NDArray[np.signedinteger]:
-        """(k,) the order's items at these ascending places, counted from where dealing begins."""
+        """Return (k,) items at these ascending places, counted from `offset`."""
         places = self._offset + places
         if isinstance(self._order, Sequential):
             return places % max(self._n, 1)
@@ -74,7 +74,7 @@ class Distributed(Derived):
         return np.asarray(head)[places % self._n]
 
     def _exchanged(self, exchange: Exchange, start: int, stop: int) -> NDArray[np.int32]:
-        """Items [start, stop) of this rank, cut out of whole steps of all ranks."""
+        """Return items [start, stop) of this rank, cut out of whole steps of all ranks."""
         batch, world = exchange.batch, self._world
         first = start // batch * batch
         last = min(-(-stop // batch) * batch, self.total)
@@ -82,9 +82,9 @@ class Distributed(Derived):
         return exchange.apply(dealt)[self._rank :: world][start - first : stop - first]
 
     def deal(self, each: int, batch: int) -> JobOrder | None:
-        """The whole job's epoch: `each` samples of every rank, in steps of `batch`.
+        """Return the whole job's epoch: `each` samples of every rank, in steps of `batch`.
 
-        None where a daemon could not compute it.
+        None if a daemon could not compute it.
         """
         if self._offset:
             return None
@@ -100,7 +100,7 @@ class Distributed(Derived):
 
 
 class Without(Derived):
-    """A stream without the items of some batches, of `each` items."""
+    """A stream without some of its batches, of `each` items."""
 
     def __init__(self, whole: SamplerStream, batches: Sequence[int], each: int) -> None:
         """batches: their numbers in the whole stream."""
@@ -116,7 +116,7 @@ class Without(Derived):
             self.key = ("without", whole.key, self._gone.tobytes(), each)
 
     def _missing(self, items: int) -> int:
-        """Items left out among the first `items` of the whole stream."""
+        """Count the items left out among the first `items` of the whole stream."""
         return int((items - self._gone * self._each).clip(0, self._each).sum())
 
     @property
@@ -147,7 +147,7 @@ class Without(Derived):
 
 
 def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Convert (k,) numbers of the batches that are left to those in the whole stream.
+    """Convert (k,) batch numbers in the stream without `gone` to those in the whole stream.
 
     >>> in_whole(np.array([0, 1, 2]), np.array([1, 2])).tolist()
     [0, 3, 4]
@@ -156,5 +156,5 @@ def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.
 
 
 def each_of(items: int, world: int, *, drop_last: bool) -> int:
-    """Items that each rank gets of an order, as torch's DistributedSampler deals it."""
+    """Return the number of items that torch's DistributedSampler deals to each rank."""
     return max(items // world if drop_last else -(-items // world), 0)

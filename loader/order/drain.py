@@ -1,8 +1,8 @@
 """Predict a custom sampler by running a copy of it to its end, if the user asked for that.
 
 The copy runs in the calling thread; the global generators of torch, numpy and `random` are restored
-afterwards. All other side effects of its code remain: a copy shares the dataset and the state of
-modules with the original. So only samplers that declare themselves `foreseeable`, or those under
+afterwards. Other side effects of its code remain, because a copy shares the dataset and module
+state with the original. So only samplers that declare themselves `foreseeable`, or those under
 `loader.foresee`, are run.
 """
 
@@ -30,7 +30,7 @@ from creel.loader.order.streams import indices_of
 
 _log = logging.getLogger("creel.loader")
 
-#: A longer epoch is not drained (int32: 512 MiB).
+#: Most indices of an epoch that is drained (int32: 512 MiB).
 LIMIT = 1 << 27
 
 _REUSABLE: tuple[type, ...] = (
@@ -41,7 +41,7 @@ _REUSABLE: tuple[type, ...] = (
 
 
 class DrainedSampler(NamedTuple):
-    """What a copy yielded: `indices` (total,) int32; step i ends at `ends[i]`, (b,) int64."""
+    """Result of a copy: `indices` (total,) int32; step i ends at `ends[i]`, (b,) int64."""
 
     indices: NDArray[np.int32]
     ends: NDArray[np.int64]
@@ -61,7 +61,7 @@ def drain(
 
     Args:
         loader: the loader.
-        sampler: what it iterates for indices or batches.
+        sampler: the object that the loader iterates for indices or batches.
         begun: `iter(sampler)` of this epoch, if nothing was pulled from it yet; else None.
         next_epoch: run the epoch after that of `begun`, not that one.
         keep_seed: no base seed is drawn in between (persistent workers).
@@ -102,13 +102,13 @@ def _same_start(
     copied: Iterable[object],
     memo: dict[int, object],
 ) -> Iterator[object]:
-    """Return an iterator that yields what `begun` will.
+    """Return an iterator that will yield the items of `begun`.
 
     Raises:
         TypeError, AttributeError: `begun` cannot be copied.
     """
     if isinstance(begun, types.GeneratorType):
-        # No code of a generator function has run yet, so a new one yields the same.
+        # No code of a generator function has run yet, so a new one yields the same items.
         if type(sampler).__iter__.__code__ is not begun.gi_code:  # type: ignore[attr-defined]  # else AttributeError
             raise TypeError("a generator that __iter__ did not make cannot be copied")
         return iter(copied)
@@ -118,7 +118,7 @@ def _same_start(
 
 
 def _advance(sampler: object, copied: object, by: int) -> None:
-    """Call `set_epoch` on the copy, as training scripts do, unless its epoch has changed itself."""
+    """Call `set_epoch` on the copy, as training scripts do, unless it has changed its own epoch."""
     for old, new in (
         (sampler, copied),
         (vars_of(sampler).get("sampler"), vars_of(copied).get("sampler")),
@@ -143,7 +143,7 @@ def gather(source: Iterator[object], deadline: float = math.inf) -> DrainedSampl
         elif isinstance(pulled, (list, tuple)) or getattr(pulled, "ndim", 0) == 1:
             indices.extend(map(operator.index, pulled))  # type: ignore[call-overload]  # iterable
         else:
-            indices.append(operator.index(pulled))  # type: ignore[arg-type]  # TypeError if it is none
+            indices.append(operator.index(pulled))  # type: ignore[arg-type]  # TypeError if it is not an index
         ends.append(len(indices))
         if count % 256 == 0 and (time.monotonic() > deadline or len(indices) > LIMIT):
             return None
@@ -155,13 +155,13 @@ def gather(source: Iterator[object], deadline: float = math.inf) -> DrainedSampl
 def _undisturbed() -> Iterator[None]:
     """Restore the global generators at the end, and suppress warnings."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    of_numpy, of_random = np.random.get_state(), random.getstate()  # noqa: NPY002  (the global one)
+    of_numpy, of_random = np.random.get_state(), random.getstate()  # noqa: NPY002  the global one
     try:
         with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        np.random.set_state(of_numpy)  # noqa: NPY002  (the global one)
+        np.random.set_state(of_numpy)  # noqa: NPY002  the global one
         random.setstate(of_random)
 
 

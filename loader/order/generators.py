@@ -1,8 +1,8 @@
 """torch's generators: real ones to draw from, copies to look ahead with, and lazy permutations.
 
-No step waits for a large permutation. Its first entries come from `policies.torch_random`, piece by
+No step waits for a large permutation. `policies.torch_random` computes its first entries, piece by
 piece as they are needed, while torch draws the whole in a thread (without the GIL). A generator
-that others can see is advanced at once to the state after the draw (benchmarks/planning.py).
+that other code can see is advanced at once to the state after the draw (benchmarks/planning.py).
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from numpy.typing import NDArray
 from creel.forks import forget_in_child
 from creel.policies import torch_random
 
-#: Below this torch draws the whole in under a millisecond, so it is drawn at once.
+#: Smaller permutations are drawn at once: torch takes less than a millisecond.
 _SMALL_DRAW = 1 << 17
-#: Entries made at a time without the whole: 1 ms, and 8 ms more for the second piece at 14 M.
+#: Entries computed at a time before the whole is drawn: 1 ms, and 8 ms more for the second piece at
+#: 14 M.
 _PIECE = 1 << 13
-#: Bytes that are drawn at once to be discarded: they stay in the processor's cache.
+#: Bytes drawn and discarded at a time: they stay in the processor's cache.
 _DISCARDED_AT_ONCE = 1 << 20
-#: A request this far beyond the entries there are (a resumed epoch) waits for the whole.
+#: A request this far beyond the computed entries (a resumed epoch) waits for the whole.
 _MAX_GAP = 1 << 18
 
 
 class RandomSource:
     """Source of an order's random numbers. This one draws from the real generators."""
 
-    #: Whether only the order itself sees the generators' states, which may lag behind its draws.
+    #: Whether only the order sees the generators' states, which may then lag behind its draws.
     unseen = False
 
     def seed(self, generator: torch.Generator | None) -> int:
@@ -97,7 +98,7 @@ def decode_state(text: str) -> bytes:
 
 
 class Permutation:
-    """`torch.randperm(n)` from a given state, drawn as far as it is needed. Thread-safe."""
+    """`torch.randperm(n)` from a given state, drawn only as far as needed. Thread-safe."""
 
     def __init__(self, n: int, start: bytes) -> None:
         """Draw nothing yet; `start` is the generator's state before the draw."""
@@ -109,12 +110,12 @@ class Permutation:
         forget_in_child(self)
 
     def forget(self) -> None:
-        """Create the state that belongs to one process: a fork loses threads and keeps locks."""
+        """Create the state of one process: after a fork, threads are gone and locks may be held."""
         self._whole_lock = threading.Lock()
         self._head_lock = threading.Lock()
         self._shuffle: torch_random.Shuffle | None = None
         self._head: NDArray[np.int32] = np.empty(0, np.int32)
-        self._head_length = 0  # entries of the head that are computed
+        self._head_length = 0  # computed entries of the head
 
     def leave(self, generator: torch.Generator) -> None:
         """Put `generator` into the state after the draw."""
@@ -134,7 +135,7 @@ class Permutation:
         """Return an array that holds at least the first k <= n entries."""
         while self._whole is None and k <= self._head_length + _MAX_GAP:
             if k <= self._head_length:
-                return self._head  # has at least that many entries; it may be the whole by now
+                return self._head  # at least as long; perhaps the whole by now
             with self._head_lock:
                 if k > self._head_length and self._whole is None:
                     self._extend_head()
@@ -143,7 +144,7 @@ class Permutation:
     def _extend_head(self) -> None:
         if self._shuffle is None:
             self._shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
-            self._head = np.empty(self._n, np.int32)  # the system gives it as it is written to
+            self._head = np.empty(self._n, np.int32)  # written pages alone take memory
             self._begin()
         piece = self._shuffle.more(_PIECE)
         self._head[self._head_length : self._head_length + len(piece)] = piece
@@ -174,7 +175,7 @@ class Permutation:
 
 
 def discard(draws: int, generator: torch.Generator) -> None:
-    """Advance `generator` by 32-bit draws: a byte takes one, and is what torch draws fastest."""
+    """Advance `generator` by 32-bit draws, as bytes: one draw each, and torch's fastest."""
     unused = torch.empty(min(draws, _DISCARDED_AT_ONCE), dtype=torch.uint8, device="cpu")
     for start in range(0, draws, _DISCARDED_AT_ONCE):
         unused[: draws - start].random_(generator=generator)
@@ -194,7 +195,7 @@ _held: WeakValueDictionary[tuple[int, bytes], Permutation] = WeakValueDictionary
 
 
 def permutation(n: int, generator: torch.Generator) -> Permutation:
-    """Return the permutation that `generator` would draw now; `leave` moves the generator."""
+    """Return the permutation `generator` would draw now; its `leave` advances the generator."""
     key = (n, state_of(generator))
     found = _held.get(key)
     if found is None:

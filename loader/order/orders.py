@@ -31,7 +31,7 @@ from creel.policies.cluster.remap import Exchange
 
 _log = logging.getLogger("creel.loader")
 
-#: Entries converted to int64 at once: the first piece, so that it is early; later ones are larger.
+#: Entries converted to int64 in the first piece, so that it is early; later pieces are larger.
 _FIRST_PIECE = 1 << 11
 #: Seconds that a copy of a custom sampler may run in one call.
 COPY_S = 2.0
@@ -45,12 +45,12 @@ class OrderState(TypedDict, total=False):
 
     kind: str  # class of the sampler
     base_seed: int
-    total: int  # items of the epoch, -1 where unknown
+    total: int  # items of the epoch, -1 if unknown
     batch: int  # `batch_of` its sampler
     before: int  # CRC-32 of the global generator's state before the epoch's first draw
     stream: StreamState
     loader_rng: str  # state of the loader's generator after the base seed
-    own: list[OwnState]  # of custom samplers: before the epoch, or after it if it is over
+    own: list[OwnState]  # of custom samplers, before the epoch; after it if it is over
 
 
 #: A `Progress` of another version is refused.
@@ -58,7 +58,7 @@ PROGRESS_VERSION = 1
 
 
 class Progress(TypedDict, total=False):
-    """What `DataLoader.state_dict()` returns: a position in training, as values that fit JSON."""
+    """The result of `DataLoader.state_dict()`: a position in training, as values that fit JSON."""
 
     version: int
     epoch: int  # epochs begun before this one
@@ -68,7 +68,7 @@ class Progress(TypedDict, total=False):
 
 
 def not_begun() -> Progress:
-    """The position before the first epoch."""
+    """Return the position before the first epoch."""
     return Progress(version=PROGRESS_VERSION, epoch=-1, batches=0, finished=False)
 
 
@@ -94,10 +94,10 @@ class EpochOrder:
         base_seed: the `_base_seed` of torch's iterator.
         known: True: the order is computed; False: the sampler is iterated.
         pulled: items returned by `next` or skipped so far.
-        lookahead: how many epochs after this one it helps to know. One if every epoch reads the
-            same samples (law L1). Of what is drawn with replacement, the next epoch may lack a
-            sample that the one after it reads: with two known, memory for 3/4 of the samples has
-            24 % fewer misses (law L4).
+        lookahead: how many epochs after this one are useful to know. One if every epoch reads the
+            same samples (law L1). With replacement, the next epoch may lack a sample that the one
+            after it reads. Knowing two epochs then gives 24 % fewer misses, with memory for 3/4 of
+            the samples (law L4).
     """
 
     known: bool
@@ -155,7 +155,7 @@ class EpochOrder:
         return state
 
     def close(self) -> None:
-        """Let go of a custom sampler's iterator, as torch does once its own is deleted."""
+        """Drop a custom sampler's iterator, as torch does once its own is deleted."""
 
     def _keeps_seed(self) -> bool:
         """Whether the next epoch keeps this one's base seed."""
@@ -177,10 +177,11 @@ class KnownOrder(EpochOrder):
         redraw: bool = False,
         exchange: Exchange | None = None,
     ) -> None:
-        """Make one.
+        """Make an order.
 
         Args:
-            given: state of the stream to reopen; redraw: repeat its global draws nonetheless.
+            given: state of the stream to reopen.
+            redraw: whether to repeat the stream's global draws even if its state is given.
             exchange: see `adopt`.
         """
         super().__init__(loader, begun)
@@ -248,7 +249,7 @@ class KnownOrder(EpochOrder):
         if start >= stream.total or (self._division.drop_last and stop > stream.total):
             raise StopIteration
         stop = min(stop, stream.total)
-        # Take only what is computed or needed now of a large permutation that is partly drawn.
+        # Of a large permutation that is partly drawn, take only the entries computed or needed now.
         there = min(stream.drawn, stream.ready, sure)
         size = min(self._piece_size, stream.at_a_time)
         end = stop if stream.live else max(stop, min(start + size, there))
@@ -260,10 +261,10 @@ class KnownOrder(EpochOrder):
         return stop
 
     def _recount(self, stream: SamplerStream, item: int) -> int:
-        """RandomSampler asks for its number of samples again before what it draws last.
+        """Read the number of samples again, as RandomSampler does before its last block.
 
-        A dataset that has grown or shrunk since the epoch began thus gets other batches there.
-        Returns how many items cannot become others before `item` is drawn.
+        A dataset that has grown or shrunk since the epoch began gets other batches from there on.
+        Returns how many items are certain before `item` is drawn.
         """
         if not isinstance(stream, (Shuffled, WithReplacement)) or self._recounted:
             return stream.total
@@ -282,7 +283,7 @@ class KnownOrder(EpochOrder):
     def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
         shadow = self._copies()
         now = self._stream.fork(shadow) if self._stream is not None else None
-        # With the settings it has at this moment.
+        # A copy keeps the sampler's present settings.
         sampler = self.inner if is_sequence(self.inner) else copy.copy(self.inner)
         return EpochPlan(functools.partial(self._predicted, epochs_ahead, shadow, now, sampler))
 
@@ -401,17 +402,17 @@ class ForeignOrder(EpochOrder):
 
 
 def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
-    """Return what torch iterates for the loader; a subclass may override it."""
+    """Return the object that torch iterates for the loader; a subclass may override it."""
     return cast("Iterable[object]", loader._index_sampler)  # noqa: SLF001  torch's
 
 
 def inner_of(sampler: object) -> object:
-    """Return the sampler that draws: what torch's BatchSampler wraps, else `sampler` itself."""
+    """Return the sampler that draws: the one inside torch's BatchSampler, else `sampler` itself."""
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
 def batch_of(sampler: object) -> int:
-    """Return the items of a batch; 1 where torch's BatchSampler does not make them."""
+    """Return the items of a batch; 1 if torch's BatchSampler does not make them."""
     return sampler.batch_size if type(sampler) is BatchSampler else 1
 
 
@@ -426,8 +427,8 @@ def _epochs_of(sampler: object) -> tuple[object, object]:
 def foreseeable(sampler: object) -> bool:
     """Whether a custom sampler declares that a copy of it may be run ahead.
 
-    It does so by an attribute, `foreseeable = True`: iterating a deep copy yields what iterating it
-    will yield, without side effects. (The dataset is not copied; the global generators of torch,
-    numpy and `random` are restored.)
+    The attribute `foreseeable = True` promises that iterating a deep copy yields what iterating the
+    sampler will yield, without side effects. (The dataset is not copied; the global generators of
+    torch, numpy and `random` are restored.)
     """
     return attribute(inner_of(sampler), "foreseeable") is True

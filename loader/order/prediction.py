@@ -1,4 +1,4 @@
-"""EpochPlan: what an epoch will read, computed on request (by `orders.predict`)."""
+"""EpochPlan: the samples an epoch will read, computed on request (by `orders.predict`)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Division:
     def same(self, other: Division) -> bool:
         if (self.size, self.drop_last) != (other.size, other.drop_last):
             return False
-        return np.array_equal(self.starts, other.starts)  # type: ignore[arg-type]  # None is itself
+        return np.array_equal(self.starts, other.starts)  # type: ignore[arg-type]  # None equals only itself
 
 
 class PredictedEpoch(NamedTuple):
@@ -78,7 +78,7 @@ def drained_epoch(drained: DrainedSampler) -> PredictedEpoch:
 
 
 class EpochPlan:
-    """What one epoch reads, step by step.
+    """The samples of one epoch, step by step.
 
     Construction is cheap. The first use of a plan opens it, which may take long for a later epoch;
     `opened` says whether that is done. `cut` computes some steps in the calling thread (14 M
@@ -97,7 +97,7 @@ class EpochPlan:
 
     @property
     def stream(self) -> SamplerStream:
-        """The samples of all steps, maybe some more; its draws are the plan's to make."""
+        """The samples of all steps, and perhaps more. Only the plan may draw from it."""
         return self._opened().stream
 
     @property
@@ -106,16 +106,16 @@ class EpochPlan:
         return predicted.division.steps(predicted.stream.total)
 
     def reach(self, first: int, samples: int) -> int:
-        """Return `last` such that steps [first, last) have about `samples` samples; at least one.
+        """Return `last` so that steps [first, last) have about `samples` samples.
 
-        At most `steps`.
+        At least one step, and at most up to `steps`.
         """
         division = self._opened().division
         return min(max(division.within(division.start(first) + samples), first + 1), self.steps)
 
     @property
     def deal(self) -> JobOrder | None:
-        """How this epoch is dealt to all ranks of the job; None where the sampler does not say."""
+        """How this epoch is dealt to all ranks of the job; None if the sampler does not tell."""
         predicted = self._opened()
         stream, division = predicted.stream, predicted.division
         if not isinstance(stream, Distributed) or division.starts is not None:
@@ -154,8 +154,8 @@ class EpochPlan:
     def same(self, other: EpochPlan) -> bool:
         """Whether both plans have the same batches, by the keys of their streams if both have one.
 
-        Otherwise the first steps are compared: a later step that differs is noticed when it is
-        pulled.
+        Otherwise only the first steps are compared: a difference in a later step is found when that
+        step is pulled.
         """
         (division, stream), (division2, stream2) = self._opened(), other._opened()
         if not division.same(division2) or self.steps != other.steps:
@@ -166,7 +166,7 @@ class EpochPlan:
         try:
             (indices, ends), (others, stops) = self.cut(0, some), other.cut(0, some)
             return np.array_equal(indices, others) and np.array_equal(ends, stops)
-        except Exception:  # noqa: BLE001  (as below)
+        except Exception:  # noqa: BLE001  as below
             return False
 
     def _opened(self) -> PredictedEpoch:
@@ -176,7 +176,7 @@ class EpochPlan:
             if self._predicted is None:
                 try:
                     self._predicted = self._work()
-                except Exception:  # noqa: BLE001  (a sampler that raises does so again when pulled)
+                except Exception:  # noqa: BLE001  a sampler that raises does so again when pulled
                     _log.debug("an epoch cannot be predicted", exc_info=True)
                     self._predicted = PredictedEpoch(Division(), Sequential(0))
             return self._predicted
@@ -189,5 +189,5 @@ def same_batch(planned: NDArray[np.integer], batch: object) -> bool:
         return alike and bool(np.count_nonzero(planned == batch) == planned.size)
     try:
         return np.array_equal(planned, np.atleast_1d(np.asarray(batch)))
-    except Exception:  # noqa: BLE001  numpy cannot convert it, whatever it raises
+    except Exception:  # noqa: BLE001  numpy raises anything if it cannot convert it
         return False

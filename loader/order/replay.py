@@ -45,8 +45,8 @@ def open_stream(
     Args:
         sampler: an instance of exactly one of torch's samplers, or a sequence.
         source: where to draw from.
-        given: `SamplerStream.state` of the epoch to reopen. Then nothing is drawn from outside
-            generators, except from a user's generator, which is set back to its state then.
+        given: `SamplerStream.state` of the epoch to reopen. Nothing is then drawn from outside
+            generators, except from a user's generator, which is set back to its state at that time.
         exchange: of a DistributedSampler: how its ranks exchange samples.
     """
     given = given or {}
@@ -78,7 +78,7 @@ def _opened(
         return ShuffledList(sampler.indices, Shuffled(n, n, origin))
     if isinstance(sampler, WeightedRandomSampler):
         return Weighted(sampler, origin)
-    assert isinstance(sampler, RandomSampler)  # noqa: S101  the last of torch's
+    assert isinstance(sampler, RandomSampler)  # noqa: S101  torch's only other sampler
     n, total = len(sampler.data_source), sampler.num_samples
     if sampler.replacement:
         return WithReplacement(n, total, origin)

@@ -18,7 +18,10 @@ class OwnState(TypedDict, total=False):
 
 
 def attribute(sampler: object, name: str) -> Any:
-    """An attribute that torch does not ask for; None if there is none, or a `__getattr__` fails."""
+    """Return an attribute of the user's; None if it is missing or a `__getattr__` fails.
+
+    torch itself does not read it, so it must not raise.
+    """
     try:
         return getattr(sampler, name, None)
     except Exception:  # noqa: BLE001  the user's code, which torch does not run
@@ -38,7 +41,7 @@ def load_own(sampler: object, states: list[OwnState]) -> None:
     """Restore the user's custom samplers from `own_states`; warn if nothing was saved.
 
     Raises:
-        Exception: whatever their `load_state_dict` or `set_epoch` raises.
+        Exception: their `load_state_dict` or `set_epoch` failed.
     """
     own = _own_samplers(sampler)
     for one, state in zip(own, states, strict=False):

@@ -1,4 +1,4 @@
-"""Begin, save and restore the order of an epoch: what torch draws, at the moments torch draws it.
+"""Begin, save and restore an epoch's order: torch's draws, at the moments when torch makes them.
 
 `adopt` takes over an epoch that torch's iterator has begun. It returns an `EpochOrder`, an iterator
 over what torch's index sampler yields. Each `next` makes the draws that torch's sampler makes when
@@ -86,7 +86,7 @@ def resume(
         previous: the order of this loader's last epoch.
 
     Returns:
-        If `over`, the order of the saved epoch at its end, where it can be recomputed; else None.
+        If `over`, the order of the saved epoch at its end, if it can be recomputed; else None.
 
     Raises:
         ConfigError: as `adopt`.
@@ -114,11 +114,11 @@ def without_batches(
 
     Args:
         state: `EpochOrder.state`.
-        batches: how many batches were read; earlier ones are not left out any more.
+        batches: how many batches were read; earlier numbers in `left_out` are ignored.
         left_out: the numbers of batches, as `batches` counts them.
 
     Raises:
-        ConfigError: they are no such numbers, the sampler is not one of torch's, or as `adopt`.
+        ConfigError: the numbers are invalid, the sampler is not one of torch's, or as `adopt`.
     """
     _check_kind(loader, state)
     given: list[object] = list(left_out)
@@ -145,9 +145,9 @@ def without_batches(
 def resharded(
     loader: DataLoader[object], state: OrderState, *, batches: int, over: bool
 ) -> tuple[OrderState, int, bool]:
-    """Convert the state of a `DistributedSampler` of another number of ranks to this one's.
+    """Convert a state saved by a `DistributedSampler` of another number of ranks.
 
-    What the other ranks have not read is dealt to these, in the same order.
+    The samples that the other ranks have not read are dealt to these ranks, in the same order.
 
     Args:
         state: `EpochOrder.state` of the saved epoch.
@@ -155,7 +155,7 @@ def resharded(
         over: it was read to its end.
 
     Returns:
-        state, batches and over for this number of ranks; as given where nothing is to be done.
+        state, batches and over for this number of ranks; unchanged if nothing needs conversion.
 
     Raises:
         ConfigError: the state is of another number of samples.
@@ -169,7 +169,7 @@ def resharded(
         raise ConfigError(
             "an epoch with batches left out must be resumed with the same number of ranks"
         )
-    offset, n = stream.get("offset", 0), len(inner.dataset)  # type: ignore[arg-type]  # it has one
+    offset, n = stream.get("offset", 0), len(inner.dataset)  # type: ignore[arg-type]  # it has a length
     if state["total"] != each_of(n - offset, world, drop_last=inner.drop_last):
         raise ConfigError(f"the saved state is of other data than this loader's {n} samples")
     read = state["total"] if over else min(batches * state["batch"], state["total"])
@@ -186,13 +186,13 @@ def resharded(
 def resized(
     loader: DataLoader[object], state: OrderState, *, batches: int, over: bool
 ) -> tuple[OrderState, int]:
-    """Convert a position in batches of another size: no sample is read twice, none left out.
+    """Convert a position saved with another batch size: no sample is read twice or skipped.
 
     Args:
         state, batches, over: as for `resharded`.
 
     Returns:
-        state and batches for this loader's size; as given where nothing is to be done.
+        state and batches for this loader's size; unchanged if nothing needs conversion.
 
     Raises:
         ConfigError: the sampler is not one of torch's and the position is within a batch; or as
@@ -225,9 +225,9 @@ def adopt(
     """Take over an epoch that torch's iterator has begun; with a `state`, begin that one instead.
 
     The order replaces `_sampler_iter`; the caller must set `_base_seed` to `order.base_seed`, and
-    `skip` what was read of a saved epoch.
+    `skip` the batches already read of a saved epoch.
 
-    A user's generator is set to its saved state, so that later epochs, too, are those of an
+    A user's generator is set to its saved state, so that later epochs are also those of an
     uninterrupted run. The global generator belongs to the user and is left as it was before the
     iterator began, unless it was in the same state before the saved epoch (a script that seeds and
     starts over); then the epoch's draws are repeated.
@@ -241,8 +241,8 @@ def adopt(
         exchange: how the ranks of a DistributedSampler exchange samples within each step.
 
     Raises:
-        ConfigError: the state is of another kind of sampler or number of samples; an exchange of a
-            sampler that this torch deals in another way than creel knows.
+        ConfigError: the state is of another kind of sampler or number of samples; or an exchange is
+            wanted, but this torch deals samples to ranks in a way unknown to creel.
     """
     if state is not None:
         _check_kind(loader, state)
@@ -284,7 +284,7 @@ def _is_torchs(sampler: object) -> bool:
     if type(sampler) is WeightedRandomSampler and sampler.weights.device.type != "cpu":
         return False  # it draws on the accelerator
     if type(sampler) is DistributedSampler and not _is_sound(sampler):
-        return False  # it raises
+        return False  # torch itself raises for it
     return is_sequence(sampler) or trusted(type(sampler))
 
 
@@ -295,15 +295,15 @@ def _raises(loader: DataLoader[object]) -> bool:
 
 
 def _total(loader: DataLoader[object], given: StreamState) -> int:
-    """Items of an epoch that begins with this state."""
+    """Return the number of items of an epoch that begins with this state."""
     inner = inner_of(index_sampler(loader))
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
     return open_stream(inner, shadow, given).total
 
 
 def _is_sound(sampler: DistributedSampler[object]) -> bool:
-    """Whether the dataset is as long as when the sampler was made, as far as torch asks for it."""
-    n = len(sampler.dataset)  # type: ignore[arg-type]  # torch asks for it, too
+    """Whether the dataset's length still fits the sampler, as far as torch checks it."""
+    n = len(sampler.dataset)  # type: ignore[arg-type]  # torch calls it too
     return n >= sampler.total_size if sampler.drop_last else 0 < n <= sampler.total_size
 
 
@@ -315,7 +315,7 @@ def _check_kind(loader: DataLoader[object], state: OrderState) -> None:
 
 
 def _check_total(loader: DataLoader[object], state: OrderState, given: StreamState) -> None:
-    """Raise ConfigError unless `state` is of as many samples as this loader has."""
+    """Raise ConfigError unless `state` has as many samples as this loader."""
     total = _total(loader, given)
     if total != state["total"]:
         raise ConfigError(

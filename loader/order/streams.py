@@ -1,4 +1,4 @@
-"""Streams: what torch's own samplers yield, computed. One stream is one epoch of one sampler.
+"""Streams: computed items of torch's own samplers. One stream is one epoch of one sampler.
 
 A stream draws in blocks, each at the moment at which torch's sampler draws it: when its first item
 is requested (`need`), or, for the block that `RandomSampler` draws and discards, at the end of the
@@ -46,7 +46,7 @@ class StreamState(TypedDict, total=False):
     epoch: int
     rng: str
     world: int  # ranks that an order is dealt to
-    offset: int  # items of that order which were dealt before, to other ranks
+    offset: int  # its items that other ranks read before
     without: list[int]  # batches that are left out, ascending
     each: int  # items of such a batch
 
@@ -55,7 +55,7 @@ def indices_of(items: object) -> NDArray[np.int32]:
     """Convert a flat sequence of indices to int32.
 
     Raises:
-        ValueError: it is not flat, holds anything but integers, or one does not fit.
+        ValueError: it is not flat, contains a non-integer, or one does not fit.
     """
     found = np.asarray(items)
     if found.size == 0:
@@ -81,8 +81,8 @@ class SamplerStream:
     total: int
     key: tuple[object, ...] | None = None
 
-    #: Whether items must be read one batch at a time, since the user may change the list they are
-    #: from.
+    #: Whether items must be read one batch at a time, since the user may change the underlying
+    #: list.
     live = False
 
     #: Whether the first item costs as much as all.
@@ -91,20 +91,20 @@ class SamplerStream:
     #: Entries of a permutation that are drawn for each item.
     spread = 1
 
-    #: Items that are requested at once while a training waits: a few ms.
+    #: Items requested at once while training waits: a few ms.
     at_a_time = 1 << 16
 
-    #: Whether another thread may request items: no user code runs.
+    #: Whether another thread may request items, because that runs no user code.
     thread_safe = True
 
     @property
     def drawn(self) -> int:
-        """Items [0, drawn) are known now."""
+        """The number of first items that are known now."""
         return self.total
 
     @property
     def ready(self) -> int:
-        """Items [0, ready) are cheap now; later ones are computed piece by piece."""
+        """The number of first items that are cheap now; later ones are computed piece by piece."""
         return self.drawn
 
     def draw(self) -> None:
@@ -124,7 +124,7 @@ class SamplerStream:
         return made
 
     def rebase(self, source: RandomSource) -> None:
-        """Stop sharing mutable state with the stream this is a copy of; draw from `source`."""
+        """Stop sharing mutable state with the stream it was copied from; draw from `source`."""
 
     def state(self) -> StreamState:
         """Return what `open_stream` needs to reopen this stream in another process."""
@@ -143,7 +143,7 @@ class Sequential(SamplerStream):
 
 
 class FromArray(SamplerStream):
-    """Indices that a copy of a sampler gave, (total,) int32."""
+    """Indices that a copy of a sampler yielded, (total,) int32."""
 
     def __init__(self, indices: NDArray[np.int32]) -> None:
         self._indices = indices
@@ -174,8 +174,8 @@ class Origin(NamedTuple):
     Attributes:
         generator: to draw from.
         outer: the sampler's own generator attribute; None: the global generator.
-        state: what reopens the stream, if that is known without a draw: the generator is private.
-        unseen: whether nobody but the stream sees the generator's state before the stream's end.
+        state: reopens the stream; known without a draw if the generator is private.
+        unseen: whether only the stream sees the generator's state before the stream's end.
     """
 
     generator: torch.Generator
@@ -190,7 +190,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, outer: torch.Generator | None, source: RandomSource, given: StreamState) -> Origin:
-        """Draw from `outer` itself; where `given` has an `rng`, from that state of it."""
+        """Draw from `outer` itself; if `given` has an `rng`, from that state of it."""
         generator = source.of(outer)
         if "rng" not in given:
             return cls(generator, outer, {}, source.unseen)
@@ -220,7 +220,7 @@ class Drawing(SamplerStream):
         self._unseen = not self.visible or source.unseen
 
     def state(self) -> StreamState:
-        if not self._state:  # kept: some save one after each batch
+        if not self._state:  # kept, since some users save one after each batch
             self._state = {"rng": encode_state(self._start)}
         return self._state
 
@@ -233,7 +233,7 @@ class Shuffled(Drawing):
         super().__init__(total, origin)
         self._n = n
         self._blocks: list[Permutation] = []
-        self._passed = 0  # blocks whose draws the generator is past
+        self._passed = 0  # blocks whose draws the generator has made
         self.last_block = total // n * n if spare else total
         self._max_blocks = total // n + 1 if spare and self.visible else -(-total // max(n, 1))
         self.key = (*self._key, n)
@@ -274,7 +274,7 @@ class Shuffled(Drawing):
         self._passed = len(self._blocks)
 
     def recount(self, samples: int) -> None:
-        """Set the number of samples that the sampler has now; call before `last_block` is drawn."""
+        """Set the sampler's present number of samples; call before `last_block` is drawn."""
         self.total = self.last_block + samples % self._n
         self._max_blocks = self.total // self._n + 1
 
@@ -290,7 +290,7 @@ class Shuffled(Drawing):
 
 
 class Derived(SamplerStream):
-    """Base of streams whose items follow from those of another, `_order`; of as many by default."""
+    """Base of streams computed from another stream, `_order`; by default of the same length."""
 
     def __init__(self, order: SamplerStream) -> None:
         self._order = order
@@ -354,14 +354,14 @@ class WithReplacement(Drawing):
 
     @property
     def ready(self) -> int:
-        return self.total  # items that are not drawn yet cost no more one by one
+        return self.total  # items not drawn yet are as cheap one by one
 
     def need(self, item: int) -> None:
         wanted = min(_DRAWN_AT_ONCE * (item // _DRAWN_AT_ONCE + 1), self.total)
         if not self.visible and self._have < wanted:
             wanted = min(max(wanted, self._have + _DRAWN_PRIVATELY), self.total)
         k = wanted - self._have
-        if k <= 0 < self._n:  # of none torch draws, too, which raises
+        if k <= 0 < self._n:  # torch draws from 0 samples too, and raises
             return
         if wanted > len(self._buffer):
             larger = np.empty(
@@ -377,7 +377,7 @@ class WithReplacement(Drawing):
         self._have = wanted
 
     def recount(self, samples: int) -> None:
-        """Set the number of samples that the sampler has now; call before `last_block` is drawn."""
+        """Set the sampler's present number of samples; call before `last_block` is drawn."""
         self.total = self.last_block + samples % _DRAWN_AT_ONCE
 
     def items(self, start: int, stop: int) -> Items:
@@ -401,7 +401,7 @@ class Weighted(Drawing):
     def drawn(self) -> int:
         return len(self._drawn)
 
-    def need(self, item: int) -> None:  # noqa: ARG002  (all at once)
+    def need(self, item: int) -> None:  # noqa: ARG002  all at once
         if not len(self._drawn):
             s = self._sampler
             self._drawn = torch.multinomial(
