@@ -1,1 +1,1 @@
-"""Joining: which nodes a job runs on, as which rank, and making one cluster of their daemons."""
+"""A job's nodes and ranks, and the join of the nodes' daemons to one cluster."""

@@ -1,4 +1,4 @@
-"""The nodes of a job, from what its scheduler says: Slurm's list, PBS's file, or a list by hand.
+"""The nodes of a job, as told by its scheduler: Slurm's list, PBS's file, or a list by hand.
 
 No command of the scheduler is run: it may be missing, or not allowed.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from creel.errors import ConfigError
 
-#: Most nodes that a list may stand for.
+#: Most nodes in an expanded list.
 _MAX_HOSTS = 1 << 16
-#: What stands between the commas of a list that are not within brackets.
+#: An entry of a list: commas separate entries, except within brackets.
 _ENTRIES = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
 #: A name, with ranges in brackets.
 _ENTRY = re.compile(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+")
@@ -24,14 +24,14 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def hosts_of(setting: str, env: Mapping[str, str]) -> list[str]:
-    """The nodes that the setting `cluster.hosts` stands for, each once, in order.
+    """Return the nodes that the setting `cluster.hosts` names, each once, in order.
 
     Args:
         setting: "slurm", "pbs", "auto" (whichever of them has started this process), the path of a
             file, or a list as Slurm writes it.
 
     Returns:
-        Nothing where "auto" finds no scheduler.
+        An empty list if "auto" finds no scheduler.
 
     Raises:
         ConfigError: a list or file that cannot be read.
@@ -59,7 +59,7 @@ def hosts_of(setting: str, env: Mapping[str, str]) -> list[str]:
 
 
 def expanded(text: str) -> list[str]:
-    """The names that a list of Slurm's stands for.
+    """Return the names in a list in Slurm's notation.
 
     Raises:
         ConfigError: brackets that do not match, ranges that end before they begin, or too many.
@@ -80,7 +80,7 @@ def expanded(text: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """The numbers that the text between brackets stands for, with their leading zeros."""
+    """Return the numbers in the text between brackets, with their leading zeros."""
     out: list[str] = []
     for one in ranges.split(","):
         found = _RANGE.fullmatch(one)
@@ -94,7 +94,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def _in_file(path: str) -> list[str]:
-    """The first word of each line, without comments; PBS has a line for each core of a node."""
+    """Return the first word of each line, without comments; PBS has a line for each core."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:

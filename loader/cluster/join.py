@@ -1,11 +1,11 @@
 """Make one cluster of the daemons of a job's nodes, through the store of its process group.
 
-Every rank writes where its node's daemon serves peers; rank 0 adds a fresh key. Once all have, each
-rank gives its daemon the list. Nothing waits for that: until then, and where it fails, each node
-reads for itself.
+Every rank writes the address at which its node's daemon serves peers; rank 0 adds a fresh key. Once
+all ranks have written, each gives its daemon the list. Training does not wait for that: until then,
+and after a failure, each node reads for itself.
 
-What a rank wrote first stays in the store: it says which ranks share a node. If that daemon has
-ended and another one has taken its place, the rank writes the new one beside it.
+The first entry of a rank stays in the store, since it shows which ranks share a node. If another
+daemon has replaced the first one, the rank writes a second entry for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("creel.loader")
 _PREFIX = "creel/cluster/"
 #: The first and the longest pause between two looks at the store, in seconds.
 _PAUSES_S = 0.05, 2.0
-#: Ranks that make no creel.DataLoader would be waited for in vain.
+#: Longest wait for the other ranks, which may never make a creel.DataLoader.
 _GIVE_UP_S = 600.0
 #: Longest time that reading the next epoch ahead waits for the nodes to join.
 _SOON_S = 10.0
@@ -42,7 +42,7 @@ _SOON_S = 10.0
 def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
     """Join this node's daemon with those of the other ranks' nodes, in the background.
 
-    They are found by the store of torch's process group, or, where there is none, by a list.
+    The nodes are found through the store of torch's process group, or without one by a list.
     """
     if client.joining or on_one_node(world, os.environ):
         return
@@ -74,7 +74,7 @@ def _attempt(client: Client, settings: ClusterSettings, store: Any, rank: int, w
         ValueError,
         msgspec.MsgspecError,
     ) as e:
-        level = logging.WARNING if store is None else logging.INFO  # a list was asked for
+        level = logging.WARNING if store is None else logging.INFO  # the user has asked for a list
         _log.log(level, "this node shares no cache with the job's others: %s", e)
     finally:
         client.joining_until = 0.0
@@ -106,11 +106,11 @@ def _member(store: Any, key: str) -> Member:
 
 
 def nodes_of(first: list[Member], later: dict[int, Member]) -> tuple[list[Member], list[int]]:
-    """The nodes of a job, and the node of each rank.
+    """Return the nodes of a job, and the node of each rank.
 
     Args:
         first: the daemon that each rank began with; ranks with the same one share a node.
-        later: by rank, the daemon that has taken its place.
+        later: by rank, the daemon that has replaced its first one.
 
     >>> old, other = Member("a", "h", 1, 9), Member("c", "i", 1, 9)
     >>> members, ranks = nodes_of([old, old, other], {1: Member("b", "h", 2, 9, born=5.0)})
@@ -127,7 +127,7 @@ def nodes_of(first: list[Member], later: dict[int, Member]) -> tuple[list[Member
 
 
 def _all_there(client: Client, store: Any, world: int) -> bool:
-    """Wait until every rank has written to the store; False where that takes too long."""
+    """Wait until every rank has written to the store; False after 600 s."""
     keys = [f"{_PREFIX}key", *(f"{_PREFIX}{r}" for r in range(world))]
     waits, until = pauses(*_PAUSES_S), time.monotonic() + _GIVE_UP_S
     while not store.check(keys):
@@ -138,10 +138,10 @@ def _all_there(client: Client, store: Any, world: int) -> bool:
 
 
 def own_address(store: Any) -> str:
-    """The address of this node that the others reach: the one from which it reaches the store.
+    """Return the address at which the other nodes reach this one: its address towards the store.
 
     Raises:
-        OSError: there is no way to tell.
+        OSError: it cannot be determined.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -1,7 +1,7 @@
 """Make one cluster of the daemons of a job's nodes from a list of them, without torch.distributed.
 
 Each loader reads the list (`hostlist`) and the key, and gives both to its node's daemon. The
-daemons find each other at the names of the list; whoever has no key gets nothing from them.
+daemons connect to each other by the names in the list, and serve nobody without the key.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PAUSES_S = 0.05, 1.0
 
 
 def join_listed(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
-    """Have this node's daemon find those of the listed nodes; wait until all are there.
+    """Let this node's daemon connect to those of the listed nodes; wait until all are there.
 
     Raises:
-        ConfigError: no usable list or key; what to do about it.
+        ConfigError: no usable list or key; the message says what to do.
         UnavailableError: the daemon refuses.
-        OSError: no way to the other nodes.
+        OSError: no route to the other nodes.
     """
     hosts = hosts_of(settings.hosts, os.environ)
     if len(hosts) < 2:
@@ -55,7 +55,7 @@ def join_listed(client: Client, settings: ClusterSettings, rank: int, world: int
 
 
 def request_of(hosts: list[str], me: int, ranks: list[int], port: int, secret: bytes) -> Join:
-    """What every node of the list tells its daemon: key and name are of this job alone."""
+    """Return the request of every node to its daemon; key and name are unique to this job."""
     label = "\n".join([job_name(), str(len(ranks)), str(port), *hosts]).encode()
     name = hmac.digest(secret, b"creel cluster name\n" + label, "sha256")[:16].hex()
     key = hmac.digest(secret, b"creel cluster key\n" + label, "sha256")
@@ -63,10 +63,10 @@ def request_of(hosts: list[str], me: int, ranks: list[int], port: int, secret: b
 
 
 def ranks_in_blocks(nodes: int, world: int) -> list[int]:
-    """The node of each rank, where each node has as many, one after the other.
+    """Return the node of each rank, with as many consecutive ranks on each node.
 
     Raises:
-        ConfigError: that many ranks cannot be split so.
+        ConfigError: the nodes would have different numbers of ranks.
 
     >>> ranks_in_blocks(2, 4)
     [0, 0, 1, 1]
@@ -78,10 +78,10 @@ def ranks_in_blocks(nodes: int, world: int) -> list[int]:
 
 
 def own_place(hosts: list[str], env: Mapping[str, str]) -> int:
-    """Which of the listed nodes this is: by its name, or by its address.
+    """Find this node in the list, by its name or its address; return the position.
 
     Raises:
-        ConfigError: none, or several.
+        ConfigError: none of the nodes matches, or several do.
     """
     full = socket.gethostname()
     names = [env.get("SLURMD_NODENAME", ""), full, full.split(".")[0]]
@@ -96,7 +96,7 @@ def own_place(hosts: list[str], env: Mapping[str, str]) -> int:
 
 
 def _is_local(host: str) -> bool:
-    """Whether an address of this host is one of this machine's: a socket can be bound to it."""
+    """Whether an address of this host belongs to this machine: a socket can be bound to it."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -106,10 +106,10 @@ def _is_local(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """The address of this node from which it reaches another one.
+    """Return the address of this node from which it reaches another one.
 
     Raises:
-        OSError: there is no way to tell.
+        OSError: it cannot be determined.
     """
     family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as towards:
@@ -119,10 +119,10 @@ def address_towards(host: str) -> str:
 
 
 def secret_of(settings: ClusterSettings, env: Mapping[str, str]) -> bytes:
-    """The secret that the nodes share: of the environment, or of a file that only its owner reads.
+    """Return the nodes' shared secret: from the environment, or a file only its owner can read.
 
     Raises:
-        ConfigError: there is none, or not one that is secret.
+        ConfigError: there is none, it is too short, or others can read the file.
     """
     if text := env.get(KEY_VARIABLE, ""):
         return _long_enough(text.encode(), KEY_VARIABLE)

@@ -1,8 +1,8 @@
 """This process's rank, world size and job, from torch.distributed or from its launcher.
 
 torch.distributed knows them once it is initialized. Before that, or without it, they come from the
-launcher's environment: torchrun's, MPI's or Slurm's. Ranks that all took themselves for rank 0 of 1
-would count as separate jobs, each of which reads the whole dataset.
+launcher's environment: torchrun's, MPI's or Slurm's. If every rank took itself for rank 0 of 1, the
+ranks would count as separate jobs, each of which reads the whole dataset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HERE = (
     "MVP_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
 )
-#: Step ids from here on are not of srun: a batch script, an interactive shell, external processes.
+#: Larger step ids are not srun's, but of batch scripts, interactive shells, external processes.
 _SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: SLURM_PENDING_STEP - 2 and the like
 
 
@@ -61,7 +61,7 @@ def on_one_node(world: int, env: Mapping[str, str]) -> bool:
     """
     if world == 1 or any(_number(env, name) == world for name in _HERE):
         return True
-    # torchrun on several nodes may be started by a step of Slurm on each, with one task.
+    # srun may start torchrun on several nodes, in a step with one task on each.
     step = _number(env, "SLURM_STEP_NUM_NODES"), _number(env, "SLURM_STEP_NUM_TASKS")
     return bool(_slurm(env)) and step == (1, world)
 
@@ -77,13 +77,13 @@ def job_name(env: Mapping[str, str] | None = None) -> str:
     if not name:
         job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
         name = f"{job}.{step}" if job and step else job or env.get("PMIX_NAMESPACE", "")
-    return name.encode(errors="backslashreplace").decode()  # no message carries what is not UTF-8
+    return name.encode(errors="backslashreplace").decode()  # messages carry only UTF-8
 
 
 def _slurm(env: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return Slurm's (rank, world) variables if this process is one of the tasks of an srun step.
 
-    A batch script and a shell under salloc have a number of tasks, too: that of tasks to start.
+    A batch script and a shell under salloc also have a number of tasks: that of tasks to start.
     """
     if not 0 <= _number(env, "SLURM_STEP_ID") < _SPECIAL_STEPS:
         return []

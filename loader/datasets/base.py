@@ -24,7 +24,7 @@ from creel.loader.reading.storage import absolute, in_threads, settings
 from creel.loader.reading.this_thread import thread_use
 from creel.policies.arrays import Ids, Ints
 
-#: `each` goes on in several threads once this many jobs slept, and one in this many of all.
+#: `each` uses threads once this many jobs have slept, and at least one in this many of all.
 _SLEEPS = 4
 #: A sample is whatever the user's transform returns.
 Sample: TypeAlias = Any
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def position(index: SupportsIndex, size: int) -> int:
-    """A sample's number in [0, size); a negative index counts from the end, as in a list.
+    """Return a sample's number in [0, size); a negative index counts from the end, as in a list.
 
     Raises:
         IndexError: outside the dataset.
@@ -45,7 +45,7 @@ def position(index: SupportsIndex, size: int) -> int:
 
 
 def positions(indices: NDArray[np.integer[Any]], size: int) -> Ints:
-    """`position` for (n,) indices."""
+    """Apply `position` to (n,) indices."""
     wide = np.asarray(indices, np.int64)
     if wide.size and not (-size <= wide.min() and wide.max() < size):
         raise IndexError(f"samples {wide.min()} to {wide.max()} of a dataset of {size}")
@@ -54,11 +54,14 @@ def positions(indices: NDArray[np.integer[Any]], size: int) -> Ints:
 
 @dataclass(frozen=True)
 class Raw:
-    """How samples are made from their bytes alone: what `Gather` needs to know of one leaf.
+    """How samples of one leaf are made from their bytes alone, for `Gather`.
 
-    `nbytes` is the size of an object; `dtype` and `shape` are those of a record in it. `labels`
-    says how labels are collated (equal values collate alike), None for no labels; `to` is the dtype
-    that numbers are cast to; `batch_transform` is the user's function of a batch of records.
+    Attributes:
+        nbytes: size of an object.
+        dtype, shape: of a record in it.
+        labels: how labels are collated (equal values collate alike), None for no labels.
+        to: the dtype that numbers are cast to.
+        batch_transform: the user's function of a batch of records.
     """
 
     nbytes: int
@@ -81,8 +84,8 @@ class Raw:
 class CreelDataset(Dataset[Sample]):
     """Base of creel's datasets: samples consist of *objects*, byte ranges of the storage.
 
-    A subclass defines `_build_manifest`, `__len__` and `__getitem__`, which reads with `self.read`;
-    and `objects`, unless sample i is object i.
+    A subclass defines `_build_manifest`, `__len__` and `__getitem__`, which reads with `self.read`.
+    It also defines `objects`, unless sample i is object i.
     """
 
     #: Attributes left out of a pickle, because they can be made again.
@@ -112,16 +115,16 @@ class CreelDataset(Dataset[Sample]):
 
     @property
     def layout(self) -> object:
-        """An object that is replaced when samples come to consist of other objects."""
+        """An object that is replaced whenever samples consist of other objects than before."""
         return None
 
     @property
     def cacheable(self) -> bool:
-        """Whether samples are read through `read`, so that caching their objects pays."""
+        """Whether samples are read through `read`, so that caching their objects is useful."""
         return True
 
     def objects(self, indices: Ints) -> tuple[Ids, Ints]:
-        """Which objects samples consist of.
+        """Return the objects that samples consist of.
 
         Args:
             indices: (n,) numbers of samples; negative ones count from the end.
@@ -136,7 +139,7 @@ class CreelDataset(Dataset[Sample]):
         return ids.astype(np.int32), np.ones(len(ids), np.int64)
 
     def read(self, object_id: int) -> bytes:
-        """The bytes of one object: from the cache inside a lease, else from the source.
+        """Return the bytes of one object: from the cache inside a lease, else from the source.
 
         Raises:
             SourceError: the storage failed, also after retries.
@@ -144,11 +147,11 @@ class CreelDataset(Dataset[Sample]):
         return take(self, object_id, self._read_direct, bytes)
 
     def address(self, object_id: int) -> str | None:
-        """The address of an object that is a whole file, None for a part of a file."""
+        """Return the address of an object that is a whole file, None for a part of a file."""
         return self.manifest.location(object_id)[0] if self.whole_files else None
 
     def decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:
-        """`decode` of an object's bytes; a note on its error names the file and object."""
+        """`decode` an object's bytes; a note on an error names the file and object."""
         data = self.read(object_id)
         try:
             return decode(data)
@@ -167,7 +170,7 @@ class CreelDataset(Dataset[Sample]):
             raise type(e)(e.errno or 0, reason, e.uri) from e
 
     def _tensor(self, object_id: int) -> torch.Tensor:
-        """The bytes of one object as (nbytes,) uint8, in memory of its own."""
+        """Return the bytes of one object as (nbytes,) uint8, in memory of its own."""
         data = take(self, object_id, self._read_direct, bytearray)
         if not data:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -180,16 +183,16 @@ class CreelDataset(Dataset[Sample]):
         return self._opened[1]
 
     def raw(self) -> Raw | None:
-        """How samples are made from their bytes alone; None where user code runs per sample.
+        """Return how samples are made from their bytes alone; None if user code runs per sample.
 
         None for a subclass of a creel dataset, which may have changed `__getitem__`.
         """
         return None
 
     def collated_labels(self) -> Callable[[Ints], torch.Tensor]:
-        """A function from (n,) sample numbers to their labels, collated as by default_collate.
+        """Return a function from (n,) sample numbers to labels, collated as by default_collate.
 
-        Only where `raw` says that there are labels. Labels assigned later do not change it.
+        Requires that `raw` has labels. Labels assigned later do not change the function.
         """
         raise NotImplementedError
 
@@ -220,7 +223,7 @@ class Transformed(Dataset[Sample]):
 
 
 def fetch_many(dataset: Dataset[Sample], indices: Sequence[int]) -> Iterable[Sample]:
-    """Samples of a batch, by the dataset's `__getitems__` if it has one, as torch does."""
+    """Return a batch's samples, by the dataset's `__getitems__` if it has one, as torch does."""
     many: Callable[[Sequence[int]], Iterable[Sample]] | None
     many = getattr(dataset, "__getitems__", None)
     return many(indices) if many else [dataset[i] for i in indices]
@@ -234,10 +237,10 @@ def check_callable(**given: object) -> None:
 
 
 def each(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """[job(item) for item in items]: in this thread, and from then on in several where it sleeps.
+    """Return [job(item) for item in items], run in several threads once jobs are seen to sleep.
 
     Threads that only wait for the interpreter's lock are slower than one: to list 1.3 million local
-    files on 2 cores took 5 s and 7.5 s of a processor, not 2.
+    files on 2 cores took 5 s and 7.5 s of CPU time, not 2.
     """
     done: list[R] = []
     began = thread_use().sleeps
@@ -253,7 +256,7 @@ def each(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def strings(values: Sequence[str] | pa.Array) -> pa.Array:
-    """A column of strings as one Arrow array that is not a slice of a larger one.
+    """Return a column of strings as one Arrow array that is not a slice of a larger one.
 
     Raises:
         ConfigError: a name that is not UTF-8.
@@ -270,7 +273,7 @@ def strings(values: Sequence[str] | pa.Array) -> pa.Array:
 
 
 def addresses(values: Sequence[str | os.PathLike[str]]) -> pa.Array:
-    """A column of addresses in the form of `absolute`, as one Arrow array.
+    """Return a column of addresses in the form of `absolute`, as one Arrow array.
 
     Raises:
         ConfigError, NotFoundError: see `absolute`.
@@ -283,7 +286,7 @@ def addresses(values: Sequence[str | os.PathLike[str]]) -> pa.Array:
 
 
 def _absolute(column: pa.Array) -> bool:
-    """Whether `absolute` would change none of these addresses; all at once, as they may be many."""
+    """Whether `absolute` would change none of these addresses. Vectorized, as they may be many."""
     _, ends, text = column.buffers()
     bounds = np.frombuffer(ends, np.int64)
     letters = np.frombuffer(text, np.uint8)
@@ -296,7 +299,7 @@ def _absolute(column: pa.Array) -> bool:
 
 
 class LazySequence(Sequence[T]):
-    """Items that are made when they are asked for; equal to a list of the same ones.
+    """A sequence whose items are made on access; equal to a list of the same items.
 
     A subclass defines `__len__`, `__iter__` and `_item`.
     """
@@ -322,7 +325,7 @@ class LazySequence(Sequence[T]):
 
 
 class Names(LazySequence[str]):
-    """Paths below one root, as one Arrow array: no Python object per path, of 2 million or so."""
+    """Paths below one root, as one Arrow array: no Python object for each of some 2 million."""
 
     def __init__(self, prefix: str, names: pa.Array) -> None:
         self.prefix = prefix
@@ -358,7 +361,7 @@ class Labels:
     """
 
     def __init__(self, values: object, size: int) -> None:
-        """Raises ConfigError unless there are `size` of them."""
+        """Raises ConfigError unless there are `size` labels."""
         try:
             count = len(values)  # type: ignore[arg-type]  # checked right here
         except TypeError as e:
@@ -370,7 +373,7 @@ class Labels:
 
     @property
     def kind(self) -> tuple[object, ...] | None:
-        """How labels are collated; None where default_collate must get them one by one."""
+        """How labels are collated; None if default_collate must get them one by one."""
         values = self._values
         if isinstance(values, list):
             return None
@@ -388,7 +391,7 @@ class Labels:
         return label.item() if self._python else label.copy()
 
     def collated(self, indices: Ints) -> torch.Tensor:
-        """(n, ...) these labels as default_collate would batch them, where `kind` is not None."""
+        """Return labels (n, ...) as default_collate would batch them; requires a `kind`."""
         if isinstance(self._values, torch.Tensor):
             return self._values[torch.from_numpy(indices)]
         return torch.from_numpy(np.asarray(self._values)[indices])
@@ -422,7 +425,7 @@ class Labelled(CreelDataset):
 
 
 def _compact(values: Any) -> NDArray[Any] | torch.Tensor | list[Sample]:
-    """A compact copy of the labels, so that later changes to the original have no effect."""
+    """Return a compact copy of the labels, unaffected by later changes to the original."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(values, np.ndarray):

@@ -1,6 +1,6 @@
 """Batches of samples of one shape: view bytes as numbers, cast, stack and unstack.
 
-Results are, to the bit, those of doing the same to each sample.
+Results equal, to the bit, those of doing the same to each sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Memory = Callable[[int], torch.Tensor]
 
 
 def numbers(rows: torch.Tensor, n: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """(n, *shape) view of the uint8 bytes of n rows, contiguous and aligned to the dtype's size."""
+    """View the uint8 bytes of n rows as (n, *shape); contiguous, aligned to the dtype's size."""
     typed = rows if dtype == torch.uint8 else rows.view(dtype)  # a view costs 1 us
     return typed.view(n, *shape)
 
@@ -48,11 +48,11 @@ def _copied(batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     numpy casts integers as torch does, to integers and to floats no narrower than float32, in a
     third of the time torch takes row group by row group (64 x 1,024 int32 to int64: 11 us, not 36).
 
-    A float that does not fit the integer gets whatever the processor's instruction gives, and which
-    instruction torch uses depends on the element's position; so such rows are copied one by one.
-    torch's other threads are avoided because, where other processes use the cores, they wait for
-    each other: a batch of 64 records took up to 20 ms instead of 0.05. torch copies a single sample
-    in one thread, too.
+    The cast of a float that does not fit the integer depends on the processor's instruction. torch
+    chooses the instruction by the element's position, so such rows are copied one by one. torch's
+    other threads are avoided because they wait for each other if other processes use the cores: a
+    batch of 64 records took up to 20 ms instead of 0.05. torch also copies a single sample in one
+    thread.
     """
     if batch.dtype in _INTEGERS and out.dtype in _CAST_BY_NUMPY:
         np.copyto(out.numpy(), batch.numpy(), casting="unsafe")
@@ -68,10 +68,10 @@ def _copied(batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(batch: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of a contiguous batch, each a tensor whose storage is that row only.
+    """Return the rows of a contiguous batch, each a tensor whose storage is that row only.
 
-    So pickling a sample, or growing it in place, does not involve other rows. The batch's memory is
-    kept as long as any row.
+    Pickling a sample, or growing it in place, then does not involve other rows. The batch's memory
+    is kept as long as any row.
     """
     try:
         array = batch.numpy()
@@ -125,7 +125,7 @@ def stacked(batch: Any, n: int, memory: Memory) -> Any:
 
 
 def _is_plain(batch: object) -> bool:
-    """Whether stacking the rows of this gives just a copy of it."""
+    """Whether stacking the rows of this batch gives just a copy of it."""
     return (
         type(batch) is torch.Tensor
         and batch.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""FileDataset: each file is one sample. And what all datasets of whole files share."""
+"""FileDataset: each file is one sample; and WholeFiles, the base of all datasets of whole files."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ Paths = Sequence[str | os.PathLike[str]]
 
 
 class WholeFiles(CreelDataset):
-    """Object i is the i-th file of those named below a root; without one, names are addresses."""
+    """Object i is the i-th of the files named below a root; without a root, names are addresses."""
 
     whole_files = True
     _root: str
     _names: pa.Array
-    _nbytes: NDArray[np.int64] | None  # their sizes, as far as known
+    _nbytes: NDArray[np.int64] | None  # sizes of the files, if known
 
     def __len__(self) -> int:
         return len(self._names)
 
     def address(self, object_id: int) -> str:
-        """See the base; without a manifest, which each worker would have to make."""
+        """Return the address without a manifest, which each worker would have to make."""
         return self._prefix + str(self._names[object_id].as_py())
 
     @property
@@ -74,7 +74,7 @@ class WholeFiles(CreelDataset):
 
 
 class FileDataset(WholeFiles, Labelled):
-    """Each file is one sample: its bytes as a 1-D uint8 tensor, or what `decode` returns for them.
+    """Each file is one sample: its bytes as a 1-D uint8 tensor, or the result of `decode`.
 
     Args:
         paths: the files (paths or URIs; the storage is not accessed), or one root folder whose
@@ -111,7 +111,7 @@ class FileDataset(WholeFiles, Labelled):
         self.transform = transform
         self.labels = labels
         sizes = self._nbytes = self._sizes(nbytes, known)
-        #: Bytes of each file, or -1 where sizes differ or are not known.
+        #: Bytes of each file, or -1 if sizes differ or are unknown.
         self._each_nbytes = -1 if sizes is None or (sizes != sizes[0]).any() else int(sizes[0])
 
     @property
@@ -154,7 +154,7 @@ class FileDataset(WholeFiles, Labelled):
 
 
 def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:
-    """(root, names below it, their sizes if listed)."""
+    """Return (root, names below it, their sizes if listed)."""
     if not is_folder(root):
         raise NotFoundError(f"there is no folder {root}; files are given as a list")
     listed = files_below(root)

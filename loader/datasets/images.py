@@ -1,4 +1,4 @@
-"""ImageFolder: as torchvision's, with its attributes, order and errors, read through the cache."""
+"""ImageFolder: torchvision's attributes, order and errors, with files read through the cache."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class ImageFolder(WholeFiles):
         write_index(Path(path), names, self._nbytes)
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """(class names in order, number of each); a subclass may override it.
+        """Return (class names in order, number of each); a subclass may override it.
 
         Raises:
             NotFoundError: no such folder, or no folder in it.
@@ -227,7 +227,7 @@ class ImageFolder(WholeFiles):
     def _collect(
         self, valid: Callable[[str], bool], allow_empty: bool
     ) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.int64] | None]:
-        """Names, labels and sizes (None unless all are known) of the valid files, in order."""
+        """Return names, labels and sizes of the valid files in order; no sizes unless all known."""
         if not self.class_to_idx:
             raise ConfigError(
                 "'class_to_index' must have at least one entry to collect any samples."
@@ -235,7 +235,7 @@ class ImageFolder(WholeFiles):
         wanted = sorted(self.class_to_idx)
         names, labels, sizes, empty = [], [], [], []
         for name, found in zip(wanted, self._files_of(wanted), strict=True):
-            prefix = os.path.join(self._shown, name, "")  # noqa: PTH118 - as torchvision joins
+            prefix = os.path.join(self._shown, name, "")  # noqa: PTH118  as torchvision joins
             keep = [i for i, inner in enumerate(found.names) if valid(prefix + inner)]
             if not keep:
                 empty.append(name)
@@ -269,7 +269,7 @@ def _subfolders(directory: str) -> list[str]:
 
 
 def _by_class(listed: Listing) -> dict[str, Listing]:
-    """Files grouped by their first folder, with names relative to it."""
+    """Group files by their first folder, with names relative to it."""
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(listed.names):
         folder, found, _ = name.partition("/")

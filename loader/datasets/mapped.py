@@ -1,9 +1,9 @@
-"""Scattered records of a file in the page cache, copied out of a mapping by one system call.
+"""Copies scattered records of a file in the page cache out of a mapping by one system call.
 
-One for each record costs more than the copy does: batches with a transform have 0.82 to 0.9 of the
-speed of `np.memmap` with `preadv`, 0.91 to 0.93 so (benchmarks/transforms.py, `torchs`).
-`process_vm_readv` copies: code that touched the mapping itself would die by SIGBUS where a file was
-cut meanwhile, or a disk failed.
+One call for each record costs more than the copy does: batches with a transform have 0.82 to 0.9 of
+the speed of `np.memmap` with `preadv`, and 0.91 to 0.93 with one call (benchmarks/transforms.py,
+`torchs`). The call is `process_vm_readv`. Code that touched the mapping itself would die by SIGBUS
+if the file was cut meanwhile, or a disk failed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from creel.cache.memory.buffers import address_of
 from creel.limits import IOV_MAX, may_keep
 from creel.policies.arrays import Ints
 
-#: Batches in sequence that the page cache must have had, before a file is mapped: to map a file and
-#: to end that takes more than a batch, and a file that is written to would not pay it back.
+#: Consecutive batches that must have come from the page cache before a file is mapped. Mapping and
+#: unmapping take longer than a batch, so mapping a file that is being written would not pay off.
 BATCHES = 16
 #: Each mapping costs a descriptor.
 _MAX_FILES = 16
-#: Of fewer records each may as well be read by itself.
+#: Fewer records than this are read one by one.
 _MANY = 8
 _readv: Any = None
-with suppress(ImportError, AttributeError, TypeError):  # Windows, macOS: they import this, no more
+with suppress(ImportError, AttributeError, TypeError):  # Windows, macOS: for imports only
     import resource
 
     _readv = ctypes.CDLL(None).process_vm_readv
@@ -41,15 +41,15 @@ with suppress(ImportError, AttributeError, TypeError):  # Windows, macOS: they i
 class MappedFiles:
     """Mappings of those files of a dataset that the page cache has. Thread-safe.
 
-    A mapping is given up once the file is another one, was written to, or a disk had to be read.
+    A mapping is dropped once the file was replaced or written to, or a disk had to be read.
     """
 
     def __init__(self) -> None:
         self._mappings: dict[str, _Mapping] = {}
-        self._cached: dict[str, int] = {}  # batches in sequence that the page cache had
+        self._cached: dict[str, int] = {}  # consecutive batches from the page cache
 
     def read(self, path: str, offsets: Ints, out: NDArray[np.uint8], rows: Ints) -> bool:
-        """Fill rows of `out` from a file; False: nothing is known of them, read them otherwise.
+        """Fill rows of `out` from a file; on False, the rows are undefined: read them otherwise.
 
         Args:
             offsets: (k,) bytes in the file before each record.
@@ -66,7 +66,7 @@ class MappedFiles:
         return whole
 
     def saw(self, path: str, fd: int, *, cached: bool) -> None:
-        """Note a batch that was read otherwise; `cached`: the page cache had all of it."""
+        """Note a batch that was read without a mapping; `cached`: all from the page cache."""
         self._cached[path] = batches = self._cached.get(path, 0) + 1 if cached else 0
         full = path in self._mappings or len(self._mappings) >= _MAX_FILES
         if batches < BATCHES or full or _readv is None or not may_keep():
@@ -87,14 +87,14 @@ class _Mapping:
         self._address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
 
     def is_still(self, path: str) -> bool:
-        """Whether this is the file now, and no byte of it has changed."""
+        """Whether the path still names this file, unchanged."""
         try:
-            return _identity(os.stat(path)) == self._file  # noqa: PTH116  a Path costs
+            return _identity(os.stat(path)) == self._file  # noqa: PTH116  faster than a Path
         except OSError:
             return False
 
     def copy(self, offsets: Ints, out: NDArray[np.uint8], rows: Ints) -> bool:
-        """See `MappedFiles.read`; also True where bytes came from behind the end of a cut file."""
+        """See `MappedFiles.read`; also True if bytes came from behind the end of a cut file."""
         nbytes = out.shape[1]
         if int(offsets.max()) + nbytes > len(self._mapping):
             return False
@@ -109,7 +109,7 @@ class _Mapping:
 
 
 class _Vectors:
-    """Places of the same length in memory, as system calls want them: `struct iovec[k]`."""
+    """Places of the same length in memory, in the form of system calls: `struct iovec[k]`."""
 
     def __init__(self, offsets: Ints, address: int, nbytes: int) -> None:
         """`offsets`: (k,) bytes from `address` on."""
@@ -119,7 +119,7 @@ class _Vectors:
         self._address = address_of(self._array)
 
     def address(self, i: int) -> int:
-        """Where the i-th lies."""
+        """Return the address of the i-th entry."""
         return self._address + i * self._array.strides[0]
 
 
@@ -128,5 +128,5 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _waits() -> int:
-    """How often this thread has waited for a page of a file."""
+    """Return how often this thread has waited for a page of a file."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

@@ -66,9 +66,9 @@ class RecordDataset(Labelled):
     Args:
         path: a binary or .npy file, or a list of them, read as one.
         dtype: of the records (torch's or numpy's, or a name, also "bfloat16"). A .npy has its own.
-        shape: of one record, an int for one dimension. Default for a .npy: that of its rows; with a
-            shape it is cut into such records whatever its own (a long row of tokens into
-            sequences).
+        shape: of one record, an int for one dimension. Default for a .npy: that of its rows. With a
+            shape, a .npy is cut into such records regardless of its own shape (a long row of tokens
+            into sequences).
         offset: bytes before the first record of each file. Not for a .npy, whose header has it.
         labels: one per record, copied; samples are then (record, label). Assign `dataset.labels` to
             change them.
@@ -152,19 +152,19 @@ class RecordDataset(Labelled):
         return [(sample, self.labels[i]) for sample, i in zip(samples, ids.tolist(), strict=True)]
 
     def _ids(self, indices: Sequence[int]) -> Ints:
-        """(n,) numbers of records, none negative. Raises what `position` raises."""
+        """Return (n,) numbers of records, none negative. Raises what `position` raises."""
         try:
             wide = np.asarray(indices)
         except (TypeError, ValueError):  # not a list of numbers: `position` raises the error
             wide = np.empty(0)
         if wide.ndim == 1 and wide.dtype.kind == "i" and len(wide):
             wide = wide.astype(np.int64)
-            if wide.view(np.uint64).max() < self._size:  # where negative ones are huge
+            if wide.view(np.uint64).max() < self._size:  # negative ones are huge when unsigned
                 return wide
         return np.array([position(i, self._size) for i in indices], np.int64)
 
     def _samples(self, ids: Ints) -> list[Sample]:
-        """Samples without labels, read at most `_MAX_BUFFER_NBYTES` at a time."""
+        """Return samples without labels, read at most `_MAX_BUFFER_NBYTES` at a time."""
         if self.batch_transform is not None and len(ids):
             batch = cast(self._numbers(ids), self.to)
             return unstacked(self.batch_transform(batch), len(ids))
@@ -176,13 +176,13 @@ class RecordDataset(Labelled):
         return samples
 
     def _numbers(self, ids: Ints) -> torch.Tensor:
-        """Records as (n, *shape) of the files' dtype, in memory that nothing else uses."""
+        """Return records as (n, *shape) of the files' dtype, in memory of their own."""
         rows = self._memory(len(ids) * self.nbytes)
         take_rows(self, ids, rows.numpy().reshape(-1, self.nbytes), self._read_rows)
         return numbers(rows, len(ids), self.dtype, self.shape)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 memory; reused once no tensor holds it, up to `_MAX_BUFFER_NBYTES`."""
+        """Return (nbytes,) uint8; reused when no tensor holds it, up to `_MAX_BUFFER_NBYTES`."""
         if nbytes > _MAX_BUFFER_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._buffers is None:
@@ -192,7 +192,7 @@ class RecordDataset(Labelled):
     def _read_rows(self, ids: Ints, out: NDArray[np.uint8]) -> None:
         """Fill `out`, (n, nbytes), from the source, opening each file once per batch.
 
-        The file that is there now is read: a mapping is not used once it is another one.
+        The file now at the path is read: a mapping of a replaced file is not used.
         """
         if len(self._runs) == 1:
             parts = [(0, np.arange(len(ids)))]
@@ -212,7 +212,7 @@ class RecordDataset(Labelled):
     ) -> bool:
         """Read records of a local file to rows of `out`, adjacent ones in one read.
 
-        False where that failed: then nothing is known of these rows.
+        False on failure: these rows are then undefined.
 
         Args:
             records: (k,) numbers of records in the file.
@@ -220,7 +220,7 @@ class RecordDataset(Labelled):
             rows: (k,) rows of `out` to fill.
         """
         if scheme_of(run.path) or (run.count == 1 and not run.offset):
-            return False  # the size of a whole-file object must be checked, which `Source` does
+            return False  # `Source` must check the size of a whole-file object
         if self._mapped is None:
             self._mapped = MappedFiles()
         offsets = run.offset + records * self.nbytes
@@ -262,7 +262,7 @@ class RecordDataset(Labelled):
 
 
 def _pieces(offsets: Ints, begins: Ints, nbytes: int, view: memoryview) -> list[Piece]:
-    """Reads of records of `nbytes` from `offsets` to places in `view`, adjacent ones together."""
+    """Return reads of records at `offsets` into places in `view`, adjacent ones together."""
     neighbours = (np.diff(offsets) == nbytes) & (np.diff(begins) == nbytes)
     first = np.append(0, np.flatnonzero(~neighbours) + 1)
     length = np.diff(first, append=len(offsets)) * nbytes
@@ -271,7 +271,7 @@ def _pieces(offsets: Ints, begins: Ints, nbytes: int, view: memoryview) -> list[
 
 
 def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
-    """The torch type with the same bytes.
+    """Return the torch type with the same bytes.
 
     >>> torch_dtype("bfloat16"), torch_dtype(np.uint16)
     (torch.bfloat16, torch.uint16)
@@ -312,7 +312,7 @@ def _shape(shape: SupportsIndex | Sequence[int]) -> tuple[int, ...]:
 def _dtype_of(path: str, header: _Npy | None, wanted: torch.dtype | None) -> torch.dtype:
     own = wanted if header is None else header.dtype
     if header is not None and own is None and wanted is not None:
-        # .npy files store bfloat16 and the like as plain bytes ("|V2")
+        # .npy files store bfloat16 and similar types as plain bytes ("|V2")
         own = wanted if wanted.itemsize == header.itemsize else None
     if own is None:
         raise ConfigError(f"{path} does not say of what type its numbers are: give dtype=")
@@ -335,7 +335,7 @@ def _shape_of(path: str, header: _Npy | None, wanted: tuple[int, ...] | None) ->
 
 
 def _same(paths: list[str], found: list[T]) -> T:
-    """The value that all files have in common; ConfigError if they differ."""
+    """Return the value that all files share; ConfigError if they differ."""
     for path, one in zip(paths, found, strict=True):
         if one != found[0]:
             raise ConfigError(f"{path} holds records of {one}, {paths[0]} of {found[0]}")
@@ -377,7 +377,8 @@ def _npy(path: str) -> _Npy:
     except ValueError as e:
         raise ConfigError(f"{path} is not a .npy file") from e
     try:
-        # Version 3 is 2 with names of fields in UTF-8; what has fields is refused in any case.
+        # Version 3 is version 2 with field names in UTF-8; files with fields are refused in any
+        # case.
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = read(start)
     except ValueError as e:

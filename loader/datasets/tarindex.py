@@ -57,7 +57,7 @@ class _TarBytes:
 
 
 def members(path: str) -> Iterator[TarMember]:
-    """The regular files of a tar, in order.
+    """Yield the regular files of a tar, in order.
 
     Raises:
         NotFoundError: there is no such file.
@@ -134,7 +134,7 @@ def _extend(kind: bytes, body: bytes, extended: dict[str, str], common: dict[str
 
 
 def _pax(body: bytes) -> Iterator[tuple[str, str]]:
-    """(keyword, value) of records "length keyword=value\\n"."""
+    """Yield (keyword, value) of records "length keyword=value\\n"."""
     while body and body[:1] != b"\0":
         digits, _, _ = body.partition(b" ")
         nbytes = int(digits)
@@ -146,7 +146,7 @@ def _pax(body: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _number(field: bytes) -> int:
-    """A number in octal digits, or (GNU) in base 256 after a byte 0x80."""
+    """Parse a number in octal digits, or (GNU) in base 256 after a byte 0x80."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big")
     return int(field.split(b"\0", 1)[0].strip() or b"0", 8)

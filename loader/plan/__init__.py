@@ -1,1 +1,1 @@
-"""Plans: telling the daemon, ahead of use, which objects each step of an epoch reads."""
+"""Plans: tell the daemon, ahead of use, which objects each step of an epoch reads."""

@@ -1,6 +1,6 @@
 """BatchStream: one iterator's session with the daemon, over many epochs.
 
-It publishes which objects each step will read, epoch by epoch and ahead of use, so that readers
+It publishes the objects that each step will read, epoch by epoch and ahead of use, so that readers
 find them in the arena. Any failure or wrong prediction here only costs speed: the same batches are
 then read directly from the source.
 """
@@ -43,13 +43,13 @@ class BatchStream:
         self.session = session
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
-        self._dealt = -1  # epochs up to here: the cluster knows how they are dealt
+        self._dealt = -1  # last epoch whose dealing the cluster knows
         self._publisher = PlanPublisher(
             session, binding.objects, self._deal, thread_safe=binding.thread_safe
         )
         self._now = PublishedEpoch(-1, None)
         self._upcoming: list[PublishedEpoch] = []  # the epochs after this one, in order
-        self._next = 0  # all steps below were given out
+        self._next = 0  # first step that was not given out
         self._counted_at = time.monotonic_ns()
 
     @property
@@ -76,7 +76,7 @@ class BatchStream:
             self._now = first
             self.session.begin(epoch)
             return
-        self._cancel()  # an iterator that restarts leaves published steps that it never read
+        self._cancel()  # a restarted iterator leaves published steps that it never read
         self.session.done(self._next)
         self.session.begin(epoch)
         self._now = PublishedEpoch(epoch, plan, skip)
@@ -85,12 +85,12 @@ class BatchStream:
         self._publisher.begin(self._now)
 
     def _cancel(self) -> None:
-        """Cancel what was not given out; workers may still read the steps that were."""
+        """Cancel all steps not given out; workers may still read the others."""
         self._upcoming.clear()
         self._publisher.cancel(self._next)
 
     def publish_upcoming(self, order: EpochOrder) -> None:
-        """Publish the epochs after this one, as far as it helps and they can be predicted."""
+        """Publish the next epochs, up to the order's lookahead, if they can be predicted."""
         while self._now.planned and len(self._upcoming) < order.lookahead:
             k = len(self._upcoming) + 1
             plan = try_predict(order, k)
@@ -108,7 +108,7 @@ class BatchStream:
         return step if self.session.settle() else -1
 
     def _published(self, i: int, index: object) -> int:
-        """Return the step of batch i, published now if it was not planned; -1 if it cannot be."""
+        """Return the step of batch i, publishing it now if it was not planned; -1 on failure."""
         now = self._now
         if now.planned:
             known = self._publisher.reach(now, i)
@@ -123,7 +123,7 @@ class BatchStream:
             return -1
         try:
             objects = self.binding.objects(indices)[0]
-        except Exception:  # noqa: BLE001  the user's code may run here; the read reports its error
+        except Exception:  # noqa: BLE001  user code may run here; the read reports its error
             _log.debug("the objects of a batch cannot be determined", exc_info=True)
             return -1
         return self._publisher.publish_pulled(now, i, indices, objects) if len(objects) else -1
@@ -140,10 +140,11 @@ class BatchStream:
             self._deal(self._now)  # published before the nodes had joined
 
     def _deal(self, epoch: PublishedEpoch) -> None:
-        """Tell the daemon how an epoch is dealt to the job's ranks, once there are any.
+        """Tell the daemon how an epoch is dealt to the job's ranks, once there is a cluster.
 
-        Called before its plan is published: what peers will have is then not read from the source.
-        Where the nodes cannot all know the order, they ask each other without a plan (`follow`).
+        Called before the epoch's plan is published, so that objects that peers will have are not
+        read from the source. If the nodes cannot all know the order, they ask each other without a
+        plan (`follow`).
         """
         plan = epoch.plan
         if not self.session.client.cluster or epoch.epoch <= self._dealt:
@@ -162,7 +163,7 @@ class BatchStream:
 
     @property
     def joining(self) -> bool:
-        """Whether the nodes of the job are about to join: then their memories will be one."""
+        """Whether the nodes of the job are about to join and share their memories."""
         return time.monotonic() < self.session.client.joining_until
 
     def leave(self) -> None:
@@ -193,7 +194,7 @@ class BatchStream:
         words.add("lead_ns", max(words[READY] - step, 0) * (self._counted_at - before))
 
     def report_bad(self, rows: Sequence[tuple[int, str, str]]) -> None:
-        """Tell the daemon of samples that cannot be read: (number, address, reason) of each."""
+        """Report samples that cannot be read to the daemon: (number, address, reason) of each."""
         try:
             self.session.client.ask(
                 "bad_samples", timeout_s=1.0, session=self.session.id, rows=rows
@@ -223,10 +224,10 @@ def open_batch_stream(
 
 
 def try_predict(order: EpochOrder, epochs: int) -> EpochPlan | None:
-    """`order.predict`, or None if it raises: a prediction must never cost a batch."""
+    """Return `order.predict`, or None if it raises: a prediction must never cost a batch."""
     try:
         return order.predict(epochs)
-    except Exception:  # noqa: BLE001  (the user's sampler code may run here)
+    except Exception:  # noqa: BLE001  the user's sampler code may run here
         _log.debug("an epoch cannot be predicted", exc_info=True)
         return None
 
@@ -235,7 +236,7 @@ def samples_of(pulled: object) -> NDArray[np.int64] | None:
     """Return the (n,) samples of a sampler's item: an index or a flat group of them; else None."""
     try:
         found = np.atleast_1d(np.asarray(pulled))
-    except Exception:  # noqa: BLE001  numpy cannot convert it, whatever it raises
+    except Exception:  # noqa: BLE001  numpy raises anything if it cannot convert it
         return None
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
         return None
@@ -247,5 +248,5 @@ def samples_in(pulled: object) -> int:
     """Return the number of samples in a batch of any type; 1 if it has no length."""
     try:
         return operator.length_hint(pulled, 1)
-    except Exception:  # noqa: BLE001  the user's own code may run here
+    except Exception:  # noqa: BLE001  user code may run here
         return 1

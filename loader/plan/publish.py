@@ -1,9 +1,9 @@
-"""PlanPublisher: sends the daemon which objects the steps of an epoch read, ahead of use.
+"""PlanPublisher: tells the daemon which objects the steps of an epoch read, ahead of use.
 
-The trainer's thread publishes the first steps at once; a planner thread draws the rest and
-publishes it piece by piece, first of this epoch, then of the next ones. A trainer that is faster,
-or whose process gets no more threads, publishes the steps that it needs by the same function. No
-step waits for a whole plan.
+The trainer's thread publishes the first steps at once. A planner thread then draws and publishes
+the rest piece by piece, first of this epoch, then of the next ones. If the trainer is faster, or
+its process gets no more threads, the trainer publishes the steps that it needs by the same
+function. No step waits for a whole plan.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NONE = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """Samples in one piece of a plan, by who publishes it (benchmarks/planning.py).
+    """Samples in one piece of a plan, by publisher (benchmarks/planning.py).
 
     Attributes:
-        first: at the start of an epoch: the daemon may need 4 ms for it, and the first batch waits.
+        first: at the start of an epoch. The daemon may need 4 ms for it, and the first batch waits.
         trainer: by the trainer's thread: 0.3 ms, or 1 ms if the user's own code maps samples to
             objects, one call per sample.
         whole: plans of up to this many samples are published at once: 3 ms, and no thread.
@@ -50,11 +50,11 @@ class PieceSizes:
 
 
 SIZES = PieceSizes()
-#: Maximum number of pieces that the daemon has not processed yet.
+#: Most pieces that the daemon has not processed yet.
 _MAX_UNPROCESSED = 2
 _POLL_S = 0.002  # polling interval
-#: A lock that is not free after this time waits for this thread: `cancel` was called by a finaliser
-#: during a message, or the planner thread was stopped.
+#: After this time a lock counts as blocked: its holder waits for this thread (a finaliser called
+#: `cancel` during a message), or the planner thread was stopped.
 LOCKED_S = 5.0
 
 
@@ -62,8 +62,8 @@ LOCKED_S = 5.0
 class PlanPiece:
     """Consecutive batches, from `first` on, and their steps, from `step` on.
 
-    Batch `first + i` has samples `indices[ends[i-1]:ends[i]]` and objects likewise by `stops`.
-    `last` is one more than the last batch.
+    Batch `first + i` has samples `indices[ends[i-1]:ends[i]]`, and objects
+    `objects[stops[i-1]:stops[i]]`. `last` is one more than the last batch.
     """
 
     first: int
@@ -75,11 +75,11 @@ class PlanPiece:
     last: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read several times a batch, so it is no property."""
+        """Set `last`. Not a property, since it is read several times a batch."""
         object.__setattr__(self, "last", self.first + len(self.ends))
 
     def part(self, first: int, last: int) -> PlanPiece:
-        """Return batches [first, last), at least one, all of which this piece has."""
+        """Return batches [first, last), at least one, all of which must be in this piece."""
         a, b = first - self.first, last - self.first
         start, stop = (int(self.ends[a - 1]), int(self.stops[a - 1])) if a else (0, 0)
         return PlanPiece(
@@ -112,7 +112,8 @@ class PublishedEpoch:
     Attributes:
         epoch: its number in the session.
         plan: None if the epoch is not predicted: its batches are published as they are pulled.
-        planned: the batches so far were as in the plan; mispredicted: one was not.
+        planned: whether all batches so far were as in the plan.
+        mispredicted: whether one was not.
         known: planned batches below are published (or were skipped).
         total: batches from here on cannot be published; too high until the plan is opened.
     """
@@ -133,12 +134,12 @@ class PublishedEpoch:
         return self.known >= self.total
 
     def foresaw(self, plan: EpochPlan | None) -> bool:
-        """Whether this epoch, of which something is or could be published, has this plan."""
+        """Whether this epoch has this plan, and some of it is or could be published."""
         mine = self.plan
         return plan is not None and mine is not None and mine.opened and plan.same(mine)
 
     def step(self, i: int) -> int:
-        """Return the first step that is not of a batch below i; 0 if none is known."""
+        """Return the step after those of the batches below i; 0 if none is known."""
         piece = self._piece(i)
         return 0 if piece is None else piece.step + min(i, piece.last) - piece.first
 
@@ -153,7 +154,7 @@ class PublishedEpoch:
         return piece.ids(i) if piece is not None and i < piece.last else _NONE
 
     def take(self, first: int, last: int) -> list[PlanPiece]:
-        """Return the published ones of batches [first, last), and drop earlier pieces."""
+        """Return pieces with the published batches of [first, last), and drop earlier pieces."""
         some = self.pieces[: self._at(last - 1) + 1]
         spans = ((piece, max(first, piece.first), min(last, piece.last)) for piece in some)
         out = [piece.part(a, b) for piece, a, b in spans if a < b]
@@ -161,7 +162,7 @@ class PublishedEpoch:
         return out
 
     def leave_plan(self, i: int) -> None:
-        """Forget what is planned from batch i on: it is not what is pulled."""
+        """Drop the plan from batch i on, where it differs from the batches pulled."""
         self.planned, self.mispredicted = False, True
         self.total, self._found = i, None
         kept = self.pieces[: self._at(i - 1) + 1]
@@ -182,9 +183,9 @@ class PublishedEpoch:
 class PlanPublisher:
     """Publishes the steps of one session. The trainer calls its public methods.
 
-    One lock guards everything here, but not what a `PublishedEpoch` has: its holder computes the
-    next piece and extends the session, or truncates it. Nothing slow is done under it: the planner
-    thread draws a permutation before it asks for the lock.
+    One lock guards everything here except the contents of a `PublishedEpoch`. Its holder computes
+    the next piece and extends the session, or truncates it. The lock is not held for slow work: the
+    planner thread draws a permutation before it takes the lock.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class PlanPublisher:
         self._session = session
         self._objects = objects
         self._thread_safe = thread_safe
-        self._threaded = self._small = False  # publish the current epoch in a thread, or at once
+        self._threaded = self._small = False  # current epoch: published by a thread; at once
         self._end = 0  # the next step to publish
         self.forget()
         forget_in_child(self)
@@ -236,13 +237,13 @@ class PlanPublisher:
         self._start()
 
     def add(self, published: PublishedEpoch) -> None:
-        """Publish a later epoch after all others, as the one that was begun is."""
+        """Publish a later epoch after all others, by the same means as the current one."""
         with self._lock:
             self._epochs.append(published)
         self._start()
 
     def begin_added(self, published: PublishedEpoch, step: int) -> bool:
-        """Begin an epoch of `add` at `step`; False if it was or will be published elsewhere."""
+        """Begin an `add`ed epoch at `step`; False if its first step is or will be another one."""
         with self._lock:
             start = published.pieces[0].step if published.pieces else self._end
             return start == step and (published.complete or published in self._epochs)
@@ -253,7 +254,7 @@ class PlanPublisher:
             if not self._publish(SIZES.trainer):
                 break  # unless the thread has just published the last of it
             if self._thread is None and not self._threadless:
-                self._start()  # it has ended, e.g. since the daemon was stopped for a while
+                self._start()  # the thread had ended, e.g. since the daemon was stopped for a while
         return i < min(published.known, published.total)
 
     def pump(self) -> None:
@@ -268,7 +269,7 @@ class PlanPublisher:
         indices: NDArray[np.int64],
         objects: NDArray[np.int32],
     ) -> int:
-        """Publish batch i, which is not planned; returns its step, or -1 if the daemon is lost.
+        """Publish the unplanned batch i; return its step, or -1 if the daemon is lost.
 
         No epoch may be left to publish.
         """
@@ -278,7 +279,7 @@ class PlanPublisher:
             return piece.step if self._extend(published, piece) else -1
 
     def cancel(self, step: int = sys.maxsize) -> None:
-        """Publish nothing more, and cancel what is published from `step` on."""
+        """Publish nothing more, and cancel the published steps from `step` on."""
         if not self._lock.acquire(timeout=LOCKED_S):
             self._session.forget()
             return
@@ -293,7 +294,7 @@ class PlanPublisher:
     # --- publishing ---------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        self._epochs: list[PublishedEpoch] = []  # not completely published, in order
+        self._epochs: list[PublishedEpoch] = []  # incompletely published ones, in order
         self._threadless = False
 
     def _publish(self, samples: int) -> bool:
@@ -307,7 +308,7 @@ class PlanPublisher:
             if published is None:
                 return False
             piece = self._computed(published, samples)
-            if published is not self._next():  # cancelled meanwhile, by a finaliser
+            if published is not self._next():  # a finaliser has cancelled it meanwhile
                 return False
             self._before(published)
             if piece is None:
@@ -319,20 +320,20 @@ class PlanPublisher:
             return True
 
     def _next(self) -> PublishedEpoch | None:
-        """Return the first epoch with something to publish; drops those before it."""
+        """Return the first epoch with something to publish; drop those before it."""
         while self._epochs and self._epochs[0].complete:
             del self._epochs[0]
         return self._epochs[0] if self._epochs else None
 
     def _computed(self, published: PublishedEpoch, samples: int) -> PlanPiece | None:
-        """Compute the next piece of an epoch; None at its end, or if that fails."""
+        """Compute the next piece of an epoch; None at its end, or on failure."""
         plan, first = published.plan, published.known
         try:
             if plan is None or first >= plan.steps:
                 return None
             published.total = plan.steps
             last = plan.reach(first, samples)
-            if not plan.ready(last):  # what is drawn entry by entry costs more
+            if not plan.ready(last):  # entries drawn one by one cost more
                 last = plan.reach(first, samples // plan.stream.spread)
             indices, ends = plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
@@ -341,13 +342,13 @@ class PlanPublisher:
             stops = np.zeros(len(counts) + 1, np.int64)
             np.cumsum(counts, out=stops[1:])
             return PlanPiece(first, self._end, indices, ends, objects, stops[ends])
-        except Exception:  # noqa: BLE001  the user's code may run here; a read raises it again
+        except Exception:  # noqa: BLE001  user code may run here; a read raises it again
             _log.debug("the plan of an epoch cannot be computed", exc_info=True)
             return None
 
     def _extend(self, published: PublishedEpoch, piece: PlanPiece) -> bool:
         """Send a piece; its steps follow those published before."""
-        self._end = piece.step + len(piece.ends)  # before: a finaliser may cancel it meanwhile
+        self._end = piece.step + len(piece.ends)  # first: a finaliser may cancel it meanwhile
         sent = self._session.extend(
             published.epoch, piece.step, piece.objects, piece.stops, unplanned=not published.planned
         )
@@ -383,7 +384,7 @@ class PlanPublisher:
                 time.sleep(_POLL_S)
                 continue
             if published.plan is not None:
-                published.plan.draw()  # 0.4 s at 14 M samples; the trainer helps itself meanwhile
+                published.plan.draw()  # 0.4 s at 14 M samples; the trainer publishes meanwhile
             self._publish(SIZES.thread)
             marks.append(self._end)
 
@@ -391,7 +392,7 @@ class PlanPublisher:
         """Return the epoch to publish; None if there is none, which ends the thread."""
         with self._lock:
             published = self._next()
-            # When Python exits, the main thread is over and waits for this thread.
+            # When Python exits, the main thread has ended and waits for this thread.
             goes_on = self._session.alive and threading.main_thread().is_alive()
             if published is None or not goes_on:
                 self._thread = published = None
