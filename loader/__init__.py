@@ -1,9 +1,9 @@
-"""What lives in a training process: `creel.DataLoader`, datasets and the client of the daemon.
+"""The part of creel in a training process: `creel.DataLoader`, datasets, the daemon's client.
 
-An epoch's order is predicted in `order` (`orders.predict`); `plan` tells the daemon; `iterators`
-make the batches, with `workers` or without. `binding` says which objects a dataset's samples need;
-`reading` is where their bytes come from (`observer`), also those of a plain `open` below
-`creel.wrap` (`intercept`). `client` has the connection, `cluster` who else runs this job.
+`order` predicts an epoch's order (`orders.predict`), `plan` tells it to the daemon, and `iterators`
+make the batches, with `workers` or without. `binding` finds the objects that a dataset's samples
+need. `reading` gets their bytes (`observer`), also for a plain `open` below `creel.wrap`
+(`intercept`). `client` has the connection, `cluster` the job's other ranks and nodes.
 """
 
 from contextlib import suppress
@@ -16,13 +16,13 @@ leave_address_space()  # before anything here allocates
 
 
 def _finish_imports() -> None:
-    """Import what is imported at its first use, `numpy.ma` by numpy itself (`np.unique`).
+    """Import modules that are imported at their first use: numpy imports `numpy.ma` in `np.unique`.
 
-    Another thread may be about to. In a child that is forked meanwhile it would remain about to,
-    and a worker that needs the module would wait for it without end.
+    Another thread may be importing one when a process forks. In the child, the import lock would
+    stay held, and a worker that needs the module would wait forever.
     """
     for name in ("numpy.ma", "zmq"):
-        with suppress(Exception):  # whoever needs it reports that
+        with suppress(Exception):  # the first user of the module reports that
             import_module(name)
 
 

@@ -1,4 +1,4 @@
-"""Back-off: how long a loop that polls sleeps between two looks."""
+"""Back-off: the pauses of a loop that polls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def pauses(first_s: float, longest_s: float) -> Iterator[float]:
-    """Yield seconds to sleep, without end: `first_s`, then twice as long each, up to `longest_s`.
+    """Yield pauses in seconds, without end: `first_s`, doubled each time up to `longest_s`.
 
     >>> some = pauses(0.5, 3.0)
     >>> [next(some) for _ in range(5)]

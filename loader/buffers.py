@@ -13,12 +13,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-#: Free buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
+#: Most free buffers of one size that are kept; a trainer that holds more batches gets new memory.
 _MAX_KEPT = 8
-#: Upper bound in bytes on the same, since they are kept while the loader lives. Memory beyond it
-#: (a dataset read as one batch, many batches held) is freed with its batches. It has room for the 6
-#: batches of 64 MB that two workers and a trainer have at a time: one in 16 made anew took as long
-#: as half the copies (benchmarks/two_commits.py, files 1 MB x 64).
+#: Most bytes of free buffers, since they are kept while the loader lives. Memory beyond that (a
+#: dataset read as one batch, many batches held) is freed with its batches. This is enough for the 6
+#: batches of 64 MB that two workers and a trainer have at a time: making one buffer in 16 anew took
+#: as long as half the copies (benchmarks/two_commits.py, files 1 MB x 64).
 MAX_KEPT_NBYTES = 512 << 20
 _ALIGN = 4096
 #: glibc adapts its limits to freed blocks below 32 MiB, on 64-bit systems.
@@ -27,11 +27,11 @@ _LARGE_NBYTES = 31 << 20
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 62 MiB of memory that a batch frees for the next one; once a process.
+    """Let glibc keep up to 62 MiB of memory that a batch frees, for the next batch; runs once.
 
     By default glibc trims its heap whenever 128 KiB at the end are free. Samples then touch new
     pages in each batch, which costs several times the copy into them. glibc raises the limit to
-    twice the size of a larger block that is freed (mallopt(3)); this frees such a block, never
+    twice the size of a larger block that is freed (mallopt(3)). This frees such a block, never
     written to. It has no effect with other C libraries.
     """
     with suppress(MemoryError):  # address space is short (`ulimit -v`): keep nothing

@@ -22,7 +22,7 @@ from creel.loader.order.orders import Progress, not_begun
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
 
-if MISSING is None:  # otherwise none of these is used, and importing them may fail
+if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.exchange import distributed_sampler
     from creel.loader.iterators.gather_iter import GatherIter
@@ -55,13 +55,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             name of the daemon (`daemon.name`); a dict: settings of docs/configuration.md by their
             dotted keys. Any value pickles.
         remap: "global-batch": the ranks of a `DistributedSampler` exchange samples within each
-            global batch, so that each node mostly reads the same ones in all epochs. Global
-            batches stay torch's; which rank reads which of their samples differs (docs/
-            operations.md). All ranks must give it; the first epoch waits for all of them. Not for
-            an iterable dataset.
+            global batch, so that each node reads mostly the same samples in all epochs. Global
+            batches stay torch's; which rank reads which of their samples differs
+            (docs/operations.md). All ranks must give it; the first epoch waits for all of them. Not
+            for an iterable dataset.
         replicate: the ranks of this rank's tensor, pipeline or context parallel group, which read
-            the same batches: how many in a row are a group, its process group, or a DeviceMesh,
-            as `mesh["tp"]`. The first of them on each node makes the batches, with its
+            the same batches: the number of consecutive ranks in a group, its process group, or a
+            DeviceMesh, as `mesh["tp"]`. The first of them on each node makes the batches, with its
             `num_workers`; the others get the same ones without a copy (docs/operations.md). All of
             them must give it, and iterate alike; the first epoch waits for all of them.
         on_error: what happens when `dataset[i]` raises: "raise": as in torch; "skip": the batch
@@ -134,7 +134,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         if not _may_take(self):
             return
-        # A sampler that torch has chosen may still be replaced by a framework's DistributedSampler.
+        # A framework may still replace a sampler that torch has chosen by its DistributedSampler.
         chosen = batch_size is None or sampler is not None or batch_sampler is not None
         if remap is not None and chosen:
             distributed_sampler(self._index_sampler)
@@ -178,18 +178,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Args:
             delivered: batches of this epoch that were really used, for a caller that runs ahead;
-                None: all up to the last one that was returned. A batch that raised is behind that
+                None: all up to the last one that was returned. A batch that raised counts as read
                 if a later one was returned, else it is tried again.
 
         A state taken before the first epoch, or at the end of one, begins the next epoch. The order
         of torch's samplers is resumed bit for bit, with any `num_workers`. A custom sampler is
         restored by `load_state_dict()` with its `state_dict()` from the start of the epoch, else by
-        `set_epoch()` with its `epoch`; with neither, its own state is not resumed. Not resumed
-        either: the global generators it draws from, the dataset's state, and random augmentation in
-        workers, whose generators restart. With `in_order=False` batches count as if they came in
+        `set_epoch()` with its `epoch`; with neither, its own state is not resumed. Also not
+        resumed: the global generators it draws from, the dataset's state, and random augmentation
+        in workers, whose generators restart. With `in_order=False` batches count as if they came in
         order.
 
-        Where torch itself makes the batches (an iterable dataset, CREEL_DISABLE=1, not Linux) the
+        If torch itself makes the batches (an iterable dataset, CREEL_DISABLE=1, not Linux), the
         position is unknown: the call warns, and the state restarts the epoch.
 
         Raises:
@@ -208,15 +208,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def load_state_dict(self, state: Progress, *, leave_out: Iterable[int] = ()) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
 
-        The state may be any rank's of a job of another number of ranks with `DistributedSampler`:
-        what that job has not read of the epoch is dealt to these ranks, in the global order.
+        With `DistributedSampler`, the state may come from any rank of a job of another size. The
+        samples of the epoch that the job has not read are dealt to these ranks, in the global
+        order.
 
         Args:
-            leave_out: numbers of batches of the saved epoch, from 0 on, that are not to be read
-                again: those on which a training diverged, say. Of `DistributedSampler` these are
-                the global batches; give the same to all ranks. Only with torch's samplers.
+            leave_out: numbers of batches of the saved epoch, from 0 on, to be skipped: for example
+                those on which a training diverged. With `DistributedSampler` these are the global
+                batches; give the same to all ranks. Only with torch's samplers.
 
-        Warns, and restarts the epoch, where torch itself makes the batches. Also warns for a custom
+        Warns, and restarts the epoch, if torch itself makes the batches. Also warns for a custom
         sampler that cannot be restored (see `state_dict`).
 
         Raises:
@@ -249,7 +250,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
-    """Raise ConfigError for values of creel's arguments that are wrong or exclude each other."""
+    """Raise ConfigError if creel's arguments are wrong or exclude each other."""
     if loader.remap not in {None, "global-batch"}:
         raise ConfigError(f'remap={loader.remap!r}: give "global-batch" or None')
     if loader.remap is not None and iterable:
@@ -266,12 +267,12 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
             f"on_error={loader.on_error!r}: an IterableDataset has no samples by number"
         )
     if loader.creel and MISSING is None and not switched_off():
-        config_of(loader.creel)  # raise for a wrong setting here, not at the first epoch
+        config_of(loader.creel)  # raises for a wrong setting here, not at the first epoch
 
 
 def _may_take(loader: DataLoader[Any]) -> bool:
     """Whether creel's iterators can serve this loader; otherwise torch's do."""
-    if switched_off():  # first: it must work with broken settings, too
+    if switched_off():  # first, since it must work with broken settings too
         return False
     if sys.platform != "linux":
         _warn_once("creel needs Linux: this DataLoader behaves as torch's")
@@ -281,7 +282,7 @@ def _may_take(loader: DataLoader[Any]) -> bool:
             f"this torch lacks what creel needs ({MISSING}): this DataLoader behaves as torch's"
         )
         return False
-    alone = loader.remap is None and loader.replicate is None  # others count on the same batches
+    alone = loader.remap is None and loader.replicate is None  # other ranks expect the same
     if loader.num_workers and alone and (why := _refused_memfds()):
         _warn_once(f"this system gives no memfd ({why}): this DataLoader behaves as torch's")
         return False
@@ -293,7 +294,7 @@ def _may_take(loader: DataLoader[Any]) -> bool:
 
 @cache
 def _refused_memfds() -> str:
-    """Why the system never gives a memfd, which workers need; "" where it does."""
+    """Return why the system gives no memfds, which workers need; "" if it does."""
     try:
         os.close(memfd("creel-probe"))
     except OSError as e:

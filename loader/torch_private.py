@@ -73,9 +73,9 @@ except (ImportError, AttributeError) as e:
 
 
 def default_store() -> Any:
-    """The store of the default process group, over a connection of its own where torch can.
+    """Return the store of the default process group, with a connection of its own if torch can.
 
-    None where there is no process group, or this torch has no way to ask.
+    None if there is no process group, or this torch cannot tell.
     """
     import torch.distributed as dist
 
@@ -87,13 +87,13 @@ def default_store() -> Any:
         return None
     store = _get_default_store()
     try:
-        return store.clone()  # type: ignore[attr-defined]  # what waits there must not hold up the process group
+        return store.clone()  # type: ignore[attr-defined]  # waits on it must not block the process group's own connection
     except (AttributeError, RuntimeError):  # an older torch; a store in one process
         return store
 
 
 def require_prefetch_factor(prefetch_factor: int | None) -> int:
-    """The argument of a loader with workers, checked as torch's iterator does.
+    """Return `prefetch_factor` of a loader with workers, checked as torch's iterator does.
 
     Raises:
         AssertionError: it is None or not positive.
@@ -106,6 +106,6 @@ def require_prefetch_factor(prefetch_factor: int | None) -> int:
 
 
 def profiler_enabled() -> bool:
-    """Whether torch's profiler is running; True if this torch has no way to ask."""
+    """Whether torch's profiler is running; True if this torch cannot tell."""
     enabled = getattr(torch.autograd, "_profiler_enabled", None)
     return enabled is None or bool(enabled())

@@ -1,8 +1,8 @@
 """`creel verify`: run a loader or script with torch's DataLoader and with creel's, and compare.
 
-Each side runs in a fork of this process, from equal seeds, where every loader records its batches;
-on creel's side, a `DataLoader` that is imported from torch is creel's. Each batch becomes a list of
-leaves (path in the batch, type and shape, value or hash of the bytes); the lists are compared in
+Each side runs in a fork of this process, from equal seeds, and every loader there records its
+batches. On creel's side, a `DataLoader` imported from torch is creel's. Each batch becomes a list
+of leaves (path in the batch, type and shape, value or hash of the bytes); the lists are compared in
 order.
 """
 
@@ -213,7 +213,7 @@ def _run(
     """Run the target with recording loaders in a fork of this process.
 
     Returns:
-        The records of each loader in order, and the seconds that it took.
+        The records of each loader in order, and the seconds that the run took.
     """
     with tempfile.TemporaryFile() as out:
         args = (kind, target, arguments, steps, out)
@@ -243,10 +243,10 @@ def _record(
     sys.stdout = sys.stderr
     os.dup2(2, 1)
     os.environ["CREEL_DISABLE"] = "1" if kind == "torch" else "0"
-    os.environ["PYTHONHASHSEED"] = "0"  # of workers that are spawned; forks have this process's
+    os.environ["PYTHONHASHSEED"] = "0"  # for spawned workers; forks have this process's
     tape = _Tape(out, steps)
     _record_batches(tape)
-    # A script that uses creel's class keeps it: on torch's side CREEL_DISABLE makes it torch's.
+    # A script that uses creel's class keeps it; on torch's side CREEL_DISABLE makes it torch's.
     if kind == "creel":
         for name in ("torch.utils.data", "torch.utils.data.dataloader"):
             setattr(importlib.import_module(name), "DataLoader", CreelLoader)  # noqa: B010
@@ -277,7 +277,7 @@ def seed_all(seed: int) -> None:
 
 
 def _loader_of(target: str) -> TorchLoader:
-    """The loader that MODULE:LOADER names, or that the function of that name returns.
+    """Return the loader MODULE:LOADER, or the one that the function of that name returns.
 
     Raises:
         CreelError: the function failed; ConfigError: there is no such loader.
@@ -306,7 +306,7 @@ def _loader_of(target: str) -> TorchLoader:
 
 
 def _iterate(loader: TorchLoader, tape: _Tape) -> None:
-    """Run one epoch; an error ends it, and is recorded like a batch: both sides must raise it."""
+    """Run one epoch. An error ends it and is recorded like a batch: both sides must raise it."""
     seed_all(_SEED)
     try:
         for _ in loader:
@@ -337,7 +337,7 @@ class _Tape:
         self.written = 0
 
     def write(self, record: Record | CreelError) -> None:
-        """Write a record, or an error; after the last step that is wanted, end the process."""
+        """Write a record, or an error; after `steps` records, end the process."""
         if os.getpid() != self._pid:
             return
         pickle.dump(record, self._file)
@@ -348,7 +348,7 @@ class _Tape:
 
 
 def _record_batches(tape: _Tape) -> None:
-    """Have every loader of this process, torch's or one derived from it, record its batches."""
+    """Let every loader of this process, torch's or derived from it, record its batches."""
     begin, numbers = _TorchDataLoader.__iter__, itertools.count()
 
     def begin_recorded(loader: TorchLoader) -> Any:
@@ -361,7 +361,7 @@ def _record_batches(tape: _Tape) -> None:
 
 
 class _Recorded:
-    """Wrap an iterator and record what it yields; all else passes through."""
+    """Wraps an iterator and records its items; passes on all other attributes."""
 
     def __init__(self, inner: Any, tape: _Tape, loader: int, epoch: int) -> None:
         self._inner = inner

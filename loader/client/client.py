@@ -1,8 +1,8 @@
 """Client: a training process's connection to its node's daemon, over both sockets.
 
-Nothing here raises into a training step: if the daemon is slow, lost or draining, `ready` and
+No failure here raises into a training step: if the daemon is slow, lost or draining, `ready` and
 `wait` return False, and the caller reads the source itself. Bytes of steps < READY stay valid even
-when the daemon dies: the mapping outlives it, and no process is left that writes there.
+when the daemon dies: the mapping outlives the daemon, and no other process writes to it.
 
 A client belongs to the process that made it. After a fork the child's copy is dead (`alive` is
 False) and its descriptors are closed, so that the daemon sees the parent's death at once.
@@ -70,7 +70,7 @@ class Client:
         self.request_address = welcome.request_address
         self._control_socket = control_socket
         self._pid = os.getpid()
-        self.hung = False  # it did not answer in time
+        self.hung = False  # whether the daemon failed to answer in time
         self._lost = False
         #: Whether this process has closed it.
         self.closed = False
@@ -82,7 +82,7 @@ class Client:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._request_fd = -1
         self.received = 0  # messages received so far
-        self._wakeups: set[int] = set()  # eventfds of listening threads, to wake them up
+        self._wakeups: set[int] = set()  # eventfds that wake listening threads
         self.calls = itertools.count(1)
         self._answers: dict[int, messages.CommandReply | messages.Failed] = {}
         #: The cluster that this node's daemon has joined for this process's job; "": none.
@@ -107,8 +107,8 @@ class Client:
 
         Args:
             role: "trainer", "worker" (with its trainer's token) or "cli".
-            trainer_pid: of the process that this one works for: an embedded daemon stays until
-                that process ends, not only until this one does.
+            trainer_pid: of the process that this one works for. An embedded daemon stays until that
+                process ends, not only until this one does.
 
         Raises:
             NoDaemonError: no process listens there, or one of another user or with other files.
@@ -163,7 +163,7 @@ class Client:
         return not self._lost and os.getpid() == self._pid and not self._hung_up()
 
     def register(self, manifest: Manifest) -> str:
-        """Register a dataset; returns the key under which sessions may be opened.
+        """Register a dataset; return the key under which sessions may be opened.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
@@ -182,7 +182,7 @@ class Client:
     def open_manifest(
         self, manifest: Manifest, job: str, rank: int, world: int, *, recheck: str
     ) -> Session:
-        """Open a session over a dataset, which is registered only if the daemon does not have it.
+        """Open a session over a dataset; register the dataset only if the daemon does not have it.
 
         To register a million files takes .3 s and more.
 
@@ -221,7 +221,7 @@ class Client:
         return self._session(reply, fds, trainer=False)
 
     def host(self, address: str, port: int = 0) -> messages.Member:
-        """Have the daemon serve peers at this address of this node; port 0: any.
+        """Let the daemon serve peers at this address of this node; port 0: any.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
@@ -229,7 +229,7 @@ class Client:
         return self._call(messages.Host(address, port), messages.Hosting)[0].member
 
     def join(self, request: messages.Join) -> bool:
-        """Give the daemon its peers; see `messages.Join`. False: they are not all there yet.
+        """Give the daemon its peers (see `messages.Join`); return whether all of them are there.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
@@ -265,7 +265,7 @@ class Client:
     def close(self) -> None:
         """Close the connection; the daemon then releases everything it held for this client.
 
-        A call that another thread has under way fails at once.
+        A pending call of another thread fails at once.
         """
         self._lost = self.closed = True
         for session in list(self.sessions):
@@ -279,7 +279,7 @@ class Client:
             self._wake_listeners()
         with contextlib.suppress(OSError):
             self._control_socket.shutdown(socket.SHUT_RDWR)
-        with self._control_lock:  # until then its number is not free for another file
+        with self._control_lock:  # until then, no other file may get its number
             self._control_socket.close()
         self.arena.close()
 
@@ -290,17 +290,17 @@ class Client:
         self.close()
 
     def forget(self) -> None:
-        """In a forked child: close inherited descriptors without notifying the daemon."""
+        """Close inherited descriptors in a forked child, without notifying the daemon."""
         self._lost = True
         self._control_socket.close()
-        with warnings.catch_warnings():  # zmq's may not be closed here; `python -X dev` tells of it
+        with warnings.catch_warnings():  # zmq's may not be closed here; `python -X dev` would warn
             warnings.simplefilter("ignore", ResourceWarning)
             self._request_socket = self._context = None
         close_all(list(self._wakeups))
         self._wakeups.clear()
 
     def _hung_up(self) -> bool:
-        poll = select.poll()  # a new one: two threads may not poll the same
+        poll = select.poll()  # a new one: two threads may not share a poll object
         fd = self._control_socket.fileno()
         if fd < 0:
             return True
@@ -328,7 +328,7 @@ class Client:
                 raise DaemonLostError(f"the daemon did not answer: {e}") from e
             except UnavailableError:  # a proper reply
                 raise
-            except BaseException:  # Ctrl-C: the reply may still come, as above
+            except BaseException:  # Ctrl-C: as above, a late reply may still come
                 self._lost = True
                 raise
 
@@ -343,7 +343,7 @@ class Client:
     def _session(self, reply: messages.Opened, fds: list[int], *, trainer: bool) -> Session:
         try:
             session = self._mapped(reply, fds, trainer=trainer)
-        except BaseException:  # e.g. no room for a mapping: the session will not be used
+        except BaseException:  # e.g. no memory for a mapping: the session stays unused
             if trainer:
                 self.notify(messages.Close(reply.session))
             raise
@@ -375,7 +375,7 @@ class Client:
         with self._request_lock:
             if not self.alive:
                 raise DaemonLostError("the daemon has ended")
-            if self._sending:  # called by a finaliser: its frames would mix with this message's
+            if self._sending:  # called by a finaliser: frames of two messages would mix
                 raise DaemonLostError("another message is being sent")
             self._sending = True
             try:
@@ -384,10 +384,10 @@ class Client:
                 raise DaemonLostError(f"the daemon accepts no messages: {e}") from e
             finally:
                 self._sending = False
-            self._receive_all()  # sending may consume libzmq's one signal that messages arrived
+            self._receive_all()  # sending may consume libzmq's only signal for new messages
 
     def _connected(self) -> zmq.Socket[bytes]:
-        """Return the DEALER, made at first use: a process that only forks workers never pays."""
+        """Return the DEALER, made at first use: a process that only forks workers needs none."""
         if self._request_socket is None:
             import zmq
 
@@ -399,11 +399,11 @@ class Client:
         return self._request_socket
 
     def listen(self, timeout_s: float, received: int) -> None:
-        """Receive messages; returns at the first one, at a hang-up, or after `timeout_s`.
+        """Receive messages; return at the first one, at a hang-up, or after `timeout_s`.
 
         Args:
-            received: `self.received` from before the caller last checked its condition. Returns at
-                once if another thread has received something since.
+            received: `self.received` from before the caller last checked its condition. If another
+                thread has received something since, this returns at once.
 
         Sleeps without the lock, so senders never wait for listeners. libzmq gives one signal for
         many messages, to one thread, which wakes the others (`_wake_listeners`).
@@ -463,10 +463,10 @@ class Client:
         except (zmq.ZMQError, MalformedError):
             self._lost = True
             return False
-        # Ready only wakes this thread: the shared words hold the same information.
+        # A Ready message only wakes this thread: the shared words hold the same information.
         if isinstance(message, (messages.CommandReply, messages.Failed)):
             self._answers[message.call] = message
-            while len(self._answers) > 1024:  # no caller waits for the oldest any more
+            while len(self._answers) > 1024:  # the callers of the oldest have given up
                 self._answers.pop(next(iter(self._answers)))
         return True
 

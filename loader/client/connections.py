@@ -32,15 +32,15 @@ _not_before: dict[str, float] = {}
 _pauses: dict[str, float] = {}  # seconds after the last failure
 _clients: dict[str, Client] = {}
 _starts: dict[str, DaemonStart] = {}
-_seen_starting: dict[str, float] = {}  # when another process was first seen to start a daemon
+_seen_starting: dict[str, float] = {}  # when another process was first seen starting a daemon
 _lock = threading.Lock()
 
 
 def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
-    """Return this process's connection to the daemon of that name, reconnecting after a loss.
+    """Return this process's connection to the configured daemon, reconnecting after a loss.
 
-    Returns None if there is no daemon, and for `RETRY_S` after a failure, twice as long after each
-    further one up to `MAX_RETRY_S`: a daemon that is stopped holds up each attempt for 10 s.
+    Returns None if there is no daemon, and for `RETRY_S` after a failure. Each further failure
+    doubles that time up to `MAX_RETRY_S`, since each attempt on a stopped daemon blocks for 10 s.
 
     Args:
         trainer_pid: see `Client.connect`.
@@ -51,7 +51,7 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
         if time.monotonic() < _not_before.get(name, 0.0):
             return None
         if client is None or not client.alive:
-            hung = client is not None and client.hung  # waiting for it once more would be in vain
+            hung = client is not None and client.hung  # another attempt would block again
             if client is not None:
                 if not hung:
                     _log.warning(
@@ -82,10 +82,10 @@ def open_session(
     recheck: str,
     trainer_pid: int = 0,
 ) -> Session | None:
-    """Open a session with this node's daemon; None, after one warning, where that fails.
+    """Open a session with this node's daemon; None, after one warning, on failure.
 
     Args:
-        origins: where each setting comes from; a trainer warns of those that the daemon lacks.
+        origins: the origin of each setting; a trainer warns of those that the daemon lacks.
         job, rank, world, recheck: see `messages.Open`.
         trainer_pid: see `Client.connect`; 0: this process is the trainer.
     """
@@ -94,8 +94,8 @@ def open_session(
         return None
     try:
         session = client.open_manifest(manifest, job, rank, world, recheck=recheck)
-    except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
-        if not client.closed:  # by the trainer's thread, as nothing is read any more
+    except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no memory for a mapping
+        if not client.closed:  # else the trainer's thread closed it, and nothing is read any more
             # The text alone, as in `connect_or_start`.
             _log.warning("creel reads directly, without a cache: %s", str(e))
         return None
@@ -119,7 +119,7 @@ def disconnect(name: str) -> None:
 
 
 def start_daemon_early(config: Config) -> None:
-    """Start a daemon early, when a loader is made, so that it is up at the first read.
+    """Start a daemon when a loader is made, so that it is up at the first read.
 
     Making a model and moving it to a device takes longer than a daemon's start
     (benchmarks/startup.py).
@@ -131,16 +131,16 @@ def start_daemon_early(config: Config) -> None:
         start = start_early(config)
         if start is not None:
             _starts[name] = start
-            with suppress(ImportError, OSError):  # whoever needs it reports that
-                import zmq  # 15 ms, while the daemon comes up
+            with suppress(ImportError, OSError):  # the first use of zmq reports that
+                import zmq  # 15 ms, while the daemon starts
 
                 del zmq
 
 
 def daemon_starting(config: Config) -> bool:
-    """Whether a daemon is starting that `client_of` would wait for; starts one if there is none.
+    """Whether `client_of` would wait for a daemon that is starting; starts one if there is none.
 
-    For callers that have other work to do meanwhile.
+    For callers that can do other work meanwhile.
     """
     start_daemon_early(config)
     name, now = config.daemon.name, time.monotonic()

@@ -1,9 +1,9 @@
-"""Start a daemon where none listens.
+"""Start a daemon if none listens.
 
 The daemon is a separate process in its own session: it outlives the trainer that started it as long
-as others use it, and ends after its last client. Where several processes find no daemon at the same
-time, one of them starts it: it binds an abstract address, the *turn*, and the others connect to its
-daemon. Should two daemons start nevertheless, the kernel gives the daemon's address to one, and the
+as others use it, and ends after its last client. If several processes find no daemon at the same
+time, one of them binds an abstract address, the *turn*, and starts it; the others connect to its
+daemon. If two daemons start nevertheless, the kernel gives the daemon's address to one, and the
 other exits silently.
 """
 
@@ -31,7 +31,7 @@ from creel.unix_peers import owner_of
 
 log = logging.getLogger("creel.embed")
 
-_START_S = 20.0  # a daemon is ready in 0.4 s; a cold parallel file system may take long to import
+_START_S = 20.0  # a daemon is ready in 0.4 s; imports from a cold parallel file system take long
 OTHER_START_S = 3.0  # longest wait for another process's start
 _RETRY_S = 0.02
 _MAX_LOG_NBYTES = 2000  # bytes of a failed daemon's log that the error quotes
@@ -43,12 +43,12 @@ def connect_or_start(
     """Connect to this node's daemon, starting one if there is none.
 
     Args:
-        config: `config.loader.embed` False: use a running daemon only.
+        config: with `config.loader.embed` False, only a running daemon is used.
         trainer_pid: see `Client.connect`.
-        start: a daemon that is starting already; closed, whatever becomes of it.
+        start: a daemon that is starting already; always closed here.
 
     Returns:
-        None, after one warning that says why, if there is no daemon: the caller reads directly.
+        None, after one warning with the reason, if there is no daemon: the caller reads directly.
     """
     try:
         if config.loader.disable:
@@ -87,19 +87,20 @@ def _connect_or_start(config: Config, trainer_pid: int, start: DaemonStart | Non
             time.sleep(_RETRY_S)
             with suppress(NoDaemonError):
                 return Client.connect(name, trainer_pid=trainer_pid)
-        with suppress(NoDaemonError):  # the previous holder of the turn may have started it
+        with suppress(NoDaemonError):  # the previous holder of the turn may have started one
             return Client.connect(name, trainer_pid=trainer_pid)
         return _started(DaemonStart(config), name, trainer_pid)
 
 
 def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
-    """Connect to the daemon that `start` brings up, or to another that won the address."""
+    """Connect to the daemon that `start` brings up, or to another that took the address."""
     try:
         deadline = time.monotonic() + _START_S
         report = start.report(_START_S)
-        # "0..." may mean that another daemon won and does not listen yet, or has just ended. Ours
-        # listened when it reported "1": if it does not now, it was stopped. One that died reports
-        # nothing: new workers of each epoch may find that out, and must not wait for it.
+        # "0..." may mean that another daemon took the address but does not listen yet, or has just
+        # ended. A daemon that reported "1" listened; if it does not now, it was stopped. A daemon
+        # that died reports nothing. New workers of each epoch may find that, and must not wait for
+        # it.
         retry = deadline if report.startswith("0") else time.monotonic() + (1.0 if report else 0.0)
         while True:
             try:
@@ -116,7 +117,7 @@ def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
 
 
 def _new_turn() -> socket.socket:
-    """A socket to be bound to `_turn_address`: the process that has bound it starts a daemon.
+    """Return a socket for `_turn_address`: the process that binds it starts a daemon.
 
     The kernel frees the address when that process ends. A start costs 0.3 s of a core.
     """
@@ -138,7 +139,7 @@ def _take(turn: socket.socket, name: str) -> bool:
 
 
 def started_elsewhere(name: str) -> bool:
-    """Whether another process of this user starts a daemon that does not answer yet."""
+    """Whether another process of this user is starting a daemon that does not answer yet."""
     try:
         return startable(name) and owner_of(_turn_address(name)) == os.getuid()
     except UnavailableError:
@@ -146,15 +147,15 @@ def started_elsewhere(name: str) -> bool:
 
 
 class DaemonStart:
-    """A daemon that is starting. It stays up, even without a client, until this is closed."""
+    """A daemon that is starting. Until this is closed it stays up, even without a client."""
 
     def __init__(
         self, config: Config, turn: socket.socket | None = None, log_fd: int | None = None
     ) -> None:
         """Start the process.
 
-        `turn`: a bound `_new_turn`, taken over, so that no other process starts one meanwhile.
-        `log_fd`: where it logs to; None: to where `last_log` finds it.
+        `turn`: a bound `_new_turn`, taken over, so that no other process starts a daemon meanwhile.
+        `log_fd`: the daemon's log; None: a memfd that `last_log` reads.
 
         Raises:
             OSError, UnavailableError: it cannot be started.
@@ -188,12 +189,12 @@ class DaemonStart:
     def close(self, *, wait: bool = True) -> None:
         """Release the daemon: from now on it stays only for its clients. Idempotent.
 
-        wait: for the process that was started; not in a forked child, whose parent's it is.
+        wait: reap the process that was started; False in a forked child, which is not its parent.
         """
         if self._log_fd < 0:
             return
         if wait:
-            self._process.wait()  # it forks the daemon off at once (daemon/__main__.py)
+            self._process.wait()  # returns at once: it forks the daemon off (daemon/__main__.py)
         os.close(self._ready_fd)
         os.close(self._log_fd)
         self._log_fd = -1
@@ -202,7 +203,7 @@ class DaemonStart:
 
 
 def start_early(config: Config) -> DaemonStart | None:
-    """Start a daemon if one will be needed, none answers and nobody starts one; else None."""
+    """Start a daemon if one is wanted, none answers and no process starts one; else None."""
     if config.loader.disable or not config.loader.embed or few_descriptors():
         return None
     turn = None
@@ -218,9 +219,9 @@ def start_early(config: Config) -> DaemonStart | None:
 
 
 def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the process; returns it and a pipe on which it reports "1", or "0" and a reason."""
+    """Start the process; return it and a pipe on which it reports "1", or "0" and a reason."""
     if not sys.executable or getattr(sys, "frozen", False):
-        # In a frozen program it is that program, which would start itself again and again.
+        # In a frozen program sys.executable is that program, which would start itself endlessly.
         raise UnavailableError("this program knows no Python to start a daemon with: start creeld")
     config_fd = memfd("creel-config")
     ready, write = os.pipe2(os.O_CLOEXEC)

@@ -63,7 +63,7 @@ def map_arena(fds: list[int], nbytes: int) -> ArenaView:
                 f"the limit on address space (ulimit -v) is too low to map {nbytes >> 20} MiB"
             )
         return ArenaView.attach(fds[0], nbytes)
-    except OSError as e:  # a limit on this process (ulimit -v), for one
+    except OSError as e:  # e.g. a limit on this process (ulimit -v)
         raise UnavailableError(f"the daemon's memory cannot be mapped here: {e}") from e
     finally:
         close_all(fds)
@@ -88,7 +88,7 @@ def check_owner(control_socket: socket.socket, where: str) -> None:
 
 @contextmanager
 def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
-    """Yield (pidfd,) of process `pid`; () if `pid` is 0 or gone, or there are none."""
+    """Yield (pidfd,) of process `pid`; () if `pid` is 0 or gone, or the system has no pidfds."""
     fds: list[int] = []
     if pid:
         with suppress(OSError, AttributeError):

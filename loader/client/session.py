@@ -1,8 +1,8 @@
 """Session: one stream of a dataset's steps, on the side of the trainer and its workers.
 
-The daemon writes to the shared words which steps are ready; a warm batch costs one comparison and
-no message. If the daemon is slow, lost or draining, `ready` and `wait` return False, and the caller
-reads the source itself.
+The daemon marks ready steps in the shared words; a warm batch costs one comparison and no message.
+If the daemon is slow, lost or draining, `ready` and `wait` return False, and the caller reads the
+source itself.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _log = logging.getLogger("creel.loader")
 
 #: A heartbeat older than this means a stopped or swapped-out daemon; it beats every 0.1 s.
 STALE_NS = 2_000_000_000
-#: A heartbeat must look stale for this long before the daemon counts as lost: the whole machine or
-#: job may have been suspended (Slurm). A daemon that resumes beats again much sooner.
+#: A heartbeat must look stale for this long before the daemon counts as lost, because the whole
+#: machine or job may have been suspended (Slurm). A daemon that resumes beats again much sooner.
 STALE_CONFIRM_NS = 500_000_000
-#: Objects by which `holds_most` judges.
+#: Most objects that `holds_most` looks at.
 _LOOKED_AT = 4096
 #: Longest delay with which a waiting thread notices a stale heartbeat.
 POLL_S = 0.05
-#: A live daemon that has not received the plan of a step after this time will not: libzmq connects
-#: in the background, and tries in vain for as long as the process has no descriptor left.
+#: A live daemon without a step's plan after this time will never get it: libzmq connects in the
+#: background, and fails as long as the process has no free descriptor.
 ARRIVAL_S = 10.0
 
 
@@ -61,12 +61,12 @@ class MessageSizes:
 
     Attributes:
         limit: the daemon handles it in 3 ms, and serves no other client meanwhile.
-        fresh: the same at the start of an epoch: for nearly each object the daemon touches fresh
+        fresh: the limit at the start of an epoch. For nearly each object the daemon touches fresh
             memory, a page of a thousand objects in each of its columns (10 ms,
-            benchmarks/planning.py). The first one is of the step alone that a reader waits for.
-        fresh_part: that start ends once the plan has this part (1/n) of all objects: eight for each
-            page.
-        messages: maximum number for one plan: libzmq queues 1,000 that the daemon has not received.
+            benchmarks/planning.py). The first message has only the step that a reader waits for.
+        fresh_part: the start of an epoch ends once the plan has this part (1/n) of all objects:
+            eight for each page.
+        messages: most messages for one plan; libzmq queues 1,000 that the daemon has not received.
     """
 
     limit: int = 1 << 14
@@ -93,20 +93,20 @@ class Session:
         self.words = words
         self.table = table
         self.client = client
-        self.token = client.token  # which a worker needs, besides `id`, to attach
+        self.token = client.token  # a worker needs it, and `id`, to attach
         self._trainer = trainer
         self._closed = False
         self._lost = False
-        self._epoch, self._sent = -1, 0  # epoch of the last plan, and objects sent of it
+        self._epoch, self._sent = -1, 0  # epoch of the last plan; its objects sent so far
         self._truncates = 0
         self._void_from = 0  # READY may mean the old plan until all truncates are processed
-        self._stale_beat = (0, 0)  # a stale heartbeat, and when it was first seen stale
-        self._rows: tuple[int, Rows] | None = None  # bytes of an object, and its row copier
+        self._stale_beat = (0, 0)  # (beat, time when it was first seen stale)
+        self._rows: tuple[int, Rows] | None = None  # (bytes of an object, its row copier)
         forget_in_child(self)
 
     @property
     def ended(self) -> bool:
-        """Whether it was closed or lost: no step of it will be ready, and nothing is sent."""
+        """Whether it was closed or lost: no step will become ready, and nothing is sent."""
         return self._closed or self._lost
 
     @property
@@ -141,8 +141,8 @@ class Session:
             unplanned: whether the steps are about to be read, with unknown steps after them.
 
         Returns:
-            False if the plan does not matter any more: the daemon is lost, or a finaliser has
-            truncated the plan during this call.
+            False if the plan has become useless: the daemon is lost, or a finaliser has truncated
+                the plan during this call.
         """
         objects = np.asarray(objects, np.dtype("<i4"))
         ends = np.asarray(ends, np.dtype("<i8"))
@@ -171,13 +171,13 @@ class Session:
     def truncate(self, step: int) -> bool:
         """Cancel the plan from `step` on; False if the daemon is lost.
 
-        Steps from `step` on are then not ready until the plan is extended again; batches given out
-        of the old plan must not be used any more. Does not wait: `settle` must return True before a
-        step from `step` on is given to another process.
+        Steps from `step` on are then not ready until the plan is extended again. Batches that were
+        given out of the old plan must not be used any more. Does not wait: `settle` must return
+        True before a step from `step` on is given to another process.
         """
         self._void_from = step if self._settled() else min(step, self._void_from)
         self._truncates += 1
-        self.words[WANTED] = min(self.words[WANTED], step)  # it was of the cancelled plan
+        self.words[WANTED] = min(self.words[WANTED], step)  # it belonged to the cancelled plan
         if not self._send(messages.Truncate(self.token, self.id, step)):
             self._lost = True  # READY would still mean the old plan
             return False
@@ -186,7 +186,7 @@ class Session:
     def settle(self) -> bool:
         """Wait until the daemon has processed every `truncate`; False if it is lost.
 
-        A daemon that is found lost here is lost for good, since its READY could mean either plan.
+        If the daemon is found lost here, the session ends, since READY could mean either plan.
         """
         waits = pauses(2e-5, 0.001)
         while not self._settled():
@@ -206,9 +206,9 @@ class Session:
     def hold(self, step: int) -> int:
         """Return the stamp under which a step's objects may be copied; -1 if it is not ready.
 
-        It is how often READY was revoked: bytes copied while this changes may be torn.
+        The stamp counts how often READY was revoked: bytes copied while it changes may be torn.
         """
-        stamp = self.words[REVOKED]  # before READY is read
+        stamp = self.words[REVOKED]  # must precede the read of READY
         return stamp if self.ready(step) else -1
 
     def held(self, step: int, stamp: int) -> bool:
@@ -227,20 +227,20 @@ class Session:
         return self.words[OBJECT_NS]
 
     def holds_most(self) -> bool:
-        """Whether more than half of the dataset's objects are in the arena, judged by some."""
+        """Whether more than half of the dataset's objects are in the arena, judged by a sample."""
         offset = self.table.offset
         some = offset[:: len(offset) // _LOOKED_AT + 1]
         return 2 * int(np.count_nonzero(some != NOWHERE)) > len(some)
 
     def nbytes(self, ids: NDArray[np.integer]) -> int:
         """Return the total bytes of these (k,) objects; unknown lengths count as 0."""
-        # Not `take`, which copies all of the table where every length is one and the same number.
+        # Not `take`, which copies the whole table if all lengths are one and the same number.
         return int(self.table.length[ids].clip(0).sum())
 
     def wait(self, step: int, timeout_s: float) -> bool:
-        """Wait until `step` is ready; False if it is not in time, done, or the daemon is lost.
+        """Wait until `step` is ready; False if it is late or done, or the daemon is lost.
 
-        A session whose plan does not reach the daemon within ARRIVAL_S is lost, too.
+        A session whose plan does not reach the daemon within ARRIVAL_S is also lost.
         """
         if self.ready(step):
             return True
@@ -260,13 +260,13 @@ class Session:
             waited = time.monotonic() - began
             left = timeout_s - waited
             self._lost |= waited > ARRIVAL_S and self.words[KNOWN] <= step
-            over = step < self.words[DONE]  # its iterator was begun anew meanwhile
+            over = step < self.words[DONE]  # its iterator has begun anew meanwhile
             if left <= 0 or over or self._dead() or client.refused(call):
                 return self.ready(step)
             client.listen(min(left, POLL_S), received)
 
     def done(self, step: int) -> None:
-        """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""
+        """Raise DONE (never lower it): all steps < `step` were read, and may be evicted."""
         if not self.ended and step > self.words[DONE]:
             self.words[DONE] = step
 
@@ -275,15 +275,15 @@ class Session:
         self._send(messages.Deal(self.token, self.id, epoch, self.client.cluster, *deal))
 
     def follow(self) -> None:
-        """Tell the daemon that the job's nodes are to ask each other without a plan for all."""
+        """Tell the daemon that the job's nodes should ask each other without a common plan."""
         self._send(messages.Follow(self.token, self.id, self.client.cluster))
 
     def forget(self) -> None:
-        """In a forked child: stop using the session, whose shared words belong to the parent."""
+        """Stop using the session in a forked child: its shared words belong to the parent."""
         self._lost = True
 
     def pieces(self, ids: NDArray[np.integer]) -> dict[int, list[memoryview]]:
-        """Return the bytes of those of (k,) objects that are there, read-only and in order.
+        """Return the bytes of those of (k,) objects that are in the arena, read-only and in order.
 
         Valid while their step is in [DONE, READY).
         """
@@ -334,7 +334,7 @@ class Session:
             return False
         try:
             self.client.send(message, *arrays)
-        except Exception:  # noqa: BLE001  lost, or no memory: it costs speed, never a batch
+        except Exception:  # noqa: BLE001  lost, or no memory: costs speed, never a batch
             _log.debug("the daemon did not receive a message", exc_info=True)
             return False
         except BaseException:  # Ctrl-C: it may have been sent or not

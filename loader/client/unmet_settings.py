@@ -23,7 +23,7 @@ def warn_of_unmet(client: Client, config: Config, origins: Mapping[str, str]) ->
     """Warn of the user's settings that differ from those the daemon was started with.
 
     Args:
-        origins: where each key's value came from, as `Config.load` returns it.
+        origins: the origin of each key's value, as `Config.load` returns it.
     """
     ours = config.flat()
     given = [key for key, origin in origins.items() if origin != "default"]

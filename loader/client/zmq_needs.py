@@ -1,4 +1,4 @@
-"""What libzmq needs of the system: without it libzmq ends the whole process."""
+"""Check what libzmq needs of the system: without it, libzmq ends the whole process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 from creel.errors import DaemonLostError
 from creel.loader.client.packets import close_all
 
-#: A context and a DEALER take 8 (libzmq 4.3); other threads may open some meanwhile.
+#: A context and a DEALER take 8 (libzmq 4.3); other threads may take some meanwhile.
 _MIN_FREE_FDS = 16
 #: A context starts 2 (libzmq 4.3); other code may start some meanwhile.
 _MIN_FREE_THREADS = 4
 
 
 def check_descriptors() -> None:
-    """Raise DaemonLostError if descriptors are short: libzmq would abort (epoll.cpp)."""
+    """Raise DaemonLostError if too few descriptors are free: libzmq would abort (epoll.cpp)."""
     free: list[int] = []
     try:
         while len(free) < _MIN_FREE_FDS:
