@@ -272,7 +272,7 @@ def _record(
 def seed_all(seed: int) -> None:
     """Seed every generator a dataset may draw from: random, NumPy, torch."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global one is what datasets use
+    np.random.seed(seed)  # noqa: NPY002  datasets use the global one
     torch.manual_seed(seed)
 
 

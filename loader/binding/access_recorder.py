@@ -342,7 +342,7 @@ def _batch(
             columns = [_batch(part, indices, reads, observed) for part in parts.values()]
             return [dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)]
         return list(zip(*(_batch(part, indices, reads, observed) for part in parts), strict=True))
-    leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # anything else is one
+    leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # all others are leaves
     return [
         _unwritten(read, observed, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
         for i, read in zip(indices, reads, strict=True)

@@ -26,7 +26,7 @@ from creel.loader.client.unmet_settings import warn_of_unmet
 
 _log = logging.getLogger("creel.loader")
 
-#: Seconds between a failure to reach or start a daemon and the next attempt: at first, and at most.
+#: Seconds from a failure to reach or start a daemon to the next attempt: at first, and at most.
 RETRY_S, MAX_RETRY_S = 30.0, 600.0
 _not_before: dict[str, float] = {}
 _pauses: dict[str, float] = {}  # seconds after the last failure

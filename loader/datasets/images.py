@@ -198,7 +198,7 @@ class ImageFolder(WholeFiles):
         self._targets = targets
 
     def __getitem__(self, index: int) -> tuple[Sample, Sample]:
-        """(image, label), each after its transform."""
+        """Return (image, label), each after its transform."""
         i = position(index, len(self))
         if self.loader is pil_loader:
             sample = self.decoded(i, self.decode)

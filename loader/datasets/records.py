@@ -142,7 +142,7 @@ class RecordDataset(Labelled):
         return sample if self.labels is None else (sample, self.labels[i])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """[dataset[i] for i in indices], read together, with one call of batch_transform."""
+        """Return [dataset[i] for i in indices], read together, with one batch_transform call."""
         if type(self).__getitem__ is not RecordDataset.__getitem__:  # overridden by a subclass
             return [self[i] for i in indices]
         ids = self._ids(indices)

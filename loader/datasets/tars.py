@@ -130,7 +130,7 @@ class TarDataset(CreelDataset):
         return sample if self.transform is None else self.transform(sample)
 
     def objects(self, indices: Ints) -> tuple[Ids, Ints]:
-        """Members of each sample, in the order of the tar; see `CreelDataset.objects`."""
+        """Return the members of each sample in the order of the tar; see `CreelDataset.objects`."""
         wanted = positions(indices, len(self))
         begin = self._index.start[wanted]
         counts = self._index.start[wanted + 1] - begin

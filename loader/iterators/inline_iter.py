@@ -193,7 +193,7 @@ class BatchReader(StepReader):
         warnings.warn(text, StallWarning, stacklevel=2)
 
     def close(self) -> None:
-        """Nothing is held between batches."""
+        """Do nothing: no resource is held between batches."""
 
     def fetch(self, index: Any, lease: Lease | None) -> Any:
         """Fetch as torch does, under the lease, and count times and direct reads."""

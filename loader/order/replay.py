@@ -67,8 +67,8 @@ def _opened(
             return Distributed(Sequential(n), *at)
         return Distributed(Shuffled(n, n, Origin.seeded(sampler.seed + epoch)), *at)
     if is_sequence(sampler):
-        return FromList(sampler)  # type: ignore[arg-type]  # is_sequence says so
-    outer: torch.Generator | None = sampler.generator  # type: ignore[attr-defined]  # the others have it
+        return FromList(sampler)  # type: ignore[arg-type]  # checked by is_sequence
+    outer: torch.Generator | None = sampler.generator  # type: ignore[attr-defined]  # all other samplers have it
     if isinstance(sampler, RandomSampler) and outer is None:
         origin = Origin.seeded(given["seed"] if "seed" in given else source.seed(None))
     else:

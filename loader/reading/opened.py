@@ -266,7 +266,7 @@ def read(uri: str | os.PathLike[str]) -> bytes:
     return take_address(address, find(address), read_all)
 
 
-def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A001 - creel.open
+def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A001  creel.open
     """Open a file for reading bytes, from the cache if they are there.
 
     A local file that is not in the cache is opened as the real file (with a descriptor, so that it
@@ -438,7 +438,7 @@ def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
     return open(file)
 
 
-# --- files that a person's code opens itself ----------------------------------------------------
+# --- files that user code opens itself ----------------------------------------------------------
 
 
 def local_address(file: object) -> str | None:
