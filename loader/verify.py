@@ -301,7 +301,9 @@ def _loader_of(target: str) -> TorchLoader:
         raise CreelError(f"{called} raised {type(e).__name__}: {e}") from e
     if not isinstance(found, _TorchDataLoader):
         kind = type(found).__name__
-        raise ConfigError(f"{target} is of type {kind}: neither a DataLoader nor a function of one")
+        raise ConfigError(
+            f"{target} is of type {kind}: neither a DataLoader nor a function that returns one"
+        )
     return found
 
 

@@ -73,7 +73,7 @@ class KeptTrace:
         try:
             keep_trace(self._disk.path, self._name, dataset, recorder.fd, self._disk.keep_free)
         except OSError as e:
-            _log.debug("what samples read is not kept for later jobs: %s", e)
+            _log.debug("the trace is not kept for later jobs: %s", e)
 
 
 def memory_of_ranks(dataset: Dataset[Any], config: Config) -> JointMemory | None:
@@ -102,7 +102,7 @@ def recorder_on(
     try:
         return AccessRecorder(dataset, journal, whole=whole, copies=kept, joint=joint)
     except Exception:  # noqa: BLE001  its samples are then read as without creel
-        _log.debug("what samples read is not recorded", exc_info=True)
+        _log.debug("the reads of the dataset are not recorded", exc_info=True)
         return None
 
 
@@ -124,5 +124,5 @@ def _copies(config: Config, fd: int | None) -> FileCopies | None:
         # the reads of other processes fill the daemon's own memory meanwhile
         return FileCopies(min(budget, memory.available // 4), fd)
     except Exception:  # noqa: BLE001  no memory, or another library has replaced Python's open
-        _log.debug("no copies are kept of what is read", exc_info=True)
+        _log.debug("no copies of files are kept for the daemon", exc_info=True)
         return None

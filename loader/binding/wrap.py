@@ -36,7 +36,9 @@ def wrap(dataset: D, *, whole: bool = False) -> D:
     """
     if type(dataset) is Wrapped:
         if whole:
-            raise ConfigError("it is wrapped already: give whole=True where it was wrapped first")
+            raise ConfigError(
+                "this dataset is wrapped already: give whole=True to the first creel.wrap"
+            )
         return dataset
     if isinstance(dataset, IterableDataset):
         raise ConfigError("creel.wrap takes a map-style dataset, not an IterableDataset")

@@ -222,7 +222,9 @@ def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
     """Start the process; return it and a pipe on which it reports "1", or "0" and a reason."""
     if not sys.executable or getattr(sys, "frozen", False):
         # In a frozen program sys.executable is that program, which would start itself endlessly.
-        raise UnavailableError("this program knows no Python to start a daemon with: start creeld")
+        raise UnavailableError(
+            "this program has no Python to start a daemon with: start creeld first"
+        )
     config_fd = memfd("creel-config")
     ready, write = os.pipe2(os.O_CLOEXEC)
     try:

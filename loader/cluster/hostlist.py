@@ -85,10 +85,10 @@ def _numbers(ranges: str) -> list[str]:
     for one in ranges.split(","):
         found = _RANGE.fullmatch(one)
         if found is None:
-            raise ConfigError(f"{one!r} is no range of numbers")
+            raise ConfigError(f"{one!r} is not a range of numbers")
         first, last = found[1], found[2] or found[1]
         if not 0 <= int(last) - int(first) < _MAX_HOSTS:
-            raise ConfigError(f"{one!r} is no range of numbers")
+            raise ConfigError(f"{one!r} is not a range of numbers")
         out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return out
 

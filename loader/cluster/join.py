@@ -75,7 +75,7 @@ def _attempt(client: Client, settings: ClusterSettings, store: Any, rank: int, w
         msgspec.MsgspecError,
     ) as e:
         level = logging.WARNING if store is None else logging.INFO  # the user has asked for a list
-        _log.log(level, "this node shares no cache with the job's others: %s", e)
+        _log.log(level, "this node shares no cache with the job's other nodes: %s", e)
     finally:
         client.joining_until = 0.0
 

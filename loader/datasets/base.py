@@ -40,7 +40,7 @@ def position(index: SupportsIndex, size: int) -> int:
     """
     i = operator.index(index)
     if not -size <= i < size:
-        raise IndexError(f"sample {i} of a dataset of {size}")
+        raise IndexError(f"sample {i} is outside a dataset of {size} samples")
     return i + size if i < 0 else i
 
 
@@ -48,7 +48,7 @@ def positions(indices: NDArray[np.integer[Any]], size: int) -> Ints:
     """Apply `position` to (n,) indices."""
     wide = np.asarray(indices, np.int64)
     if wide.size and not (-size <= wide.min() and wide.max() < size):
-        raise IndexError(f"samples {wide.min()} to {wide.max()} of a dataset of {size}")
+        raise IndexError(f"samples {wide.min()} to {wide.max()} are not all in a dataset of {size}")
     return np.where(wide < 0, wide + size, wide)
 
 

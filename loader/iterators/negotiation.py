@@ -89,7 +89,7 @@ def negotiated(
         raise ConfigError(f"{topic.name} needs torch.distributed.init_process_group, in all ranks")
     late = (
         f"{topic.name}: not all ranks have begun this loader's first epoch within {_GIVE_UP_S:.0f}"
-        f" s: all must make it, with {topic.name}, and none with CREEL_DISABLE"
+        f" s: every rank must make this loader with {topic.name}, and without CREEL_DISABLE"
     )
     until = time.monotonic() + _GIVE_UP_S
     decision = (

@@ -207,8 +207,8 @@ def resized(
         return without_batches(loader, state, 0, range(batches)), 0
     if batches * was % size:
         raise ConfigError(
-            f"the saved state is of {batches} batches of {was}: that is not a whole number of"
-            f" batches of {size}, as a {kind_of(sampler)} must be resumed with"
+            f"the saved position, {batches} batches of {was}, is not a whole number of batches of"
+            f" {size}: a {kind_of(sampler)} can only be resumed between batches"
         )
     return state, batches * was // size
 

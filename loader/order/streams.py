@@ -61,7 +61,7 @@ def indices_of(items: object) -> NDArray[np.int32]:
     if found.size == 0:
         return np.empty(0, dtype=np.int32)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"no indices: {found.ndim} dimensions of {found.dtype}")
+        raise ValueError(f"not indices: {found.ndim} dimensions of {found.dtype}")
     if found.min() < 0 or found.max() > np.iinfo(np.int32).max:
         raise ValueError("an index is negative or above 2**31 - 1")
     return found.astype(np.int32, copy=False)

@@ -159,7 +159,7 @@ class BatchStream:
             else:
                 self.session.follow()
         except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
-            _log.debug("the peers are not told how an epoch is dealt", exc_info=True)
+            _log.debug("the daemon was not told how an epoch is dealt to the ranks", exc_info=True)
 
     @property
     def joining(self) -> bool:

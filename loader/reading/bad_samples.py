@@ -57,9 +57,9 @@ class Tolerance:
     def check(self) -> None:
         """Raise ConfigError for invalid values."""
         if self.on_error not in {"raise", "skip", "substitute"}:
-            raise ConfigError(f'on_error={self.on_error!r}: "raise", "skip" or "substitute"')
+            raise ConfigError(f'on_error={self.on_error!r}: give "raise", "skip" or "substitute"')
         if type(self.most) is not int or self.most < 0:
-            raise ConfigError(f"max_bad_samples={self.most!r}: a number of samples, 0 or more")
+            raise ConfigError(f"max_bad_samples={self.most!r}: give a number of samples, 0 or more")
 
     def add(self, index: int, reason: str) -> bool:
         """Note a bad sample; False if it was known.

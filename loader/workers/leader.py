@@ -121,7 +121,7 @@ class Leader:
         """Go on without a follower, which then raises for its first missing batch."""
         channel = self._followers.pop(number, None)
         if channel is not None:
-            _log.info("a rank gets no more of this rank's batches: %s", why)
+            _log.info("a follower gets no more batches from this rank: %s", why)
             channel.close()
         for sent in self._sent.values():
             sent.forget(number)

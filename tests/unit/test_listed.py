@@ -60,7 +60,7 @@ def test_a_list_of_names_that_cannot_be_is_told_in_a_sentence(
 ) -> None:
     monkeypatch.setenv("CREEL_CLUSTER_KEY", SECRET.decode() * 2)
     join._attempt(mock.Mock(), ClusterSettings(hosts=hosts), None, 0, 2)
-    assert "this node shares no cache with the job's others" in caplog.text
+    assert "this node shares no cache with the job's other nodes" in caplog.text
 
 
 def test_a_node_finds_itself_by_name_or_address() -> None:
