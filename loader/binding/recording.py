@@ -109,8 +109,8 @@ def recorder_on(
 def _keeps_copies(config: Config) -> bool:
     """Whether to keep the bytes read from slow files for the daemon.
 
-    Not if other nodes read the same dataset, or a disk tier keeps the trace: they would not find
-    the copies.
+    Not if other nodes read the same dataset, or a disk tier keeps the trace for later jobs: neither
+    would find the copies.
     """
     return not config.disk.path and on_one_node(rank_and_world()[1], os.environ)
 

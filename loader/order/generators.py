@@ -144,7 +144,7 @@ class Permutation:
     def _extend_head(self) -> None:
         if self._shuffle is None:
             self._shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
-            self._head = np.empty(self._n, np.int32)  # written pages alone take memory
+            self._head = np.empty(self._n, np.int32)  # only written pages take memory
             self._begin()
         piece = self._shuffle.more(_PIECE)
         self._head[self._head_length : self._head_length + len(piece)] = piece

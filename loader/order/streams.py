@@ -99,12 +99,12 @@ class SamplerStream:
 
     @property
     def drawn(self) -> int:
-        """The number of first items that are known now."""
+        """Items [0, drawn) are known now."""
         return self.total
 
     @property
     def ready(self) -> int:
-        """The number of first items that are cheap now; later ones are computed piece by piece."""
+        """Items [0, ready) are cheap now; later ones are computed piece by piece."""
         return self.drawn
 
     def draw(self) -> None:

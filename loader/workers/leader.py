@@ -188,7 +188,7 @@ class SentBatches:
                 self._leader.drop(number, f"it is {behind} batches behind")
 
     def returned(self, worker: int, slots: Sequence[int]) -> list[int]:
-        """Return slots of this rank to the pool; give those that no rank holds any more."""
+        """Take back slots of this rank; return those that no rank holds any more."""
         self._leader.collect()
         self._give_back(_LEADER, worker, slots)
         return self._free.pop(worker, [])
