@@ -4,8 +4,8 @@ Below creel.wrap, a user's `__getitem__` reads through creel.open, creel.read or
 that it holds. These reads are recorded, one record per batch, in a journal: a memfd shared by the
 trainer, its workers and the ranks of a node (`joint_recording`). Once enough samples have been read
 twice, or the journal is too long, a process seals it. The records before the seal are the trace,
-the same in all processes. Samples that are not traced, or later read something else, are read
-directly.
+the same in all processes. Reads of untraced samples, and reads that differ from the trace, are
+direct.
 
 If two ranks share a journal, and read entirely different items as the same sample, their datasets
 differ. The journal is then void for all ranks.

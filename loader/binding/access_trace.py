@@ -94,7 +94,7 @@ class AccessTrace:
                 leaf.versions = None
 
     def outdated(self) -> bool:
-        """Whether a small sample of the files have changed versions."""
+        """Whether files have changed since they were recorded, judged by a few of them."""
         for leaf in self.leaves:
             if isinstance(leaf, Addressed) and leaf.versions is not None:
                 some = np.unique(np.linspace(0, leaf.object_count - 1, _LOOKED_AT).astype(np.int64))

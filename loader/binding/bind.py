@@ -151,7 +151,7 @@ class Binding:
         return digest.hexdigest()
 
     def one_to_one(self, samples: int) -> bool:
-        """Whether sample i is object i of the manifest, for at least the samples checked."""
+        """Whether sample i is object i of the manifest, judged by a few samples."""
         some = np.unique(np.linspace(0, samples - 1, _PROBED).astype(np.int64))
         ids, counts = self.objects(some)
         return len(self.manifest) == samples and np.array_equal(ids, some) and bool(counts.all())

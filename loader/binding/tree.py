@@ -61,7 +61,7 @@ def bindable(dataset: object) -> bool:
 
 
 def declares(dataset: object) -> bool:
-    """`bindable`, but not counting traces of `creel.wrap`; does not begin to record."""
+    """Like `bindable`, without traces of `creel.wrap`: does not begin to record."""
     below = inside(dataset)
     return cacheable(dataset) if below is None else any(map(declares, below))
 

@@ -205,7 +205,7 @@ def test_watching_prints_one_object_per_line(daemon: subprocess.Popen[bytes], na
 def test_run_gives_the_command_a_daemon_and_takes_its_exit_code() -> None:
     code = (
         "import os, sys; from creel.loader.client.client import Client;"
-        "c = Client.connect(role='cli'); told = c.ask('status'); c.close();"
+        "c = Client.connect(os.environ['CREEL_SOCKET'], 'cli'); told = c.ask('status'); c.close();"
         "print(told['name'], os.environ['CREEL_SOCKET'], told['memory']['budget_nbytes']);"
         "sys.exit(7)"
     )

@@ -481,7 +481,7 @@ for _ in range(2):
     print("epoch", flush=True)
     sys.stdin.readline()
 assert connections.connected(os.environ["CREEL_SOCKET"]) is None
-with Client.connect(role="cli") as client:
+with Client.connect(os.environ["CREEL_SOCKET"], "cli") as client:
     told = client.ask("stats")
     reads = sum(d["reads"] for d in told["core"]["datasets"].values())
     direct = sum(r["direct_reads"] for r in told["ranks"])
