@@ -39,7 +39,7 @@ _MAX_PARTS = 10_000
 _SETTLED_S = 0.022
 #: Most files whose versions are looked up once more.
 _MAX_CHANGING = 1000
-#: Files that `outdated` samples: it asks the storage for each, in the trainer's thread.
+#: Files that `outdated` checks: it asks the storage for each, in the trainer's thread.
 _LOOKED_AT = 16
 
 

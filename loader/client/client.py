@@ -2,7 +2,7 @@
 
 No failure here raises into a training step: if the daemon is slow, lost or draining, `ready` and
 `wait` return False, and the caller reads the source itself. Bytes of steps < READY stay valid even
-when the daemon dies: the mapping outlives the daemon, and no other process writes to it.
+when the daemon dies: the mapping outlives it, and no process is left that writes there.
 
 A client belongs to the process that made it. After a fork the child's copy is dead (`alive` is
 False) and its descriptors are closed, so that the daemon sees the parent's death at once.

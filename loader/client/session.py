@@ -227,7 +227,7 @@ class Session:
         return self.words[OBJECT_NS]
 
     def holds_most(self) -> bool:
-        """Whether more than half of the dataset's objects are in the arena, judged by a sample."""
+        """Whether more than half of the dataset's objects are in the arena, judged by some."""
         offset = self.table.offset
         some = offset[:: len(offset) // _LOOKED_AT + 1]
         return 2 * int(np.count_nonzero(some != NOWHERE)) > len(some)

@@ -240,7 +240,7 @@ class EpochRun:
                 self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
 
     def due(self) -> bool:
-        """Whether to update the daemon's statistics now: every `COUNT_S` at most."""
+        """Whether to update the daemon's statistics now: at most once per `COUNT_S`."""
         if self.stream is None or self.delivered == self._counted:
             return False
         return time.monotonic() - self._counted_at >= COUNT_S

@@ -194,7 +194,7 @@ class BatchStream:
         words.add("lead_ns", max(words[READY] - step, 0) * (self._counted_at - before))
 
     def report_bad(self, rows: Sequence[tuple[int, str, str]]) -> None:
-        """Report samples that cannot be read to the daemon: (number, address, reason) of each."""
+        """Report unreadable samples to the daemon: (number, address, reason) of each."""
         try:
             self.session.client.ask(
                 "bad_samples", timeout_s=1.0, session=self.session.id, rows=rows

@@ -207,7 +207,7 @@ class PlanPublisher:
         self._session = session
         self._objects = objects
         self._thread_safe = thread_safe
-        self._threaded = self._small = False  # current epoch: published by a thread; at once
+        self._threaded = self._small = False  # of the current epoch: published by a thread; at once
         self._end = 0  # the next step to publish
         self.forget()
         forget_in_child(self)
