@@ -29,11 +29,12 @@ import numpy as np
 from measure import Round, measured, median, report
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.buffers import MAX_BUFFERS, cut
+from creel.cache.memory.buffers import cut
 from creel.daemon.core.events import Event, PeerAsked, ServeObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import Credentials, PeerBeat
+from creel.limits import IOV_MAX
 
 KEY = bytes(range(32))
 OBJECTS_NBYTES = 256 << 20  # of the objects in each arena
@@ -123,7 +124,7 @@ def send_raw(
             first, objects = _RAW.unpack(wanted)
             left = [arena.view[a : a + nbytes] for a in place[first : first + objects].tolist()]
             while left:
-                sent = sock.sendmsg(left[:MAX_BUFFERS])
+                sent = sock.sendmsg(left[:IOV_MAX])
                 left = cut(left, sent)[1]
 
 
@@ -181,7 +182,7 @@ class Reading:
                     sock.sendall(_RAW.pack(part.start + a, len(at[a : a + size])))
                 left = [self.arena.view[a : a + self.nbytes] for a in at.tolist()]
                 while left:
-                    got = sock.recvmsg_into(left[:MAX_BUFFERS], 0, socket.MSG_WAITALL)[0]
+                    got = sock.recvmsg_into(left[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
                     left = cut(left, got)[1]
 
     def close(self) -> None:

@@ -12,8 +12,6 @@ import numpy as np
 
 #: The buffers of one object: a single one, or several, one after the other.
 Part: TypeAlias = Sequence[memoryview]
-#: Most buffers of one system call (IOV_MAX of Linux).
-MAX_BUFFERS = 1024
 
 
 def address_of(writable: Any) -> int:

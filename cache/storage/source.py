@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.buffers import MAX_BUFFERS, Part
+from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
 from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
@@ -42,6 +42,7 @@ from creel.cache.storage.stores import (
     read_unchanged,
 )
 from creel.errors import SourceError
+from creel.limits import IOV_MAX
 from creel.policies.arrays import Ints, Mask
 from creel.settings import FetchSettings
 
@@ -52,7 +53,7 @@ _MANY = 8
 #: Such records are read separately if at most one in this many follows another in the file.
 _MAX_SEPARATE = 8
 #: Most objects of one read: half the buffers of a system call, as an object may have several.
-_MAX_JOINED = MAX_BUFFERS // 2
+_MAX_JOINED = IOV_MAX // 2
 #: Errors of open without a free descriptor.
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from creel.cache.memory.buffers import MAX_BUFFERS, cut
+from creel.cache.memory.buffers import cut
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
 from creel.errors import SourceError
-from creel.limits import memory
+from creel.limits import IOV_MAX, memory
 
 
 @dataclass(frozen=True)
@@ -370,9 +370,9 @@ class TornError(OSError):
 
 def _preadv(fd: int, run: Run) -> int:
     """Fill all buffers; return the bytes read, fewer than requested only at the end of the file."""
-    done = os.preadv(fd, run.buffers[:MAX_BUFFERS], run.offset) if run.length else 0
+    done = os.preadv(fd, run.buffers[:IOV_MAX], run.offset) if run.length else 0
     while 0 < done < run.length:  # more buffers, or more than 2 GiB
-        more = os.preadv(fd, cut(list(run.buffers), done)[1][:MAX_BUFFERS], run.offset + done)
+        more = os.preadv(fd, cut(list(run.buffers), done)[1][:IOV_MAX], run.offset + done)
         if not more:
             break
         done += more

@@ -12,9 +12,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from creel.cache.memory.buffers import MAX_BUFFERS, cut
+from creel.cache.memory.buffers import cut
 from creel.daemon.peers import sealing, wire
 from creel.errors import MalformedError
+from creel.limits import IOV_MAX
 from creel.messages import Message
 
 #: Longest time, in s, that a receiver may block an answer; each byte of the answer adds 1 / rate.
@@ -151,12 +152,12 @@ class PeerConnection:
 
     def send(self, request: Request, nbytes: int) -> bool:
         """Send about `nbytes` of the current answer; return whether the socket took all of them."""
-        ready = sum(map(len, request.left[:MAX_BUFFERS])) if self.sealer else nbytes
+        ready = sum(map(len, request.left[:IOV_MAX])) if self.sealer else nbytes
         while self.sealer is not None and request.plain and ready < nbytes:
             record, request.plain = self.sealer.record(request.plain)
             request.left.append(record)
             ready += len(record)
-        portion, _ = cut(request.left[:MAX_BUFFERS], nbytes)
+        portion, _ = cut(request.left[:IOV_MAX], nbytes)
         wanted = sum(map(len, portion))
         try:
             sent = self.socket.sendmsg(portion, [], socket.MSG_NOSIGNAL)

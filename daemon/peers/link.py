@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.buffers import MAX_BUFFERS, cut
+from creel.cache.memory.buffers import cut
 from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import watch
 from creel.daemon.peers.wire import Credentials
 from creel.errors import MalformedError, ProtocolError
+from creel.limits import IOV_MAX
 from creel.messages import Message
 from creel.policies.cluster.agreement import SharedPlan
 
@@ -163,7 +164,7 @@ class PeerLink:
     def _fill(self, buffers: list[memoryview]) -> None:
         while buffers:
             self._set_limit(socket.SO_RCVTIMEO, STALL_S)
-            some = buffers[:MAX_BUFFERS]
+            some = buffers[:IOV_MAX]
             received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
             if not received:
                 raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")

@@ -13,8 +13,6 @@ from typing import NamedTuple
 _ROOT = Path("/")  # of proc/ and sys/
 #: cgroup v1 writes "no limit" as a number near 2**63; no machine has an exbibyte.
 _NO_LIMIT = 1 << 60
-
-
 #: Most buffers of one system call, on Linux.
 IOV_MAX = 1024
 
