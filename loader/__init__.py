@@ -1,9 +1,9 @@
 """The part of creel in a training process: `creel.DataLoader`, datasets, the daemon's client.
 
-`order` predicts an epoch's order (`orders.predict`), `plan` tells it to the daemon, and `iterators`
-make the batches, with `workers` or without. `binding` finds the objects that a dataset's samples
-need. `reading` gets their bytes (`observer`), also for a plain `open` below `creel.wrap`
-(`intercept`). `client` has the connection, `cluster` the job's other ranks and nodes.
+`order` predicts an epoch's order (`epoch_order.predict`), `plan` sends it to the daemon, and
+`iterators` make the batches, with `workers` or without. `binding` finds the objects that a
+dataset's samples need. `reading` gets their bytes (`observer`), also for a plain `open` below
+`creel.wrap` (`intercept`). `client` has the connection, `cluster` the job's other ranks and nodes.
 """
 
 from contextlib import suppress

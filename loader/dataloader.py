@@ -18,7 +18,7 @@ from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
-from creel.loader.order.orders import Progress, not_begun
+from creel.loader.order.epoch_order import Progress, not_begun
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
 

@@ -18,7 +18,7 @@ from creel.loader.binding.tree import wrapped_in
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.reattach import StreamSearch
-from creel.loader.order.orders import (
+from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
     IteratorStart,

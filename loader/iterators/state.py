@@ -22,7 +22,7 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.replicate import Role, join_group
-from creel.loader.order.orders import (
+from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
     Progress,

@@ -1,6 +1,6 @@
 """The order in which an epoch reads its samples, by replaying torch's random numbers.
 
-`orders.predict` predicts an epoch by replaying torch's samplers (`samplers`, `replay`).
-`prediction` holds the predicted epoch, and compares it with the samples that the sampler really
+`epoch_order.predict` predicts an epoch by replaying torch's samplers (`samplers`, `replay`).
+`epoch_plan` holds the predicted epoch, and compares it with the samples that the sampler really
 yields.
 """

@@ -37,14 +37,7 @@ from torch.utils.data import (
 
 from creel.errors import ConfigError
 from creel.loader.order.derived import each_of, in_whole
-from creel.loader.order.generators import (
-    GeneratorCopies,
-    RandomSource,
-    decode_state,
-    set_state,
-    state_of,
-)
-from creel.loader.order.orders import (
+from creel.loader.order.epoch_order import (
     EpochOrder,
     ForeignOrder,
     IteratorStart,
@@ -55,6 +48,13 @@ from creel.loader.order.orders import (
     index_sampler,
     inner_of,
     kind_of,
+)
+from creel.loader.order.generators import (
+    GeneratorCopies,
+    RandomSource,
+    decode_state,
+    set_state,
+    state_of,
 )
 from creel.loader.order.replay import is_sequence, open_stream, trusted
 from creel.loader.order.sampler_state import attribute, load_own, own_states

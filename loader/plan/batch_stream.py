@@ -27,8 +27,8 @@ from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding
-    from creel.loader.order.orders import EpochOrder
-    from creel.loader.order.prediction import EpochPlan
+    from creel.loader.order.epoch_order import EpochOrder
+    from creel.loader.order.epoch_plan import EpochPlan
 
 _log = logging.getLogger("creel.loader")
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.shared_words import KNOWN
 from creel.forks import forget_in_child
 from creel.loader.client.session import Session
-from creel.loader.order.prediction import EpochPlan, same_batch
+from creel.loader.order.epoch_plan import EpochPlan, same_batch
 
 _log = logging.getLogger("creel.loader")
 

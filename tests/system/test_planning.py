@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
 from creel.loader.order import generators
-from creel.loader.order.prediction import EpochPlan
+from creel.loader.order.epoch_plan import EpochPlan
 from creel.loader.plan import publish
 from daemons import Running
 from kit import until

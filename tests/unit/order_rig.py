@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from creel.loader.order import generators
-from creel.loader.order.orders import EpochOrder, IteratorStart, index_sampler
+from creel.loader.order.epoch_order import EpochOrder, IteratorStart, index_sampler
 from creel.loader.order.samplers import adopt, before
 
 Loader = DataLoader[Any]

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from creel.loader.order import orders, replay
-from creel.loader.order.prediction import same_batch
+from creel.loader.order.epoch_plan import same_batch
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,7 +18,7 @@ from creel.errors import DaemonLostError
 from creel.loader.client import session
 from creel.loader.client.session import Session
 from creel.loader.order.drain import DrainedSampler
-from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
+from creel.loader.order.epoch_plan import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.streams import Sequential
 from creel.loader.plan import publish
 from creel.loader.plan.publish import PlanPublisher, PublishedEpoch

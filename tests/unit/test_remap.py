@@ -20,7 +20,7 @@ from creel.errors import ConfigError
 from creel.loader.iterators import negotiation
 from creel.loader.iterators.exchange import REMAP, check_unchanged, distributed_sampler
 from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
-from creel.loader.order.orders import EpochOrder, IteratorStart
+from creel.loader.order.epoch_order import EpochOrder, IteratorStart
 from creel.loader.order.samplers import adopt, before, resharded, without_batches
 from creel.policies.cluster.remap import Exchange
 from kit import seeds, until

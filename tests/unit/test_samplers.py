@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from creel.loader.order import samplers
-from creel.loader.order.orders import EpochOrder, IteratorStart
+from creel.loader.order.epoch_order import EpochOrder, IteratorStart
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.orders import EpochOrder
+from creel.loader.order.epoch_order import EpochOrder
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)

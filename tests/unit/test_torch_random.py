@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from creel.loader.order.prediction import Division
+from creel.loader.order.epoch_plan import Division
 from creel.policies import torch_random
 from kit import seeds
 

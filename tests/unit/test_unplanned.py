@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.order.prediction import same_batch
+from creel.loader.order.epoch_plan import same_batch
 from creel.loader.plan.batch_stream import samples_in, samples_of
 
 

@@ -22,8 +22,8 @@ from torch.utils.data import (
 )
 
 from creel.loader.order.drain import drain, gather
+from creel.loader.order.epoch_plan import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.generators import GeneratorCopies, RandomSource, encode_state, state_of
-from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.replay import is_sequence, open_stream
 from creel.loader.order.sampler_state import OwnState, attribute, own_states
 from creel.loader.order.streams import Items, SamplerStream, Shuffled, StreamState, WithReplacement

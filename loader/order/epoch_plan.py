@@ -1,4 +1,4 @@
-"""EpochPlan: the samples an epoch will read, computed on request (by `orders.predict`)."""
+"""EpochPlan: the samples an epoch will read, computed on request (by `epoch_order.predict`)."""
 
 from __future__ import annotations
 
