@@ -156,8 +156,12 @@ class Daemon:
         os.eventfd_write(self._wake, 1)
 
     def stop(self, now: bool) -> None:
-        """Drain and end: at once (`now`), or when all clients have left."""
+        """Drain and end: at once (`now`), or when all clients have left.
+
+        Both addresses are free for the next daemon at once.
+        """
         self.control_socket.stop_listening()
+        self._close_page()
         self._leaving = True
         if now and self.node.state != "draining":
             log.info("draining")
@@ -184,8 +188,7 @@ class Daemon:
 
     def close(self) -> None:
         self.control_socket.close()
-        if self._page is not None:
-            self._page.close()
+        self._close_page()
         self.node.close()
         self.request_socket.close()
         self._context.term()
@@ -301,6 +304,11 @@ class Daemon:
             return answer
 
         self._page = serve_page(self._config.daemon.metrics, status_and_stats)
+
+    def _close_page(self) -> None:
+        if self._page is not None:
+            self._page.close()
+            self._page = None
 
     def install_signals(self) -> None:
         """Install handlers: SIGTERM and SIGINT drain, SIGHUP reloads, SIGUSR2 prints all stacks."""

@@ -6,12 +6,14 @@ Seconds and megabytes are in benchmarks/startup.py.
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -91,6 +93,21 @@ def test_a_service_takes_over_from_an_embedded_daemon(tmp_path: Path) -> None:
         assert "released the address" in service.log()
         embedded.close()
         until(lambda: gone(embedded.daemon_pid), what="it ends with its last client")
+
+
+def test_a_service_takes_over_the_metrics_page_too(daemon_name: str) -> None:
+    """The embedded daemon kept its port, and the service ended: Address already in use."""
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {"daemon.name": daemon_name, "memory.budget": "8MiB", "daemon.metrics": address}
+    embedded = connect_or_start(Config.load({**settings, "daemon.linger_s": 0})[0])
+    assert embedded is not None
+    with embedded, Running(daemon_name, "--metrics", address) as service:
+        until(lambda: "ready:" in service.log(), what="the service is up")
+        with urlopen(f"http://{address}/metrics", timeout=30) as page:
+            assert "3.3554432e+07" in page.read().decode(), "the budget of `Running`"
+        assert embedded.alive
 
 
 def test_a_second_service_is_refused(running: Running) -> None:
