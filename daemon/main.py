@@ -30,7 +30,7 @@ import zmq
 from creel.addresses import first_address, second_address, taken
 from creel.cache.memory.address_space import leave_address_space
 from creel.config import Config, from_flat
-from creel.daemon.reporting.logs import set_up_logging
+from creel.daemon.reporting.logs import open_standard_files, set_up_logging
 from creel.daemon.reporting.notify import Notify
 from creel.daemon.service import commands
 from creel.daemon.service.control_socket import ControlSocket, released
@@ -422,6 +422,7 @@ def _write(fd: int, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `creeld` command."""
+    open_standard_files()
     leave_address_space()
     parser = argparse.ArgumentParser(
         prog="creeld", description="The daemon that keeps training fed; see `creel run`."

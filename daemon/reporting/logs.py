@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
 #: Limit for an embedded daemon's standard error, which is a memory file.
 _MAX_NBYTES = 1 << 20
@@ -55,6 +56,13 @@ def _json(record: logging.LogRecord) -> str:
     if record.exc_info:
         fields["exception"] = logging.Formatter().formatException(record.exc_info)
     return json.dumps(fields)
+
+
+def open_standard_files() -> None:
+    """Open /dev/null in place of closed ones (`2>&-`), whose numbers the next files would get."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # by their numbers
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  it stays
 
 
 def set_up_logging(level: str, *, as_json: bool) -> None:

@@ -330,6 +330,20 @@ def test_a_difference_is_named_and_ends_with_1(project: Path) -> None:
     assert not told["torch_repeats"]
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_commands_need_no_standard_files(name: str, tmp_path: Path, closed: str) -> None:
+    """`creel run` ran nothing, and `creeld` ended at once; neither could say why."""
+    settings = os.environ | {"CREEL_SOCKET": name, "CREEL_MEMORY__BUDGET": "8MiB"}
+    for words in ([], ["--", "touch", str(tmp_path / "ran")]):
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", *CREEL, "run", *words]
+        with subprocess.Popen(command, env=settings) as running:
+            if not words:
+                until(lambda: forked("--name", name, "status")[0] == 0, what="it serves")
+                running.terminate()
+        assert running.returncode == 0
+    assert (tmp_path / "ran").exists()
+
+
 def test_an_error_is_compared_like_a_batch(project: Path) -> None:
     told = json.loads(creel("verify", "--json", "loaders:broken", cwd=project))
     assert (told["equal"], told["batches"]) == (True, 2)

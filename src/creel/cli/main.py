@@ -27,6 +27,9 @@ _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (docs/cli.md)."""
+    from creel.daemon.reporting.logs import open_standard_files
+
+    open_standard_files()
     color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
     state: dict[str, Any] = {}
     for stream in (sys.stdout, sys.stderr):
