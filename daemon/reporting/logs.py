@@ -7,22 +7,23 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-#: Limit for an embedded daemon's standard error, which is a memory file.
+#: Limit for the standard error that an embedded daemon gets, which is a file in memory.
 _MAX_NBYTES = 1 << 20
 _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
 
 class _LogHandler(logging.Handler):
-    """Writes lines to a descriptor; if it is a file, at most _MAX_NBYTES bytes."""
+    """Writes lines to a descriptor; to a file in memory, at most _MAX_NBYTES bytes."""
 
     def __init__(self, fd: int, *, as_json: bool) -> None:
         super().__init__()
         self._fd = fd
         self._json = as_json
         self._priorities = bool(os.environ.get("JOURNAL_STREAM"))
-        self._left = _MAX_NBYTES if os.path.isfile(f"/proc/self/fd/{fd}") else None  # noqa: PTH113
+        self._left = _MAX_NBYTES if _is_memory(fd) else None
 
     def emit(self, record: logging.LogRecord) -> None:
         line = (_json(record) if self._json else self._plain(record)).encode(errors="replace")
@@ -44,6 +45,12 @@ class _LogHandler(logging.Handler):
             return mark + text.replace("\n", f"\n{mark}")
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         return f"{clock} {record.levelname.lower()} {text}"
+
+
+def _is_memory(fd: int) -> bool:
+    with suppress(OSError):  # closed, or there is no /proc
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")  # noqa: PTH115  no path
+    return False
 
 
 def _json(record: logging.LogRecord) -> str:

@@ -101,6 +101,19 @@ def test_sighup_reads_the_settings_again(daemon_name: str, tmp_path: Path) -> No
     assert "memory.budget" not in log, "a flag is stronger than the files, this time too"
 
 
+def test_a_log_in_a_file_has_no_end(daemon_name: str, tmp_path: Path) -> None:
+    """`creeld 2>log` said nothing more after 1 MiB, which is the limit of a log in memory."""
+    settings = tmp_path / "creel.toml"
+    settings.touch()
+    with Running(daemon_name, env={"CREEL_CONFIG": str(settings)}) as daemon:
+        settings.write_text(f"[{'x' * (1 << 19)}]\n")  # the error names it
+        while daemon.log().count("not reloaded") < 3:
+            before = len(daemon.log())
+            daemon.signal(signal.SIGHUP)
+            until(lambda: len(daemon.log()) > before, what="told")  # noqa: B023  called at once
+        assert "draining" in daemon.end()
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["CREEL_CONFIG", "creel.toml"])
 def test_sighup_finds_a_projects_settings_again(
     daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, named: bool
