@@ -45,9 +45,10 @@ def _cgroups() -> list[tuple[int, int]]:
     for line in _read(_ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += _walk(
-                _ROOT / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
-            )
+            # Above memory.high the kernel slows all processes of the group down.
+            for limit in ("memory.max", "memory.high"):
+                v2 = (limit, "memory.current", "inactive_file")
+                found += _walk(_ROOT / "sys/fs/cgroup", path, *v2)
         elif "memory" in controllers.split(","):
             v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             found += _walk(_ROOT / "sys/fs/cgroup/memory", path, *v1)

@@ -389,6 +389,13 @@ def test_a_parent_cgroup_of_version_2_limits_us(memory_of: MemoryOf) -> None:
     assert have == (2 << 30, (2 << 30) - (512 << 20))
 
 
+def test_a_limit_above_which_a_cgroup_is_throttled_is_one(memory_of: MemoryOf) -> None:
+    """systemd's MemoryHigh=: the arena cannot be reclaimed, so the whole job crawled."""
+    group = {"max": str(4 << 30), "high": str(2 << 30), "current": str(1 << 30)}
+    files = {f"sys/fs/cgroup/memory.{name}": value for name, value in group.items()}
+    assert memory_of("0::/\n", files) == (2 << 30, 1 << 30)
+
+
 def test_a_cgroup_of_version_1_limits_us_and_no_limit_is_none(memory_of: MemoryOf) -> None:
     files = {
         "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
