@@ -195,6 +195,8 @@ class DaemonStart:
             return
         if wait:
             self._process.wait()  # returns at once: it forks the daemon off (daemon/__main__.py)
+        else:
+            self._process.returncode = 0  # else Popen warns that a child of this process still runs
         os.close(self._ready_fd)
         os.close(self._log_fd)
         self._log_fd = -1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,21 @@ def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
         until(lambda: gone(pid), 1.0)
     start.close()
     until(lambda: gone(pid), what="the daemon ends")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_python_dev_mode_finds_nothing_of_a_start_in_a_forked_child(
+    daemon_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *what: told.append(what))
+    connections.start_daemon_early(config(daemon_name))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(told))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    connections.disconnect(daemon_name)
 
 
 def test_a_daemon_hears_signals_that_the_training_has_blocked(daemon_name: str) -> None:
