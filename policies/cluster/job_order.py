@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from creel.policies.arrays import Ids
 from creel.policies.cluster.remap import Exchange
 from creel.policies.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
 
 #: `JobOrder.seed` of an order that is not shuffled.
 IN_ORDER = -1
+
+
+def by_rank(order: Ids, world: int) -> list[Ids]:
+    """Return what each rank reads of a global order, dealt as by torch's DistributedSampler.
+
+    >>> [ids.tolist() for ids in by_rank(np.array([5, 3, 4, 1], np.int32), 2)]
+    [[5, 4], [3, 1]]
+    """
+    return [order[rank::world] for rank in range(world)]
 
 
 class JobOrder(NamedTuple):
@@ -53,7 +62,7 @@ class JobOrder(NamedTuple):
         """Steps of each rank."""
         return -(-self.each // self.batch)
 
-    def permutation(self) -> NDArray[np.int32]:
+    def permutation(self) -> Ids:
         """(samples,) the order before its head is repeated or its tail cut off.
 
         >>> JobOrder(3, 1, 3, 1, IN_ORDER).permutation().tolist()
@@ -63,7 +72,7 @@ class JobOrder(NamedTuple):
             return np.arange(self.samples, dtype=np.int32)
         return Shuffle(self.samples, TorchRandom.seeded(self.seed)).all()
 
-    def by_rank(self, node_of: Sequence[int]) -> list[NDArray[np.int32]]:
+    def by_rank(self, node_of: Sequence[int]) -> list[Ids]:
         """For each rank, (each,) the objects that it reads, in order.
 
         Args:
@@ -75,7 +84,7 @@ class JobOrder(NamedTuple):
         dealt = np.resize(self.permutation(), self.each * self.world)
         if self.remapped:
             dealt = Exchange(tuple(node_of), self.batch).apply(dealt)
-        return [dealt[rank :: self.world] for rank in range(self.world)]
+        return by_rank(dealt, self.world)
 
     def after(self, other: JobOrder, epochs: int) -> JobOrder:
         """The order `epochs` after this one, if seeds go on as from `other`, the one before.

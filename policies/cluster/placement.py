@@ -77,15 +77,6 @@ def nobody(nodes: Nodes) -> int:
     return int(np.iinfo(nodes.dtype).max)
 
 
-def by_rank(order: Ids, world: int) -> list[Ids]:
-    """What each rank reads, from a global order as torch's DistributedSampler deals it out.
-
-    >>> [ids.tolist() for ids in by_rank(np.array([5, 3, 4, 1], np.int32), 2)]
-    [[5, 4], [3, 1]]
-    """
-    return [order[rank::world] for rank in range(world)]
-
-
 def uses_of(
     orders: Sequence[Ids], node_of: Sequence[int], batch: int, *, objects: int, nodes: int
 ) -> Uses:
@@ -225,8 +216,9 @@ def dataset_nbytes(size: Ints, n: int) -> int:
 def useful_depth(nodes: int, capacity: float) -> int:
     """Epochs to look ahead, beyond which local hits hardly grow; `capacity` in datasets.
 
-    A node reads an object again after `nodes` epochs on average. What is read again within T of
-    them fills its memory, T = sqrt(2 * capacity * nodes) [reference: retention, 1.3].
+    Each epoch reads an object on a random node. To keep all objects that it reads again within T
+    epochs (T much less than `nodes`), a node needs (1 + ... + T) / nodes, about T^2 / (2 * nodes),
+    of what it reads in an epoch. That fills its memory at T = sqrt(2 * capacity * nodes).
 
     >>> useful_depth(8, 1.0), useful_depth(8, 2.0), useful_depth(1, 0.5), useful_depth(99, 1.0)
     (5, 7, 1, 8)

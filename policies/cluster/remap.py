@@ -6,9 +6,9 @@ the same; which rank reads which of them differs. Every sample has an *affinity*
 nothing but the ranks of the job: all ranks exchange alike without asking each other, from the first
 epoch on and whatever caches hold, and a run that is repeated reads the same.
 
-What a node reads it reads again, so placement keeps it there. Of a global batch only the samples
-beyond the room of their node move, 1 / sqrt(2 pi b) of the samples where b are a node's per step
-[reference: retention, 1.4].
+A node reads the same samples in each epoch, so placement keeps them there. Only samples for which
+their node has no room in the step move. If a node reads b samples in a step, those with affinity to
+it are b on average, with a standard deviation of about sqrt(b), so 1 / sqrt(2 pi b) of all move.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import Floats, Ints
 from creel.policies.cluster import placement
+from creel.policies.cluster.job_order import by_rank
 from creel.policies.cluster.remap import Exchange
 from creel.policies.eviction.selection import Nodes
 
@@ -157,7 +158,7 @@ class _Replay:
         self._rng.shuffle(order)
         if self.job.remap:
             order = Exchange(tuple(self._node_of), self.job.batch).apply(order)
-        ranks = placement.by_rank(order, self.job.world)
+        ranks = by_rank(order, self.job.world)
         job = self.job
         uses = placement.uses_of(
             ranks, self._node_of, job.batch, objects=job.objects, nodes=job.nodes
@@ -172,7 +173,7 @@ class _Replay:
             self._holder,
             now,
             owners,
-            placement.by_rank(self._orders[1], job.world),
+            by_rank(self._orders[1], job.world),
             np.array([job.nbytes]),
             np.full(job.nodes, job.memory),
             lead=placement.lead_of(job.steps),

@@ -14,9 +14,8 @@ import pytest
 
 from creel.policies.cluster.boundary import ClusterView, Deals
 from creel.policies.cluster.eviction import ClusterEviction
-from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder, by_rank
 from creel.policies.cluster.placement import (
-    by_rank,
     lead_of,
     next_holders,
     node_type,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from creel.policies.cluster.job_order import by_rank
 from creel.policies.cluster.placement import (
     Uses,
-    by_rank,
     copied_gap,
     next_holders,
     nobody,
