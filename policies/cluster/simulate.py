@@ -30,7 +30,7 @@ class Scenario:
 
     Args:
         samples: objects of `nbytes` bytes, each read once per epoch; a remainder that fills no
-            global batch is dropped.
+            global batch is dropped. There is at least one global batch.
         ranks: per node.
         batch: samples per rank and step.
         memory: bytes per node.
@@ -124,12 +124,7 @@ def replay(scenario: Scenario) -> Iterator[Epoch]:
     >>> job = Scenario(nodes=2, samples=4096, nbytes=100, memory=102400, batch=32, epochs=3)
     >>> [round(epoch.source, 2) for epoch in replay(job)]
     [1.0, 0.5, 0.5]
-
-    Raises:
-        ValueError: there is not one global batch.
     """
-    if not scenario.steps:
-        raise ValueError("there are fewer samples than one global batch has")
     job = _Replay(scenario)
     for _ in range(scenario.epochs):
         yield job.epoch()
