@@ -26,7 +26,6 @@ from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.jobs import DealtJob, PlanningTask
-from creel.policies.eviction.choice import Readers, choose
 from creel.policies.eviction.policy import (
     ABSENT,
     FAILED,
@@ -37,6 +36,7 @@ from creel.policies.eviction.policy import (
     EvictionPolicy,
     NoEviction,
 )
+from creel.policies.eviction.policy_for import Readers, policy_for
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Latency, SourceRate, Window
 
@@ -402,7 +402,7 @@ class Residency:
             by_hash=self._by_hash(groups),
             dealt=_dealt(groups),
         )
-        self.policy = choose(self.policy, readers, self.state, self.pins)
+        self.policy = policy_for(self.policy, readers, self.state, self.pins)
         self.policy.stored = self.disk.column
 
     def _homes(self, groups: list[JobGroup]) -> Homes | None:

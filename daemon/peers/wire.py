@@ -38,7 +38,7 @@ from creel.policies.arrays import Floats, Ids, Ints
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 from creel.policies.cluster.placement import EPOCH, nobody, node_type
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 
 #: To be increased whenever two versions could misread each other.
 PEER_PROTOCOL = 4

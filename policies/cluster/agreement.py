@@ -24,7 +24,7 @@ from creel.policies.cluster.members import (
     latest,
     unpacked,
 )
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 
 #: A change of members spreads within a second: with less than these seconds of an epoch left, it
 #: counts from the next one on.

@@ -14,7 +14,7 @@ from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import Change, ChangeId
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.eviction.policy import RESIDENT, STORED
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 
 #: Origin of a fetch from the dataset's storage, and of this node in `ClusterView.origin`. Other
 #: origins that policies give are numbers of peers.

@@ -28,7 +28,7 @@ from creel.policies.cluster.boundary import (
 from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.eviction.planned import LISTED, PlannedEviction, PlanningContext
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Ids, Index, Ints, Mask
-from creel.policies.eviction.selection import (
+from creel.policies.eviction.sampling import (
     LEAD,
     PIECE,
     Candidates,

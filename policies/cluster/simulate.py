@@ -18,7 +18,7 @@ from creel.policies.arrays import Floats, Ints
 from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import by_rank
 from creel.policies.cluster.remap import Exchange
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 
 #: Nodes whose second copies are followed; the others are taken to be like them.
 _FOLLOWED = 8

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import Ids, Ints, Mask
 from creel.policies.eviction.policy import FETCHING, RESIDENT, STORED
-from creel.policies.eviction.selection import LEAD, Candidates, Piece, Tally, in_order, select
+from creel.policies.eviction.sampling import LEAD, Candidates, Piece, Tally, in_order, select
 
 #: Priorities of objects, the best to keep first: what the next epoch begins with (LEAD, 0), what
 #: else it reads, and what it does not read.

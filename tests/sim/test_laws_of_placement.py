@@ -23,7 +23,7 @@ from creel.policies.cluster.placement import (
     uses_of,
 )
 from creel.policies.cluster.simulate import Scenario, replay
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 from creel.policies.next_use import NextUses
 from kit import cluster_view
 

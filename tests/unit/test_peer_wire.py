@@ -25,7 +25,7 @@ from creel.messages import Message
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import ChangeId
 from creel.policies.cluster.placement import node_type
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 
 KEY = bytes(range(32))
 GREETING = Greeting(wire.PEER_PROTOCOL, "cluster", "client", b"c" * 32)

@@ -17,7 +17,7 @@ from creel.policies.cluster.placement import (
     replicas,
     uses_of,
 )
-from creel.policies.eviction.selection import Nodes
+from creel.policies.eviction.sampling import Nodes
 
 EQUAL = np.array([100])
 

@@ -63,7 +63,7 @@ class Readers:
     dealt: list[DealtJob] | None
 
 
-def choose(
+def policy_for(
     present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
@@ -87,7 +87,7 @@ def choose(
 def _alone(
     present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
-    """`choose` where no other node keeps anything for this one, or where that is planned."""
+    """`policy_for` where no other node keeps anything for this one, or where that is planned."""
     uses = readers.uses
     if readers.unplanned:
         if type(present) is MostRecentFirst:
