@@ -1,4 +1,4 @@
-"""Types of arrays; and faster ways of what numpy functions do. Pure."""
+"""Array types, and faster versions of some numpy functions. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-#: Numbers of objects: as numpy takes them for an index, and as plans and messages have them.
+#: Object ids: the type numpy indexes with, and the smaller one of plans and messages.
 Index: TypeAlias = NDArray[np.intp]
 Ids: TypeAlias = NDArray[np.int32]
 #: Bytes, places, versions, steps, or numbers of samples.
@@ -23,7 +23,7 @@ NO_IDS: Ids = np.empty(0, np.int32)
 
 
 def joined(parts: Sequence[Index]) -> Index:
-    """The parts one after the other, without a copy of a single one."""
+    """Concatenate arrays; return a single one without a copy."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else NONE
@@ -44,10 +44,10 @@ def every(mask: Mask) -> bool:
 
 
 def unique(ids: NDArray[Item]) -> NDArray[Item]:
-    """(k,) the distinct numbers, ascending.
+    """Return (k,) the distinct values, ascending.
 
-    `np.unique` alone hashes integers since numpy 2.3, which takes ten times as long as sorting, or
-    more, on hundreds of thousands; with return_index it sorts.
+    Since numpy 2.3 `np.unique` hashes integers, which takes at least ten times as long as sorting
+    for hundreds of thousands of them. With return_index it sorts.
 
     >>> unique(np.array([3, 1, 3])).tolist()
     [1, 3]

@@ -1,8 +1,8 @@
-"""Whether a dataset is read past creel, because its source makes nobody wait. Pure.
+"""Whether a dataset is read without creel because its source makes nobody wait. Pure.
 
-Looking at every file that samples open costs some microseconds each, which a file out of the page
-cache never gives back. So a reader whose thread does not sleep while it reads is left alone; from
-time to time it is looked at whether that is still so.
+Intercepting each file that a sample opens costs some microseconds. A file in the page cache never
+wins that time back. So creel does not intercept the reads of a thread that does not sleep while it
+reads, and measures from time to time whether that still holds.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import NamedTuple
 
 #: Number of samples whose reads are judged together.
 _WINDOW_SAMPLES = 64
-#: A dataset is not left alone while two of its last windows had to wait: one may be chance. This is
-#: how many windows are remembered.
+#: Number of recent windows remembered. Reads are intercepted while two of them had to wait for the
+#: source: a single one may be chance.
 _REMEMBERED_WINDOWS = 8
-#: A window waits for its source where its thread sleeps for every fourth sample or more often ...
+#: A window waited for its source if its thread slept at least once in four samples ...
 _SAMPLES_PER_SLEEP = 4
-#: ... or for this part of its time and a device was read: a file can have many samples;
+#: ... or slept for this part (1/n) of its time and a device was read: a file may hold many samples;
 _OFF_CPU_PART = 10
-#: in both cases for longer than threads wait for each other (the interpreter's lock: some 100 us a
-#: batch): ns a sample. A file system that answers at once takes 50 us.
+#: in both cases only if it slept longer than this many ns per sample. Threads wait some 100 us per
+#: batch for the interpreter's lock; a file system that answers at once takes 50 us.
 _OFF_CPU_NS = 20_000
-#: Samples from one measurement to the next while reads go past creel, if they are read singly.
+#: Samples between two measurements while reads are not intercepted, if samples are read singly.
 _UNMEASURED_SAMPLES = 16
 
 
 class ThreadUse(NamedTuple):
-    """What a thread has used: times in ns."""
+    """Resources that a thread has used; times in ns."""
 
     wall_ns: int
     cpu_ns: int
@@ -35,11 +35,11 @@ class ThreadUse(NamedTuple):
     device_reads: int  # blocks read, and pages of mapped files
 
     def __sub__(self, other: ThreadUse) -> ThreadUse:
-        """From `other` to this."""
+        """Return the use since `other`."""
         return ThreadUse(*(now - then for now, then in zip(self, other, strict=True)))
 
     def __add__(self, other: tuple[int, ...]) -> ThreadUse:  # type: ignore[override]  # no tuple
-        """Both together."""
+        """Return the sum of both."""
         return ThreadUse(*(one + more for one, more in zip(self, other, strict=True)))
 
 
@@ -47,10 +47,10 @@ _NOTHING = ThreadUse(0, 0, 0, 0)
 
 
 class Bypass:
-    """The choice of one reader in one process, from what the kernel counts of its thread."""
+    """Decides for one reader in one process, from the kernel's counters of its thread."""
 
     def __init__(self, *, allowed: bool) -> None:
-        """`allowed`: False where every read is to be looked at."""
+        """`allowed`: False if every read must be intercepted."""
         self._allowed = allowed
         self.active = False
         self._slept = False  # in any read so far
@@ -60,11 +60,11 @@ class Bypass:
 
     @property
     def undecided(self) -> bool:
-        """Whether reads are looked at only because too few were seen."""
+        """Whether reads are intercepted only because too few were measured."""
         return self._allowed and not self.active and not self._slept
 
     def measures(self, samples: int) -> bool:
-        """Whether the next read past creel, of `samples` samples, is to be measured."""
+        """Whether to measure the next read of `samples` samples that is not intercepted."""
         self._unmeasured += samples
         if self._unmeasured < _UNMEASURED_SAMPLES:
             return False
@@ -72,7 +72,7 @@ class Bypass:
         return True
 
     def saw(self, samples: int, use: ThreadUse) -> None:
-        """Enter a read of `samples` samples, and what its thread used for it."""
+        """Enter a read of `samples` samples and the resources its thread used."""
         self._slept |= _slept(samples, use)
         self._samples += samples
         self._use += use
@@ -85,7 +85,7 @@ class Bypass:
 
 
 def _slept(samples: int, use: ThreadUse) -> bool:
-    """Whether a thread slept for longer than for other threads."""
+    """Whether a thread slept longer than it would for other threads."""
     return use.sleeps > 0 and use.wall_ns - use.cpu_ns >= samples * _OFF_CPU_NS
 
 

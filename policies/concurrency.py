@@ -1,9 +1,10 @@
-"""How many threads read from one source, and how much each takes at a time. Pure.
+"""How many threads read from one source, and how many objects each takes at a time. Pure.
 
-Only as many threads work as are useful. Where reads come from the page cache, that is the number
-that can compute at once, as only one can hold the interpreter: one or two for small records; for
-large files, which the system copies, up to one a core. Where a read is a long round trip, all
-permitted threads work. Threads that hang do not count, so a dead server does not block its queue.
+Only as many threads work as are useful. Reads from the page cache are useful in as many threads as
+can compute at once. Only one can hold the interpreter: for small records that is one or two
+threads, for large files, which the kernel copies, up to one per core. Where a read is a long round
+trip, all permitted threads work. Threads that hang do not count, so a dead server does not block
+its queue.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-#: Shorter parts lose time to hand-over (about 30 us each), longer ones are spread unevenly.
+#: Duration of a part. Shorter ones lose time to hand-over (about 30 us each); longer ones spread
+#: unevenly over the threads.
 PART_S = 0.002
-#: A part takes up to this where so much waits that all useful threads get one: at each hand-over
-#: threads wait for the interpreter (1 KB files off a cold local disk come 1.2 times as fast).
+#: Longest part where enough objects wait for all useful threads: at each hand-over threads wait for
+#: the interpreter (1 KB files from a cold local disk come 1.2 times as fast).
 LONG_PART_S = 0.01
 _PART_OBJECTS = 256
 _FIRST_GUESS_S = 0.001  # per object, before any measurement
 _FIRST_CPU_S = 0.0001
 _CPU_DECAY = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
-_TICK_ERROR = 0.3  # error of their ratio
+_TICK_ERROR = 0.3  # error of the ratio of user time to all CPU time
 _WAIT_FILLED_PART = 0.7  # share of a thread's waiting that other threads' computing may fill
-#: Objects quicker than this, as a `stat` is, take longer in two threads than in one, which hand the
-#: interpreter over at each (benchmarks/two_commits.py, files 150 KB).
+#: Reads shorter than this, such as a `stat`, take longer in two threads than in one, as the threads
+#: hand the interpreter over at each read (benchmarks/two_commits.py, files 150 KB).
 _HANDED_OVER_S = 8e-6
 #: Growth of the least time per part, so that a source that became slow is noticed.
 _MIN_GROWTH = 1.02
@@ -46,7 +48,7 @@ class Concurrency:
     def __init__(self, cores: int) -> None:
         self._cores = cores
         self._object_s = _FIRST_GUESS_S
-        self._min_s = 0.0  # the least time: a busy machine does not make a slow source
+        self._min_s = 0.0  # shortest time per object: a busy machine is no slow source
         # Few threads until reads are seen to wait: many threads on a quick source make each other
         # wait for the interpreter, which looks like a slow source and would keep them all.
         self._wait_s = 0.0
@@ -59,25 +61,25 @@ class Concurrency:
         return int(self._min_s * 1e9)
 
     def part_objects(self, waiting: int) -> int:
-        """How many objects to take of `waiting`: some that take PART_S, more where many wait."""
+        """Return how many of `waiting` objects to take: PART_S of work, more if many wait."""
         most = min(LONG_PART_S / self._object_s, waiting / self._useful)
         return int(min(max(PART_S / self._object_s, most, 1), _PART_OBJECTS))
 
     @property
     def _useful(self) -> int:
-        """How many threads should be reading where enough is to be read."""
-        # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
+        """Return the number of threads that should read if enough objects wait."""
+        # n threads that only compute wait n - 1 times as long as they compute: more do not help.
         quick = 0 < self._min_s < _HANDED_OVER_S
         at_once = 1 if quick else self._total_s / self._user_s - _TICK_ERROR
         waits = int(_WAIT_FILLED_PART * self._wait_s / self._cpu_s)
         return max(waits, min(int(at_once), self._cores), 1)
 
     def more_threads(self, *, waiting: int, began: Iterable[float], now: float) -> int:
-        """How many more threads should be reading now.
+        """Return how many more threads should be reading now.
 
         Args:
             waiting: number of objects not yet being read.
-            began: when each reading thread began its part; `now`: the same clock, in seconds.
+            began: when each reading thread began its part, in seconds, on the clock of `now`.
         """
         busy = sum(start > now - _MAX_READING_S for start in began)
         return min(-(-waiting // self.part_objects(waiting)), self._useful - busy)
@@ -90,6 +92,6 @@ class Concurrency:
         self._min_s = min(self._min_s * _MIN_GROWTH or math.inf, seconds / objects)
         self._cpu_s += (cpu / objects - self._cpu_s) * 0.1
         wait = max(seconds - cpu, 0.0) / objects
-        # Below the mean, as a thread that waits for the interpreter must not look like a slow disk.
-        # Not far below, as reads outside the page cache need threads where it holds only a part.
+        # A value below the mean, as waiting for the interpreter must not look like a slow disk. Not
+        # far below, as files that are only partly in the page cache need threads for the rest.
         self._wait_s += (wait - self._wait_s) * (0.06 if wait < self._wait_s else 0.03)

@@ -1,11 +1,12 @@
 """How long a reader waits for the daemon before it reads directly. Pure.
 
-A file in the page cache is read in less time than it takes to ask another process for it. There a
-reader does not wait: it takes what is ready from the arena and reads the rest directly, while the
-daemon keeps filling the arena ahead of it. Sources that make readers wait are left to the daemon,
+Reading a file from the page cache takes less time than asking another process for it. For such
+files a reader does not wait: it takes the ready objects from the arena and reads the others
+directly, while the daemon keeps filling the arena ahead of it. Slow sources are left to the daemon,
 which reads many objects at once.
 
-What the loader itself finds in the page cache does not come here (`loader.reading.page_cache`).
+Objects that the loader itself finds in the page cache are not counted here
+(`loader.reading.page_cache`).
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from __future__ import annotations
 import math
 from collections import deque
 
-#: Limits per read and per byte, in ns: of the daemon's best time, and of the reader's own.
-#: From the page cache objects of 300 B, 20 KB and 150 KB take a fetch thread 15, 20 and 70-130 us
-#: (it writes to memory that is used for the first time), a trainer 7, 15 and 50; 4 KB of a user
-#: space file system that answers at once 100 and 50-60 (benchmarks/own_dataset.py,
+#: A source is quick if the daemon's best time and the reader's own time stay below these limits, in
+#: ns per read and per byte. From the page cache, objects of 300 B, 20 KB and 150 KB take a fetch
+#: thread 15, 20 and 70-130 us (it writes to fresh memory) and a trainer 7, 15 and 50 us; 4 KB from
+#: a user space file system that answers at once take 100 and 50-60 us (benchmarks/own_dataset.py,
 #: source_reads.py, 2 cores of an Intel Xeon, 2026-11-22).
 _DAEMONS_NS, _DAEMONS_BYTE_NS = 45_000, 2
 _OWN_NS, _OWN_BYTE_NS = 35_000, 1
-#: Readers that sleep in less than every eighth read are disturbed by others only.
+#: A reader that sleeps in less than every eighth read waits only for other threads.
 _MIN_SLEEPS_PART = 8
-#: Batches of which one may be slow: its reader may just have been interrupted.
+#: Number of recent batches of which one may be slow: its reader may have been interrupted.
 _REMEMBERED_BATCHES = 3
-#: Batches to wait for before a slow source is tried again, at first; a cold file system may be
-#: warm by then.
+#: Batches to wait for before direct reads from a slow source are tried again, the first time: a
+#: cold file system may be warm by then.
 _PAUSE_BATCHES = 256
-_PAUSE_FACTOR = 4  # factor for each further time
-#: Batches read directly without a wait after a wait in vain: the daemon lacks processors.
+_PAUSE_FACTOR = 4  # of the pause, for each further time
+#: Batches read directly without waiting after a wait that was in vain: the daemon lacks processors.
 _VAIN_BATCHES = 16
 
 
 class DirectReads:
-    """The choice of one reader, batch by batch, by the daemon's measurements and its own."""
+    """Decides for one reader, batch by batch, from the daemon's measurements and its own."""
 
     def __init__(self, *, allowed: bool) -> None:
         self._allowed = allowed
@@ -44,10 +45,10 @@ class DirectReads:
         self._vain_left = 0
 
     def wait_s(self, reads: int, nbytes: int, object_ns: int) -> float:
-        """Seconds to wait for a batch that is not ready; after them it is read directly.
+        """Return how many seconds to wait for a batch that is not ready before reading it directly.
 
-        As long as this reader would take itself, where it knows that it does not have to wait for
-        the source: so a daemon that lacks processors costs at most as much again, and not often.
+        If the reader's own reads do not wait for the source, it waits as long as these would take.
+        So a daemon that lacks processors at most doubles the time of a batch, and rarely.
 
         Args:
             reads, nbytes: most objects and bytes that are missing.
@@ -68,11 +69,11 @@ class DirectReads:
         return reads * self._own_ns / 1e9
 
     def waited_in_vain(self) -> None:
-        """Enter that the batch was not ready after `wait_s`."""
+        """Note that the batch was not ready after `wait_s`."""
         self._vain_left = _VAIN_BATCHES
 
     def saw(self, reads: int, nbytes: int, ns: int, blocked: int) -> None:
-        """Enter a batch's direct reads, in sequence in `ns`; the thread slept `blocked` times."""
+        """Enter the direct reads of a batch, one after the other in `ns`, with `blocked` sleeps."""
         if not reads:
             return
         slow = ns > reads * _OWN_NS + nbytes * _OWN_BYTE_NS

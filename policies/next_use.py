@@ -1,8 +1,8 @@
 """When each object is read next, as far as the plans of one job are known. Pure.
 
-One gather per access (law L6): every known epoch has a table "object -> step of its first read",
-the inverse of the epoch's permutation. Further reads in the same epoch, which only samplers with
-replacement (and padding) have, are kept sorted beside it.
+Each known epoch has a table "object -> step of its first read", the inverse of the epoch's
+permutation, so that an access costs one lookup (law L6). Further reads of an object in the same
+epoch, which only padding and samplers with replacement cause, are kept in a sorted list.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import Index, every, some, unique
 
-#: The next use of an object that no known plan reads; later than all others.
+#: The next use of an object that no known plan reads: later than any step.
 NEVER = int(np.iinfo(np.int32).max)
 _LOW = (1 << 32) - 1
-#: Epochs with a table, 4 bytes per object each: the current one and two ahead are in use, and
-#: one more while ranks are on both sides of an epoch's end.
+#: Epochs with a table of 4 bytes per object: the current one, two ahead, and one more while some
+#: ranks are in the next epoch already.
 MAX_EPOCHS = 4
-_MAX_INCOMPLETE = 64  # epochs remembered as partly unknown
+_MAX_INCOMPLETE = 64  # most epochs remembered as partly unknown
 
 
 class Steps:
-    """(n,) int32 steps, NEVER where none was written; takes memory only where one was.
+    """(n,) int32 steps, initially NEVER; uses memory only for pages that were written.
 
-    Stored as the distance from NEVER, so that zeros mean NEVER: the system allocates zeroed pages
-    on first write, so a new table costs nothing per object.
+    Stored as the distance from NEVER, so that zero means NEVER: the kernel allocates zeroed pages
+    when they are first written.
 
     >>> steps = Steps(3)
     >>> steps[np.array([1])] = np.array([7])
@@ -58,7 +58,7 @@ _LAST = np.int32(NEVER)
 
 
 class EpochUses:
-    """First reads of one epoch: `first` (n,) steps or NEVER; `repeats` object << 32 | step."""
+    """Reads of one epoch: (n,) `first` steps, or NEVER; `repeats`: object << 32 | step of others."""
 
     __slots__ = ("accesses", "base", "end", "first", "repeats", "twice")
 
@@ -68,7 +68,7 @@ class EpochUses:
         self.end = base  # one past the last known step
         self.accesses = 0
         self.repeats = np.empty(0, np.int64)
-        self.twice = False  # whether an object may come twice, also within one step
+        self.twice = False  # whether an object may be read twice, perhaps within one step
 
     def add(self, steps: NDArray[np.int32], ids: Index) -> None:
         fresh = not self.accesses or every(self.first[ids] == NEVER)
@@ -88,7 +88,7 @@ class EpochUses:
         self._merge(steps, ids)
 
     def _merge(self, steps: NDArray[np.int32], ids: Index) -> None:
-        """Add reads: the earliest of an object is kept in `first`, the others in `repeats`."""
+        """Add reads; keep the earliest of each object in `first`, the others in `repeats`."""
         new = (ids << 32) | steps
         known = np.empty(0, np.int64)
         if self.accesses > len(ids):
@@ -103,7 +103,7 @@ class EpochUses:
         self.repeats = keys[~head]
 
     def after(self, steps: NDArray[np.int32], ids: Index) -> NDArray[np.int32]:
-        """(k,) step of the first read after `steps`, or NEVER; of repeated objects only."""
+        """Return (k,) step of each object's first repeated read after `steps`, or NEVER."""
         out = np.full(len(ids), NEVER, np.int32)
         at = np.searchsorted(self.repeats, (ids << 32) | steps, side="right")
         found = self.repeats[np.minimum(at, len(self.repeats) - 1)]
@@ -113,7 +113,7 @@ class EpochUses:
 
 
 class NextUses:
-    """The next use of every object by one job, in steps on the job's clock, common to its ranks.
+    """The next use of every object by one job; the job's ranks share one clock, in steps.
 
     Attributes:
         due: (n,) step of the next read, or NEVER.
@@ -130,31 +130,31 @@ class NextUses:
         self.due = Steps(objects)
         self._epochs: dict[int, EpochUses] = {}
         self._incomplete: set[int] = set()
-        self._many_incomplete = False  # whether more epochs are blurred than are remembered
+        self._many_incomplete = False  # whether more epochs are incomplete than are remembered
         self._forgotten = 0
 
     def extend(self, epoch: int, steps: NDArray[np.int32], ids: Index) -> None:
         """Add reads of a rank: object ids[i] in step steps[i] (ascending) of `epoch`.
 
-        For an epoch beyond MAX_EPOCHS known ones only `due` is updated.
+        If MAX_EPOCHS other epochs are known, only `due` is updated.
         """
         if not len(ids):
             return
         table = self._epochs.get(epoch)
         if table is None and len(self._epochs) < MAX_EPOCHS:
             table = EpochUses(len(self.due), int(steps[0]))
-            table.twice = epoch < self._forgotten  # the epoch was known before, with unknown reads
+            table.twice = epoch < self._forgotten  # its earlier reads are forgotten
             self._epochs[epoch] = table
             self._epochs = dict(sorted(self._epochs.items()))
         if table is None:
             self.mark_incomplete(epoch)
         else:
             table.add(steps, ids)
-        # backwards: where an object comes twice, its first read is written last
+        # backwards, so that the first read of an object that comes twice is written last
         self.due[ids[::-1]] = np.minimum(self.due[ids], steps)[::-1]
 
     def mark_incomplete(self, epoch: int) -> None:
-        """Note that `epoch` has reads that are not given here."""
+        """Note that not all reads of `epoch` are known here."""
         if len(self._incomplete) < _MAX_INCOMPLETE:
             self._incomplete.add(epoch)
         elif epoch not in self._incomplete:
@@ -166,7 +166,7 @@ class NextUses:
         return known is not None and len(known.repeats) > 0
 
     def distinct(self, epoch: int) -> bool:
-        """Whether it is known that no object is read twice in `epoch`, not even in one step."""
+        """Whether no object is read twice in `epoch`, for certain, not even within one step."""
         known = self._epochs.get(epoch)
         complete = not self._many_incomplete and epoch not in self._incomplete
         return complete and known is not None and not known.twice
@@ -228,11 +228,11 @@ class NextUses:
 
     @property
     def beyond(self) -> float:
-        """Estimated step of a read that no plan knows: the middle of the epoch after the last."""
+        """Estimated step of a read after all known plans: the middle of the next unknown epoch."""
         spans = [t.end - t.base for t in self._epochs.values()]
         return self.end + 0.5 * sum(spans) / max(len(spans), 1)
 
     def repeats(self) -> tuple[int, int]:
-        """(reads of objects read before in the same epoch, all reads), over the known epochs."""
+        """Return (repeated reads within an epoch, all reads), over the known epochs."""
         tables = self._epochs.values()
         return sum(len(t.repeats) for t in tables), sum(t.accesses for t in tables)

@@ -1,4 +1,4 @@
-"""What to fetch next, how far ahead and in what portions. Pure.
+"""What to fetch next, how far ahead, and in fetches of what size. Pure.
 
 A session's plan is a `SessionPlan`: one flat array of object ids, cut into steps. Positions in it
 count from the session's start and never restart, like steps.
@@ -22,14 +22,14 @@ Item = TypeVar("Item", bound=np.generic)
 
 @dataclass(frozen=True)
 class Window:
-    """Limits on how far ahead the daemon works; `creel.config` has those a user may set.
+    """Limits on how far ahead the daemon works.
 
     Args:
-        min_steps, max_steps: least (where memory allows) and most steps ahead of a session.
+        min_steps, max_steps: least (if memory allows) and most steps ahead of a session.
         nbytes: most bytes ahead of one session.
-        inflight_nbytes, inflight_objects: most in flight at once; three quarters for fetches that
-            no reader waits for yet.
-        fetch_nbytes, fetch_objects: most in one fetch.
+        inflight_nbytes, inflight_objects: most bytes and objects in flight at once; fetches for
+            which no reader waits yet may use three quarters of them.
+        fetch_nbytes, fetch_objects: most bytes and objects in one fetch.
     """
 
     min_steps: int
@@ -42,7 +42,7 @@ class Window:
 
     @classmethod
     def of(cls, window: WindowSettings, fetch: FetchSettings) -> Window:
-        """Return the limits that a user has set, and those that nobody can set."""
+        """Return the limits that the user has set, with constants for the others."""
         return cls(
             min_steps=window.min_steps,
             max_steps=window.max_steps,
@@ -54,7 +54,7 @@ class Window:
         )
 
 
-#: Pieces of a plan that are published step by step are joined up to this many objects.
+#: Small pieces of a plan, published step by step, are joined up to this many objects.
 _MAX_JOINED = 4096
 
 
@@ -68,15 +68,15 @@ class SessionPlan:
     """
 
     def __init__(self) -> None:
-        # In pieces as published: one array of all would be copied again and again as it grows.
+        # In pieces, as published: a single array would be copied each time it grows.
         self._pieces: list[NDArray[np.int32]] = []
         self._bounds: list[int] = []  # position of the first entry of each piece
         self._stop = 0
-        self._starts: Ints = np.zeros(1, np.int64)  # of each step, and the end of the last
-        self._view = self._starts.data  # single entries are 3 times faster this way
-        self._step = 0  # of _starts[0]
+        self._starts: Ints = np.zeros(1, np.int64)  # position of each step, and the end of the last
+        self._view = self._starts.data  # reads of single entries are 3 times faster
+        self._step = 0  # number of the step at _starts[0]
         self._steps = 0
-        self._firsts: list[int] = []  # first step of each stretch of one epoch
+        self._firsts: list[int] = []  # first step of each epoch's stretch
         self._epochs: list[int] = []
 
     @property
@@ -91,12 +91,12 @@ class SessionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the plan."""
+        """Memory of the plan, in bytes."""
         entries = self._stop - self._bounds[0] if self._bounds else 0
         return 4 * entries + self._starts.nbytes
 
     def extend(self, epoch: int, objects: NDArray[np.int32], ends: Ints) -> None:
-        """Append steps; ends: (b,) as in `messages.Extend`."""
+        """Append b steps of `epoch`; (b,) `ends` as in `messages.Extend`."""
         if not len(ends):
             return
         b = len(ends)
@@ -146,15 +146,15 @@ class SessionPlan:
         del self._firsts[:keep], self._epochs[:keep]
 
     def start(self, step: int) -> int:
-        """Position at which `step` begins (any step from the oldest kept to `end`)."""
+        """Return the position at which `step` begins (any step from the oldest kept to `end`)."""
         return self._view[step - self._step]
 
     def step_at(self, position: int) -> int:
-        """Number of steps that end at or before `position`: the step it lies in, or `end`."""
+        """Return the step that contains `position`, or `end`."""
         return self._step + bisect_right(self._view, position, 0, self._steps + 1) - 1
 
     def objects(self, start: int, stop: int) -> NDArray[np.int32]:
-        """(k,) ids at positions start..stop-1; read only."""
+        """Return (k,) ids at positions start..stop-1; read only."""
         if start >= stop:
             return NO_IDS
         i = bisect_right(self._bounds, start) - 1
@@ -169,13 +169,13 @@ class SessionPlan:
         return np.concatenate(parts)
 
     def pieces(self, start: int, stop: int) -> list[NDArray[np.int32]]:
-        """The ids at positions start..stop-1 in pieces as stored; read only."""
+        """Return the ids at positions start..stop-1, in pieces as stored; read only."""
         parts = zip(self._bounds, self._pieces, strict=True)
         cut = [piece[max(start - at, 0) : max(stop - at, 0)] for at, piece in parts]
         return [piece for piece in cut if len(piece)]
 
     def steps(self, start: int, stop: int) -> NDArray[np.int32]:
-        """(k,) the step of each of the positions start..stop-1 (ascending)."""
+        """Return (k,) the step of each position from start to stop-1 (ascending)."""
         first, last = self.step_at(start), self.step_at(max(stop - 1, start))
         if first == last:
             return np.full(stop - start, first, np.int32)
@@ -183,14 +183,14 @@ class SessionPlan:
         return np.repeat(np.arange(first, last + 1, dtype=np.int32), np.diff(edges))
 
     def epoch(self, step: int) -> tuple[int, int]:
-        """(epoch of `step`, end of that epoch's stretch); beyond the end those of the last one."""
+        """Return (epoch of `step`, end of its stretch); beyond the end, those of the last step."""
         if not self._firsts:
             return 0, self.end
         i = max(bisect_right(self._firsts, step) - 1, 0)
         return self._epochs[i], self._firsts[i + 1] if i + 1 < len(self._firsts) else self.end
 
     def until(self, epoch: int) -> int:
-        """First step of an epoch later than `epoch`; `end` where there is none."""
+        """Return the first step of an epoch later than `epoch`, or `end`."""
         i = bisect_right(self._epochs, epoch)
         return self._firsts[i] if i < len(self._firsts) else self.end
 
@@ -201,7 +201,7 @@ class SessionPlan:
 
 
 def _room(array: NDArray[Item], used: int, more: int) -> NDArray[Item]:
-    """Return the array, or a copy with an eighth to spare, so that small pieces cost little."""
+    """Return `array` if `more` entries fit after `used`, else a copy with an eighth to spare."""
     if used + more <= len(array):
         return array
     grown = np.empty(used + more + (used >> 3), array.dtype)
@@ -210,13 +210,13 @@ def _room(array: NDArray[Item], used: int, more: int) -> NDArray[Item]:
 
 
 class Pace:
-    """Pace of one session: seconds per step, and how far ahead its readers work."""
+    """Pace of one session: seconds per step, and how far ahead its readers ask."""
 
     def __init__(self, now: float) -> None:
         self.step_s = 0.0  # smoothed over about 8 steps; 0 before the first
-        self.depth = 0  # steps that readers asked for beyond `done`
+        self.depth = 0  # most steps beyond `done` that readers asked for
         self.boost = 1.0  # doubled by each stall, decays
-        self.latest_s = 0.0  # of each of the steps done last
+        self.latest_s = 0.0  # per step, at the latest progress
         self._last = now
 
     def progressed(self, steps: int, now: float) -> None:
@@ -227,13 +227,13 @@ class Pace:
         self.boost = max(self.boost * 0.99**steps, 1.0)
 
     def asked(self, depth: int, *, stalls: bool) -> None:
-        """A reader asked for a step `depth` ahead of the last one done; `stalls`: and waits."""
+        """Note that a reader asked for a step `depth` after the last one done, and whether it waits."""
         self.depth = max(self.depth, depth)
         if stalls:
             self.boost = min(self.boost * 2, 64.0)
 
     def horizon(self, latency_s: float, window: Window) -> int:
-        """Steps ahead that hide a fetch of `latency_s` twice over, and suffice for the readers."""
+        """Return how many steps to fetch ahead: twice the latency in steps, or what readers need."""
         steps = window.min_steps
         if self.step_s:
             steps += min(int(2 * latency_s / self.step_s), window.max_steps)
@@ -267,15 +267,15 @@ class Latency:
         return self._mean + 4 * self._spread
 
 
-#: Factor on the lead: what was in flight for the steps before is of no use to them, so the longer
-#: the lead, the less of the work is lost.
+#: Factor on the lead. Fetches in flight for the skipped steps are wasted, so that longer and rarer
+#: leads lose less work.
 _LEAD_MARGIN = 3
 
 
 def lead(pace: Pace, fetch_step_s: float, landed_s: float, window: Window) -> int:
-    """Steps to leave to a reader that overtakes the fetches, so that later ones land in time.
+    """Return how many steps to leave to a reader that overtakes the fetches, so later ones land.
 
-    0 where the reader was faster than the source only for once.
+    0 if the reader was faster than the source only once.
 
     Args:
         fetch_step_s: time in which the source delivers the objects of a step.
@@ -302,16 +302,16 @@ class SourceRate:
         self._objects += objects - self._objects / 16
 
     def deliverable(self, seconds: float) -> float:
-        """Objects the source delivers in `seconds` at its recent rate."""
+        """Return how many objects the source delivers in `seconds` at its recent rate."""
         return seconds * self._objects / self._busy_s if self._busy_s else math.inf
 
     def seconds(self, objects: int) -> float:
-        """Time in which the source delivers `objects` at its recent rate; 0 before any fetch."""
+        """Return how long the source takes for `objects` at its recent rate; 0 before any fetch."""
         return objects * self._busy_s / self._objects if self._objects else 0.0
 
 
 def affordable(nbytes: Ints, budget: int) -> int:
-    """How many objects, from the first on, fit a budget of bytes together.
+    """Return how many objects, from the first on, fit into `budget` bytes together.
 
     >>> affordable(np.array([4, 4, 4]), 9)
     2
@@ -323,7 +323,7 @@ def affordable(nbytes: Ints, budget: int) -> int:
 
 
 def portions(nbytes: Ints, window: Window) -> list[slice]:
-    """Cut one urgency class, sorted by id, into fetches.
+    """Cut objects of one urgency, sorted by id, into fetches; return slices of (k,) `nbytes`.
 
     >>> portions(np.full(3, 3 << 20), Window.of(WindowSettings(), FetchSettings()))
     [slice(0, 2, None), slice(2, 3, None)]
@@ -331,6 +331,6 @@ def portions(nbytes: Ints, window: Window) -> list[slice]:
     k = len(nbytes)
     total = int(nbytes.sum())
     step = window.fetch_objects
-    if total > window.fetch_nbytes:  # by the mean: a much larger object goes with a few others
+    if total > window.fetch_nbytes:  # by the mean size: a much larger object shares its fetch
         step = max(min(step, k * window.fetch_nbytes // total), 1)
     return [slice(i, min(i + step, k)) for i in range(0, k, step)]

@@ -1,6 +1,6 @@
-"""torch's random permutations reproduced with numpy. Pure.
+"""torch's random permutations, reproduced with numpy. Pure.
 
-torch draws an order from MT19937, an engine that numpy has, too. `torch.randperm(n)` is a forward
+torch draws an order from MT19937, which numpy has as well. `torch.randperm(n)` is a forward
 Fisher-Yates shuffle with one 32-bit draw for each entry but the last: entry i is swapped with entry
 `i + draw % (n - i)`. Its first k entries depend on the first k draws only, and the cost does not
 depend on n. tests/unit/test_torch_random.py compares with torch, bit for bit.
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import NO_IDS, Ints
 
-#: From this n on, torch.randperm shuffles inside-out with 64-bit draws. [TensorFactories.cpp]
+#: From this n on, torch.randperm shuffles inside-out with 64-bit draws (its TensorFactories.cpp).
 SHUFFLE_LIMIT = (2**32 - 1) // 20
 
-_PIECE = 1 << 14  # entries computed at a time where all are wanted
+_PIECE = 1 << 14  # entries computed at a time by `Shuffle.all`
 
 _WORDS = 624  # words in the engine's state
 _LEFT, _STATE = 8, 24  # byte offsets in the result of torch's get_state()
@@ -26,10 +26,10 @@ _STATE_NBYTES = 5056
 
 
 class TorchRandom:
-    """torch's CPU generator: the same state gives the same draws."""
+    """torch's CPU generator: the same state gives the same numbers."""
 
     def __init__(self, state: bytes | memoryview | NDArray[np.uint8]) -> None:
-        """`state`: what `Generator.get_state()` gives (5,056 bytes).
+        """`state`: the result of `Generator.get_state()` (5,056 bytes).
 
         Raises:
             ValueError: `state` is not the state of a CPU generator.
@@ -49,7 +49,7 @@ class TorchRandom:
 
     @classmethod
     def seeded(cls, seed: int) -> TorchRandom:
-        """The generator after `manual_seed(seed)`; only the low 32 bits count, as in torch."""
+        """Return the generator after `manual_seed(seed)`; only its low 32 bits count, as in torch."""
         made = cls.__new__(cls)
         made.bits = np.random.MT19937(0)
         made.bits._legacy_seeding(seed & 0xFFFFFFFF)  # noqa: SLF001  init_genrand, as torch
@@ -63,12 +63,12 @@ class TorchRandom:
 class Shuffle:
     """`torch.randperm(n)` in pieces of any size, from the first entry on.
 
-    A piece costs about 0.12 us an entry (benchmarks/planning.py), least at some thousands of
-    entries: torch draws the whole 4 times as fast, but only the whole.
+    A piece takes about 0.12 us per entry (benchmarks/planning.py), least at some thousands of
+    entries. torch is 4 times as fast, but can only draw the whole permutation.
 
     Args:
         n: length of the whole permutation.
-        rng: generator, left after min(k, n - 1) draws where k entries were taken.
+        rng: generator; after k entries it has made min(k, n - 1) draws.
 
     Raises:
         ValueError: n is negative, or at or above SHUFFLE_LIMIT.
@@ -83,20 +83,20 @@ class Shuffle:
         self._rng = rng
         self._taken = 0
         self._first: tuple[Ints, Ints] | None = None
-        #: (n,) one more than the number in each place, 0 where that is the place's own index;
-        #: allocated with the second piece.
+        #: (n,) one more than the number in each place, or 0 for the place's own index; allocated
+        #: with the second piece.
         self._places: NDArray[np.int32] | None = None
 
     def more(self, k: int) -> NDArray[np.int32]:
-        """The next k entries, or as many as are left; int32."""
+        """Return the next k entries, or all that are left, as int32."""
         first, n = self._taken, self._n
         k = max(0, min(k, n - first))
         steps = np.arange(first, first + k, dtype=np.int64)
-        draws = np.zeros(k, dtype=np.int64)  # the very last entry needs no draw: it stays
+        draws = np.zeros(k, dtype=np.int64)  # the last entry stays, without a draw
         draws[: n - 1 - first] = self._rng.random(min(k, max(n - 1 - first, 0)))
         targets = steps + draws % (n - steps)
         if first and self._places is None and self._first is not None:
-            self._places = np.zeros(n, dtype=np.int32)  # the system gives it as it is written to
+            self._places = np.zeros(n, dtype=np.int32)  # pages are allocated when written
             self._put(*self._first)
             self._first = None
         taken, left = _settle(targets - first, self._held(steps), self._held(targets))
@@ -108,12 +108,12 @@ class Shuffle:
         return taken.astype(np.int32)
 
     def all(self) -> NDArray[np.int32]:
-        """(n,) all entries, in pieces that stay within the processor's caches."""
+        """Return (n,) all entries, computed in pieces that stay within the processor's caches."""
         pieces = [self.more(_PIECE) for _ in range(0, self._n, _PIECE)]
         return np.concatenate([NO_IDS, *pieces])
 
     def _held(self, places: Ints) -> Ints:
-        """(k,) the numbers in these places now."""
+        """Return (k,) the numbers that are in these places now."""
         if self._places is None:
             return places
         held = self._places[places].astype(np.int64)
@@ -121,16 +121,16 @@ class Shuffle:
 
     def _put(self, places: Ints, numbers: Ints) -> None:
         if self._places is not None:
-            self._places[places] = numbers + 1  # numpy: of several, the last one stays
+            self._places[places] = numbers + 1  # of equal indices, numpy keeps the last one
 
 
 def _settle(targets: Ints, held: Ints, there: Ints) -> tuple[Ints, Ints]:
     """Do the swaps (0, t[0]), (1, t[1]), ..., (k - 1, t[k - 1]), where t[i] >= i.
 
     Place i is final after step i. Write c(i) for the content of place i just before step i: step i
-    puts c(i) into place t[i]. Hence what a step finds in a place is c(the last earlier step with
-    that target), or the original content; the same holds for c itself, and pointer doubling
-    follows all these chains at once (they are O(log n) long).
+    puts c(i) into place t[i]. So a step finds in a place c(the last earlier step with that target),
+    or the original content. The same holds for c itself. Pointer doubling follows all these chains
+    at once; they are O(log n) long.
 
     Args:
         held: (k,) content of places 0 ... k-1 before the first swap; there: of places t[i].
@@ -142,7 +142,7 @@ def _settle(targets: Ints, held: Ints, there: Ints) -> tuple[Ints, Ints]:
     steps = np.arange(k, dtype=np.int64)
     inside = np.flatnonzero((targets < k) & (targets != steps))
     found = steps.copy()
-    found[targets[inside]] = inside  # numpy: of several, the last one stays
+    found[targets[inside]] = inside  # of equal indices, numpy keeps the last one
     while True:
         further = found[found]
         if np.array_equal(further, found):
