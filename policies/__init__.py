@@ -1,5 +1,5 @@
-"""Decisions. Pure: arrays in, arrays out; the daemon, the simulator and the tests call the same.
+"""Decisions. Pure: arrays in, arrays out; daemon, simulator and tests call the same functions.
 
-What leaves memory: `eviction`. What is fetched next, and how far ahead: `prefetch`. What several
-nodes hold for each other: `cluster`.
+`eviction` decides what leaves memory, `prefetch` what is fetched next and how far ahead, `cluster`
+what several nodes hold for each other.
 """

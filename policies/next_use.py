@@ -58,7 +58,7 @@ _LAST = np.int32(NEVER)
 
 
 class EpochUses:
-    """Reads of one epoch: (n,) `first` steps, or NEVER; `repeats`: object << 32 | step of others."""
+    """First reads of one epoch: (n,) `first` steps, or NEVER; `repeats`: object << 32 | step."""
 
     __slots__ = ("accesses", "base", "end", "first", "repeats", "twice")
 

@@ -227,13 +227,13 @@ class Pace:
         self.boost = max(self.boost * 0.99**steps, 1.0)
 
     def asked(self, depth: int, *, stalls: bool) -> None:
-        """Note that a reader asked for a step `depth` after the last one done, and whether it waits."""
+        """Note that a reader asked for a step `depth` after the last one done, or `stalls`."""
         self.depth = max(self.depth, depth)
         if stalls:
             self.boost = min(self.boost * 2, 64.0)
 
     def horizon(self, latency_s: float, window: Window) -> int:
-        """Return how many steps to fetch ahead: twice the latency in steps, or what readers need."""
+        """Return how many steps to fetch ahead: twice the latency, or what the readers need."""
         steps = window.min_steps
         if self.step_s:
             steps += min(int(2 * latency_s / self.step_s), window.max_steps)

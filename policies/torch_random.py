@@ -49,7 +49,7 @@ class TorchRandom:
 
     @classmethod
     def seeded(cls, seed: int) -> TorchRandom:
-        """Return the generator after `manual_seed(seed)`; only its low 32 bits count, as in torch."""
+        """Return the generator after `manual_seed(seed)`; only the low 32 bits count, as there."""
         made = cls.__new__(cls)
         made.bits = np.random.MT19937(0)
         made.bits._legacy_seeding(seed & 0xFFFFFFFF)  # noqa: SLF001  init_genrand, as torch

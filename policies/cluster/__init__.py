@@ -1,1 +1,1 @@
-"""Several nodes as one: how a job deals its samples, and which node holds what. Pure."""
+"""Several nodes as one cache: how a job deals its samples, and which node holds what. Pure."""

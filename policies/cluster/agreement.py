@@ -1,8 +1,8 @@
-"""What the nodes of a cluster tell each other of their plans, where these may differ. Pure.
+"""What the nodes of a cluster tell each other of their plans if these may differ. Pure.
 
-Each node plans alike from what all know (`boundary`). A node that has missed a change of the
-members, or began in the middle of an epoch, cannot; it reads the source and takes a peer's plan. So
-does one that takes something else for granted than the others.
+All nodes compute the same plan from what all of them know (`boundary`). A node cannot if it missed
+a change of the members, if it began in the middle of an epoch, or if its inputs differ from those
+of the others. It then reads from the source and takes a peer's plan.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from creel.policies.cluster.members import (
 )
 from creel.policies.eviction.sampling import Nodes
 
-#: A change of members spreads within a second: with less than these seconds of an epoch left, it
-#: counts from the next one on.
+#: A change of members spreads within a second. If an epoch has less than this left, in seconds, the
+#: change counts from the next epoch on.
 _NOTICE_S = 3.0
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
-    """Where a node says that objects lie, for a node that missed the changes that led to it.
+    """Which node holds each object according to one node, for a node that missed changes.
 
     Args:
-        seed: of the order of the epoch that it is about.
-        known: the latest change that it accounts for; members: (nodes,) from then on.
-        holder: (n,) who held each object when the epoch began; None: nobody anything.
-        planned: (n,) who holds each when it ends; None: that is not planned yet.
+        seed: of the order of the epoch that the plan is about.
+        known: the latest change that it accounts for; members: (nodes,) members from then on.
+        holder: (n,) node that held each object when the epoch began; None: no node held any.
+        planned: (n,) node that holds each object when it ends; None: not planned yet.
     """
 
     seed: int
@@ -49,7 +49,7 @@ class SharedPlan:
     planned: Nodes | None
 
     def fits(self, objects: int) -> bool:
-        """Whether it describes a dataset of this many objects."""
+        """Whether the plan describes a dataset of this many objects."""
         columns = [column for column in (self.holder, self.planned) if column is not None]
         return all(len(column) == objects for column in columns)
 
@@ -62,11 +62,11 @@ class Agreement:
 
     Attributes:
         since: the latest change that plans account for.
-        members: (nodes,) whom they count on from then on.
-        astray: whether what the others know is not known here; then the source is asked, and a
-            peer.
-        asks: whether a peer is asked although this node wrote the last change.
-        given: (n,) a peer's plan of this epoch's end; None: it is made here.
+        members: (nodes,) members that plans count on from then on.
+        astray: whether this node lacks what the others know; then it reads from the source and asks
+            a peer.
+        asks: whether to ask a peer although this node wrote the last change.
+        given: (n,) a peer's plan of this epoch's end; None: this node makes its own.
     """
 
     def __init__(self, deals: Deals) -> None:
@@ -82,20 +82,20 @@ class Agreement:
         self._digested: tuple[Nodes | None, int] = None, 0
 
     def lacks(self, epoch: int) -> int | None:
-        """The seed of the epoch's order, where a peer has to say what lies where; else None."""
+        """Return the seed of the epoch's order if a peer must say which node holds what."""
         view, order = self._deals.view, self._deals.orders.get(epoch)
         if view is None or order is None or not self.astray:
             return None
         return order.seed if self.asks or authority(view.log) != view.me else None
 
     def doubt(self, epoch: int, seed: int) -> None:
-        """Others take something else for granted in the epoch of this order: ask them."""
+        """Note that other nodes plan the epoch of this order from other inputs: ask them."""
         order = self._deals.orders.get(epoch)
         if order is not None and order.seed == seed:
             self.astray = self.asks = True
 
     def takes(self, epoch: int, plan: SharedPlan, objects: int) -> bool:
-        """Go on from what a peer knows of `epoch`; False where that is not what this node lacks."""
+        """Take over a peer's plan of `epoch`; return False if this node does not lack that plan."""
         view = self._deals.view
         if view is None or self.lacks(epoch) != plan.seed or not plan.fits(objects):
             return False
@@ -106,16 +106,19 @@ class Agreement:
         return True
 
     def insist(self, view: ClusterView) -> None:
-        """This node has the last word: it goes on with what it knows."""
+        """Go on with what this node knows, as its plan is the one that counts."""
         if self.astray:
             self.astray, self.since = False, latest(view.log)
 
     def share(
         self, epoch: int, seed: int, holder: Nodes | None, planned: Nodes | None
     ) -> SharedPlan | None:
-        """What this node knows of an epoch; None: nothing, or it is another epoch's end.
+        """Return what this node knows of the epoch with this seed, or None if nothing.
 
-        holder, planned: (n,) who held each object when `epoch` began, and who does when it ends.
+        Args:
+            epoch: the present one; the seed may be of this epoch or of the next one.
+            holder, planned: (n,) node that held each object when `epoch` began, and holds it at its
+                end.
         """
         orders = self._deals.orders
         if self.lacks(epoch) is not None or epoch not in orders:
@@ -127,7 +130,7 @@ class Agreement:
         return None
 
     def digest(self, epoch: int, holder: Nodes | None) -> PlanDigest | None:
-        """The inputs of this node's plan for `epoch`, once its end is planned; None: it is not."""
+        """Return the inputs of this node's plan for `epoch`, or None if its end is not planned."""
         order = self._deals.orders.get(epoch)
         if order is None or self.astray:
             return None
@@ -136,12 +139,12 @@ class Agreement:
         return PlanDigest(self._deals.dataset, order.seed, self.since, self._digested[1])
 
     def moment(self, epoch: int, steps: tuple[int, int], clock: int, step_s: float) -> EpochMoment:
-        """The moment from which all nodes can follow a change that is written now.
+        """Return the moment from which all nodes can follow a change that is written now.
 
         Args:
-            epoch: `known`, as the one after it.
-            steps: its first and last + 1; clock: those that all ranks here have done.
-            step_s: seconds of one.
+            epoch: a known epoch, as is the one after it.
+            steps: first step of the epoch, and its end; clock: steps that all ranks here have done.
+            step_s: seconds per step.
         """
         first, end = steps
         dataset, orders = self._deals.dataset, self._deals.orders
@@ -151,9 +154,9 @@ class Agreement:
         return EpochMoment(dataset, orders[epoch].seed, part)
 
     def due(self, epoch: int, view: ClusterView) -> tuple[Mask, ChangeId, int] | None:
-        """The next change to plan for: members, its name, and the clock from which they count.
+        """Return the next change to plan for: its members, id, and clock from which they count.
 
-        Where it cannot be followed, this node is astray.
+        Set `astray` if this node cannot follow the change.
         """
         todo, orders = after(view.log, self.since), self._deals.orders
         if todo is None:

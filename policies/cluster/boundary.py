@@ -1,4 +1,4 @@
-"""The end of an epoch of a whole job: what a node knows of it, and the plan. Pure."""
+"""The end of an epoch of a whole job: what a node knows about it, and the plan. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.sampling import Nodes
 
-#: Origin of a fetch from the dataset's storage, and of this node in `ClusterView.origin`. Other
-#: origins that policies give are numbers of peers.
+#: Origin of a fetch from the dataset's storage; in `ClusterView.origin` this node has it. All other
+#: origins that policies return are numbers of peers.
 SOURCE = -1
-#: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
+#: Parts of an epoch in which the time of a holder's receipt is counted.
 PARTS = 256
-#: Most epochs of a job of which the order is kept: loaders tell a few ahead.
+#: Most epochs of a job whose orders are kept: loaders announce a few ahead.
 _MAX_ORDERS = 64
 _PART_BITS = (placement.EPOCH // PARTS).bit_length() - 1
 
@@ -31,16 +31,16 @@ class ClusterView:
     """The nodes of a job, as one of them sees them.
 
     Args:
-        me: the number of this node among them.
-        nodes: (world,) the node of each rank.
-        capacity: (nodes,) bytes of memory of each.
-        origin: (nodes,) origin of fetches from each node; SOURCE: this node, or a lost one.
-        disk: (nodes, 2) bytes of disk of each, and the unit in which it gives them.
-        cluster: its name.
+        me: number of this node.
+        nodes: (world,) node of each rank.
+        capacity: (nodes,) bytes of memory of each node.
+        origin: (nodes,) origin of fetches from each node; SOURCE: this node, or one out of reach.
+        disk: (nodes, 2) bytes of disk of each node, and the unit in which it allocates them.
+        cluster: name of the cluster.
         names: (nodes,) names of the nodes; a node has the same name in all its clusters.
-        log: the latest changes of its members.
-        by_hash: datasets that some node also reads for a job on other nodes: their objects' homes
-            (`homes`) say what lies where, no plan for this cluster alone.
+        log: the latest changes of members.
+        by_hash: datasets that some node also reads for a job on other nodes; for these the homes
+            (`homes`) of objects count, not a plan for this cluster alone.
     """
 
     me: int
@@ -54,7 +54,7 @@ class ClusterView:
     by_hash: frozenset[str] = frozenset()
 
     def like(self, other: ClusterView | None) -> bool:
-        """Whether these are the same nodes, with the same memory and disk."""
+        """Whether `other` has the same nodes, with the same memory and disk."""
         if other is None or self.me != other.me:
             return False
         columns = (
@@ -69,7 +69,7 @@ class ClusterView:
 class Deals:
     """What a node knows of its job: the other nodes, and how epochs are dealt to the ranks.
 
-    `followed`: how they are dealt is not known to all nodes.
+    `followed`: not all nodes know how epochs are dealt.
     """
 
     view: ClusterView | None = None
@@ -78,7 +78,7 @@ class Deals:
     dataset: str = ""
 
     def add(self, epoch: int, order: JobOrder) -> None:
-        """Note how an epoch is dealt, unless orders of many others are kept."""
+        """Note how an epoch is dealt, unless the orders of too many others are kept."""
         if len(self.orders) < _MAX_ORDERS or epoch in self.orders:
             self.orders[epoch] = order
 
@@ -91,9 +91,9 @@ class Deals:
         return self.view is not None and {epoch, epoch + 1} <= set(self.orders)
 
     def from_epoch(self, epoch: int, depth: int, ahead: int) -> list[JobOrder]:
-        """The orders of the epoch `ahead` of `epoch`, which is `known`, and of `depth` later ones.
+        """Return the order of the epoch `ahead` of `epoch`, and of `depth` later ones.
 
-        What is not known yet goes on as these two do.
+        `epoch` must be `known`. Unknown orders are extrapolated from its seed and the next one's.
         """
         now, then = self.orders[epoch], self.orders[epoch + 1]
         later = (
@@ -102,24 +102,23 @@ class Deals:
         return [now, then, *later][ahead:]
 
     def agree(self, epoch: int, orders: list[JobOrder]) -> bool:
-        """Whether these are the orders from `epoch` on, as far as they are known."""
+        """Whether `orders` are those known from `epoch` on, as far as any are known."""
         return all(self.orders.get(epoch + i, order) == order for i, order in enumerate(orders[:2]))
 
 
 class Placed(NamedTuple):
-    """What a `ClusterBoundary` gives.
+    """The plan that a `ClusterBoundary` makes.
 
     Args:
-        holder: (n,) node that holds each object when the epoch ends; `placement.nobody`: none.
-        me: the number of this node.
-        coming: what this node reads in the next epoch and its holder, a peer, has yet to get;
+        holder: (n,) node that holds each object when the epoch ends, or `placement.nobody`.
+        me: number of this node.
+        coming: objects that this node reads in the next epoch from a peer that has yet to get them;
             ascending.
-        when: after what part of this epoch, in 256ths, the holder gets each of these.
-        lent: what this node is to hold and a peer reads in the next epoch.
-        copies: what this node, which is not the holder, is to have as well, the soonest to be read
-            first.
-        surplus: what this node holds in vain.
-        unread: what it holds and no member reads in this epoch.
+        when: after what part of this epoch, in 256ths, the peer gets each of these.
+        lent: objects that this node is to hold and a peer reads in the next epoch.
+        copies: objects of which this node keeps a second copy, the soonest to be read first.
+        surplus: objects that this node holds but need not.
+        unread: objects that it holds and that no member reads in this epoch.
     """
 
     holder: Nodes
@@ -132,7 +131,7 @@ class Placed(NamedTuple):
     unread: Ids
 
     def part(self, ids: NDArray[np.integer]) -> Ints:
-        """(k,) the part of this epoch in which its holder gets each object; -1: it has it."""
+        """Return (k,) the part of this epoch in which each holder gets the object; -1: has it."""
         if not len(self.coming):
             return np.full(len(ids), -1)
         at = np.minimum(self.coming.searchsorted(ids), len(self.coming) - 1)
@@ -144,19 +143,20 @@ class ClusterBoundary:
     """What is known about the end of an epoch of a whole job; arrays may be live views.
 
     Args:
-        epoch: the one that ends.
+        epoch: the epoch that ends.
         view: the nodes.
         orders: of this epoch and of later ones.
-        holder: (n,) who held each object when this epoch began; None: nobody anything.
-        copies: of what this node had a second copy then.
-        size: (n,) bytes of each object, or (1,) where all are equal or some are unknown.
-        capacity: (nodes,) bytes of memory and disk of each.
-        state: (n,) states on this node; stored: (n,) those on its disk, None: it has none.
+        holder: (n,) node that held each object when this epoch began; None: no node held any.
+        copies: objects of which this node had a second copy then.
+        size: (n,) bytes of each object, or (1,) if all are equal or some are unknown.
+        capacity: (nodes,) bytes of memory and disk of each node.
+        state: (n,) states on this node; stored: (n,) states on its disk, or None without one.
         lead: share of the next epoch that is kept first.
-        members: (nodes,) whom the plan counts on, after the change `known`.
-        clock: from what moment of this epoch on, in 65,536ths; before it `planned` counted.
-        planned: (n,) the earlier plan; None: there is none.
-        given: (n,) the plan, where a peer has made it; None: it is to be made.
+        members: (nodes,) members that the plan counts on, after the change `known`.
+        clock: moment of this epoch from which the plan counts, in 65,536ths; `planned` counts
+            before.
+        planned: (n,) the earlier plan, or None.
+        given: (n,) a plan made by a peer, or None.
     """
 
     epoch: int
@@ -176,7 +176,7 @@ class ClusterBoundary:
     given: Nodes | None = None
 
     def plan(self) -> Placed:
-        """Return who holds what when the epoch ends; takes a second for a million objects."""
+        """Return which node holds what when the epoch ends; takes 1 s for a million objects."""
         node_of = self.view.nodes.tolist()
         now = self._uses(self.orders[0].by_rank(node_of), self.orders[0])
         following = self.orders[1].by_rank(node_of)
@@ -204,7 +204,7 @@ class ClusterBoundary:
         return Placed(after, me, coming, when, lent, copies, surplus, unread)
 
     def _held(self, now: placement.Uses) -> Nodes:
-        """(n,) who holds each object at `clock`: what was read already lies where it was to go."""
+        """Return (n,) the holder of each object at `clock`: the planned one once it was read."""
         holder = self.holder
         if holder is None:
             holder = np.full_like(now.owner, nobody(now.owner))
@@ -216,7 +216,7 @@ class ClusterBoundary:
         return without(holder, self.members)
 
     def _copies(self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]) -> Ids:
-        """Plan what fills what the plan for all leaves free on this node."""
+        """Return the objects to keep as second copies, in room that the plan leaves here."""
         n, me = len(self.state), self.view.me
         if dataset_nbytes(self.size, n) >= int((self.capacity * self.members).sum()):
             return NO_IDS
@@ -234,7 +234,7 @@ class ClusterBoundary:
 
 
 def without(holder: Nodes, members: Mask) -> Nodes:
-    """`holder`, with nobody in place of nodes that are no members.
+    """Return `holder` with `nobody` in place of nodes that are not members.
 
     >>> without(np.array([0, 1, 255], np.uint8), np.array([True, False])).tolist()
     [0, 255, 255]

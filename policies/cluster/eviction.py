@@ -1,8 +1,8 @@
-"""Eviction where the nodes of a job serve each other: what stays is planned for all alike. Pure.
+"""Eviction if the nodes of a job serve each other and plan together what stays. Pure.
 
-All nodes compute from the job's orders which of them holds each object when an epoch ends
-(`placement.next_holders`), so each knows where to ask and what the others will ask for, without a
-message. What a plan gets wrong costs a read of the source.
+From the job's orders all nodes compute which of them holds each object when an epoch ends
+(`placement.next_holders`). So each node knows, without a message, which peer to ask for an object,
+and which objects peers will ask it for. An error of the plan costs a read of the source.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from creel.policies.next_use import NextUses
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
-#: Marks beside LISTED: held for a peer that reads it in this epoch; sent already for the next one;
-#: stays as a second copy.
+#: Marks beside LISTED: held for a peer that reads it in this epoch; sent early, for the next epoch;
+#: kept as a second copy.
 _LENT, _SENT_EARLY, _COPY = np.uint8(2), np.uint8(4), np.uint8(8)
-#: Steps whose objects are in use at once, stay or not: one is read, one waits.
+#: Steps of a rank whose objects are in use at once: one is being read, one waits.
 _STEPS_IN_USE = 2
-#: What a node holds at most in mid-epoch beyond what is planned, as a part (1/n) of that: .7 % were
-#: measured (tests/sim/test_laws_of_placement.py).
+#: Part (1/n) of its capacity by which a node may exceed the plan in mid-epoch: .7 % were measured
+#: (tests/sim/test_laws_of_placement.py).
 _PEAK_PART = 128
 
 
@@ -63,11 +63,11 @@ class ClusterEviction(PlannedEviction):
     ) -> None:
         super().__init__(state, pins, uses, epoch)
         self.deals = deals
-        self._holder: Nodes | None = None  # when this epoch began
-        self._copies = NO_IDS  # of this node, then
-        self._second_copies = NO_IDS  # those planned, which yield to anything else
-        self._next: Placed | None = None  # when this epoch ends
-        # When the next one ends: planned ahead, as what its first steps read may not leave before.
+        self._holder: Nodes | None = None  # holders when this epoch began
+        self._copies = NO_IDS  # second copies on this node when this epoch began
+        self._second_copies = NO_IDS  # planned second copies, which leave before all else
+        self._next: Placed | None = None  # the plan of this epoch's end
+        # The plan of the next epoch's end, made ahead: its first steps' objects must not leave.
         self._later: tuple[ClusterBoundary, Placed] | None = None
         self._asking: ClusterBoundary | None = None
         self._agreement = Agreement(deals)
@@ -80,34 +80,34 @@ class ClusterEviction(PlannedEviction):
 
     @property
     def lacks(self) -> int | None:
-        """The seed of the epoch's order, where a peer has to say what lies where; else None."""
+        """The seed of the epoch's order if a peer must say which node holds what, else None."""
         return self._agreement.lacks(self.epoch)
 
     @property
     def digest(self) -> PlanDigest | None:
-        """The inputs of this node's plan for this epoch; None: that is not settled."""
+        """The inputs of this node's plan for this epoch, or None if there is no plan."""
         return None if self._next is None else self._agreement.digest(self.epoch, self._holder)
 
     def doubt(self, seed: int) -> None:
-        """Others take something else for granted in the epoch of this order: ask them."""
+        """Note that other nodes plan the epoch of this order from other inputs: ask them."""
         self._agreement.doubt(self.epoch, seed)
 
     def share(self, seed: int) -> SharedPlan | None:
-        """What this node knows of an epoch; None: nothing, or it is another epoch's end."""
+        """Return what this node knows of the epoch with this seed, or None if nothing."""
         after = None if self._next is None else self._next.holder
         return self._agreement.share(self.epoch, seed, self._holder, after)
 
     def adopt(self, plan: SharedPlan) -> None:
-        """Go on from what a peer knows, if that is what this node lacks."""
+        """Take over a peer's plan, if this node lacks it."""
         if self._agreement.takes(self.epoch, plan, len(self._state)):
             self._asking = self._next = self._later = None
             self._holder = plan.holder
 
     def moment(self, clock: int, step_s: float) -> EpochMoment | None:
-        """The moment from which all nodes can follow a change that is written now, if any.
+        """Return the moment from which all nodes can follow a change that is written now, or None.
 
         Args:
-            clock: steps that all ranks here have done; step_s: seconds of one.
+            clock: steps that all ranks here have done; step_s: seconds per step.
         """
         if self.lacks is not None or not self.deals.known(self.epoch):
             return None
@@ -116,7 +116,7 @@ class ClusterEviction(PlannedEviction):
     # --- the plan --------------------------------------------------------------------------------
 
     def planning_task(self, context: PlanningContext) -> PlanningTask | None:
-        """Return what to plan now, if anything: once for each epoch and each change."""
+        """Return what to plan now, or None; one task for each epoch and each change of members."""
         view = self.deals.view
         if self._asking is not None or view is None or not self.deals.known(self.epoch):
             return None
@@ -128,7 +128,7 @@ class ClusterEviction(PlannedEviction):
             self._asking = replace(boundary, given=self._agreement.given)
         elif (change := self._agreement.due(self.epoch, view)) is not None:
             planned, (members, known, clock) = self._next.holder, change
-            if self._holder is not None:  # who comes back has nothing
+            if self._holder is not None:  # a node that comes back holds nothing
                 self._holder = without(self._holder, members)
             boundary = self._boundary_of(self.epoch, view, context, self._holder, self._copies)
             self._asking = replace(
@@ -164,19 +164,20 @@ class ClusterEviction(PlannedEviction):
             capacity=capacity,
             state=self._state,
             stored=self.stored,
-            # The same on all nodes, whose paces differ, however far each reads ahead.
+            # The same on all nodes, though each reads ahead at its own pace.
             lead=placement.lead_of(orders[1].steps),
             members=self._agreement.members,
             known=self._agreement.since,
         )
 
     def _in_use(self, view: ClusterView, step_nbytes: int, capacity: Ints, whole: int) -> Ints:
-        """(nodes,) bytes to leave to steps in use, where the memories hold more than all objects.
+        """Return (nodes,) bytes to leave to steps in use, if memories exceed the dataset.
 
-        A node that is full of what stays would have to give up some of that for each step.
+        Otherwise a node full of objects that stay would have to evict some of them in each step.
 
         Args:
-            step_nbytes: of a rank's step; whole: of all objects; capacity: (nodes,).
+            step_nbytes: bytes of a rank's step; whole: bytes of all objects; capacity: (nodes,)
+                bytes.
         """
         members = self._agreement.members
         beyond = max(int(capacity[members].sum()) - whole, 0) // max(int(members.sum()), 1)
@@ -198,7 +199,7 @@ class ClusterEviction(PlannedEviction):
             self._later = asked, plan
 
     def _follow(self, placed: Placed) -> None:
-        """Keep what this plan says over the end of this epoch."""
+        """Keep the objects that this plan keeps over the end of this epoch."""
         self._marks[self._second_copies] &= ~_COPY
         self._next, self._surplus, self._second_copies = placed, list(placed.surplus), placed.copies
         self._marks[self._second_copies] |= _COPY
@@ -217,7 +218,7 @@ class ClusterEviction(PlannedEviction):
             return
         placed = self._next if epoch == self.epoch + 1 else None
         later = self._later
-        # A plan that comes too late here may have come in time elsewhere.
+        # A plan that is too late on this node may have been in time on another one.
         late = self._asking is not None and self._asking.epoch < epoch
         self._agreement.astray |= placed is None or late
         super().epoch_began(uses, epoch)
@@ -239,7 +240,7 @@ class ClusterEviction(PlannedEviction):
                 self._follow(answer)
 
     def victims(self, k: int, step: int) -> Index:
-        """Up to k distinct objects to evict; second copies after all else, the last used first."""
+        """Return up to k distinct objects to evict; then second copies, the last used first."""
         found = super().victims(k, step)
         if len(found) >= k:
             return found
@@ -256,7 +257,7 @@ class ClusterEviction(PlannedEviction):
         return joined(more)
 
     def forced_victims(self, k: int, step: int) -> Index:
-        """As in any policy, but first what no peer is going to ask this node for."""
+        """As in any policy, but objects that no peer is going to ask this node for come first."""
         ids = self._unpinned()
         asked = self._marked(ids, _LENT)
         if self._next is not None:
@@ -267,7 +268,7 @@ class ClusterEviction(PlannedEviction):
         return joined([own, self._farthest(ids[asked], k - len(own), step)])
 
     def wanted(self, ids: Index) -> Mask:
-        """(k,) whether the current epoch reads each again, here or on a peer."""
+        """Return (k,) whether the current epoch reads each object again, here or on a peer."""
         return super().wanted(ids) | self._marked(ids, _LENT)
 
     def sent(self, ids: Index) -> None:
@@ -276,11 +277,12 @@ class ClusterEviction(PlannedEviction):
         self._marks[ids[lent]] &= ~_LENT
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
-        """(k,) whether each object, to be read in `epoch`, is yet to come to the peer it is from.
+        """Return (k,) whether each object's holder does not have it yet; None: all have.
 
-        Its reader in this epoch is that peer, and the ranks go in step; None: none is awaited.
+        The holder gets the object by reading it in this epoch, at about the pace of this node.
 
         Args:
+            epoch: the epoch that reads the objects.
             clock: steps that the ranks of this node have done.
         """
         if epoch != self.epoch + 1 or self.deals.view is None:
@@ -292,7 +294,7 @@ class ClusterEviction(PlannedEviction):
         return self._next.part(ids) > part
 
     def holders(self, ids: Index, epoch: int) -> Ints | None:
-        """(k,) the peer that holds each object when `epoch` reads it, or SOURCE; None: no plan."""
+        """Return (k,) the peer that holds each object when `epoch` reads it, or SOURCE, or None."""
         holder = None if self._agreement.astray else self._holder
         if epoch == self.epoch + 1:
             holder = None if self._next is None else self._next.holder

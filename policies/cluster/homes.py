@@ -1,15 +1,16 @@
-"""Homes: where the nodes of a job keep objects for each other if no plan says who holds what. Pure.
+"""Homes: where the nodes of a job keep objects for each other without a common plan. Pure.
 
-Every object has a home among the nodes, by a hash of its number. Whoever needs it asks its home,
-which reads it from the source, sends it, and keeps it while there is room: so the source is read
-once, whatever order each rank reads in, and nobody has to know another's. What is kept never yields
-to what came later (of a job that reads all objects again and again no choice is better, law L1).
+Each object has a home among the nodes, by a hash of its number. A node that needs the object asks
+its home. The home reads it from the source, sends it, and keeps it while there is room. So each
+object is read from the source once, in whatever order the ranks read, and no node needs to know
+the order of another. Objects that are kept never leave for later ones; for a job that reads all
+objects again and again no choice is better (law L1).
 
-Jobs on one dataset may run on different nodes, some of them on the same. The hash ranks all nodes
-for each object (rendezvous hashing, Thaler and Ravishankar 1998), and a node asks the first of all
-those that any of its jobs has. A node that belongs to two jobs thus keeps one copy for both, and
-gets for a peer of the one job what a peer of the other is home of. Who is asked always ranks above
-who asks, so no two nodes wait for each other.
+Jobs on one dataset may run on different sets of nodes that overlap. The hash ranks all nodes for
+each object (rendezvous hashing, Thaler and Ravishankar 1998), and a node asks the first one of the
+nodes of all its jobs. So a node in two jobs keeps one copy for both, and fetches objects for peers
+of one job from peers of the other. The node asked always ranks above the node that asks, so no two
+nodes wait for each other.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.recent import MostRecentFirst, ReleaseLog
 from creel.policies.next_use import NEVER, NextUses
 
-#: `step` of `victims` for what is read for a peer: nothing that is kept leaves for that.
+#: `step` of `victims` for a read for a peer: objects that are kept do not leave for it.
 FOR_PEERS = NEVER
 #: Knuth's multiplicative hash: objects of one kind may lie at regular distances.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-#: Objects are hashed to as many buckets (2^16); all of a bucket have one home. Of 256 nodes each is
-#: home of 256 of them, give or take 16.
+#: Objects are hashed to 2^16 buckets; all objects of a bucket have one home. Of 256 nodes each is
+#: home of 256 buckets, give or take 16.
 _BUCKETS, _SHIFT = 1 << 16, np.uint64(48)
 #: Shifts and factors of splitmix64's output (Steele, Lea and Flood 2014).
 _MIXED = (
@@ -40,22 +41,22 @@ _MIXED = (
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
     (np.uint64(31), np.uint64(1)),
 )
-#: A node is home of at most this many times its share.
+#: A node is home of at most this many times its share of the objects.
 _UNEVEN = 1.02
-#: This part (1/n) of the memory may hold what is read ahead, though peers would need it.
+#: Part (1/n) of the memory for objects read ahead, even if peers need the room.
 _AHEAD_PART = 32
-#: Up to this part (1/n) of what is here may be neither kept nor in use, before more is kept.
+#: If more than this part (1/n) of the residents is neither kept nor in use, more are kept.
 _LOOSE_PART = 8
-#: Objects looked through at once for one to evict.
+#: Objects scanned at once for eviction.
 _SCANNED = 1 << 14
 
 
 class Homes:
     """The home of each object, as a node sees the others.
 
-    What is at home on nodes that are not reached is at home on the others meanwhile. Nothing else
-    moves.
-    Two nodes that see different ones ask each other in vain, and read the source.
+    The objects of a node that is out of reach have their homes on the other nodes meanwhile; no
+    other object moves. Two nodes that reach different nodes ask each other in vain, and read the
+    source.
 
     Args:
         views: the nodes of each job, one or more.
@@ -80,20 +81,20 @@ class Homes:
         self.nbytes = sum(sizes.values())
 
     def mine(self, ids: NDArray[np.integer]) -> Mask:
-        """(k,) whether this node is home of each object."""
+        """Return (k,) whether this node is home of each object."""
         mine: Mask = self.origins(ids) == SOURCE
         return mine
 
     def asked(self, ids: NDArray[np.integer]) -> Mask:
-        """(k,) whether peers of some job ask this node for each object."""
+        """Return (k,) whether peers of some job ask this node for each object."""
         return self._asked[_bucket(ids)]
 
     def relayed(self, ids: NDArray[np.integer]) -> Mask:
-        """(k,) whether peers of one job ask for it here, where a peer of another is its home."""
+        """Return (k,) whether peers of one job ask here for an object at home in another."""
         return self.asked(ids) & ~self.mine(ids)
 
     def origins(self, ids: NDArray[np.integer]) -> Ints:
-        """(k,) the peer to ask for each object, or SOURCE."""
+        """Return (k,) the peer to ask for each object, or SOURCE."""
         return self._origin[_bucket(ids)]
 
 
@@ -103,7 +104,7 @@ def _bucket(ids: NDArray[np.integer]) -> Index:
 
 @lru_cache(maxsize=4)
 def _first(names: tuple[str, ...]) -> NDArray[np.int16]:
-    """(buckets,) which of these nodes ranks first; takes 0.5 ms for each of them."""
+    """Return (buckets,) which of these nodes ranks first; takes 0.5 ms per node."""
     first, most = np.zeros(_BUCKETS, np.int16), np.zeros(_BUCKETS, np.uint64)
     for node, name in enumerate(names):
         seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -116,10 +117,9 @@ def _first(names: tuple[str, ...]) -> NDArray[np.int16]:
 
 
 class HomesEviction(MostRecentFirst):
-    """Keeps what this node is home of, in memory and on disk; of all else, the latest leaves first.
+    """Keeps the objects that this node is home of, in memory and on disk; others leave first.
 
-    Where that is more than there is room for, what is kept stays the same (law L1), and what is at
-    home here beyond it comes and goes.
+    If these are more than fit, the kept ones stay the same (law L1), and the others come and go.
     """
 
     name = "homes"
@@ -132,13 +132,13 @@ class HomesEviction(MostRecentFirst):
         super().__init__(state, pins, uses)
         self.homes: Homes = homes
         self._kept = np.zeros(len(state), np.bool_)
-        self._count = 0  # of these
-        self._limit = len(state)  # most objects kept: there was no room for more
-        self._excess = ReleaseLog(len(state))  # at home here, and not kept; the other log: guests
+        self._count = 0  # number of objects kept
+        self._limit = len(state)  # most objects to keep: there was no room for more
+        self._excess = ReleaseLog(len(state))  # at home here, but not kept; _log: at home elsewhere
         self._hand = 0
 
     def read_ahead_room(self, room: float) -> float:
-        """What is not needed for objects at home here, and in any case a small part."""
+        """Return the room beyond all objects at home here, or at least a small part of it."""
         return max(room - _UNEVEN * self.homes.share * len(self._state), room / _AHEAD_PART)
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
@@ -146,7 +146,7 @@ class HomesEviction(MostRecentFirst):
         self._recover()
 
     def relist(self) -> None:
-        """Sort all residents anew into those that are kept and the others."""
+        """Sort all residents again into objects that are kept and others."""
         here = self._state == RESIDENT
         if self.stored is not None:
             here |= self.stored == STORED
@@ -163,9 +163,9 @@ class HomesEviction(MostRecentFirst):
         super().relist()
 
     def _recover(self) -> None:
-        """Keep more again where a shortage is over: where much of what is here is not kept.
+        """Keep more objects again once a shortage is over: if many residents are not kept.
 
-        While it lasts, little is: to try in vain would cost some of those that are kept.
+        During a shortage there are few of them: keeping more in vain would cost some that are kept.
         """
         here = np.count_nonzero(self._state == RESIDENT)
         loose = int(np.count_nonzero(~self._kept[self._unpinned()]))
@@ -184,15 +184,15 @@ class HomesEviction(MostRecentFirst):
         self._excess.add(loose[k:])
 
     def keeps(self, ids: Index) -> Mask:
-        """(k,) whether each is worth a place on this node's disk: what it is home of."""
+        """Return (k,) whether each object is worth a place on disk: if this node is its home."""
         return self.homes.mine(ids)
 
     def unneeded(self, k: int, step: int) -> Index:
-        """Up to k distinct objects that are at home elsewhere."""
+        """Return up to k distinct objects that are at home elsewhere."""
         return super().victims(k, step)
 
     def victims(self, k: int, step: int) -> Index:
-        """Up to k distinct objects to evict: those kept for peers last, and for no peer's sake."""
+        """Return up to k distinct objects to evict; kept ones last, and never for a peer's read."""
         found = self.unneeded(k, step)
         found = joined([found, self._excess.take(k - len(found), self._leaving)])
         if len(found) >= k or step == FOR_PEERS:
@@ -202,7 +202,7 @@ class HomesEviction(MostRecentFirst):
         return joined([found, more])
 
     def _scan(self, k: int) -> Index:
-        """Give up some of what is kept, in order of numbers (a clock's hand)."""
+        """Stop keeping up to k objects, in order of numbers (a clock's hand); return them."""
         out = []
         for _ in range(-(-len(self._state) // _SCANNED)):
             stop = min(self._hand + _SCANNED, len(self._state))

@@ -33,10 +33,10 @@ class JobOrder(NamedTuple):
     Args:
         samples: number of samples; sample i is object i.
         world: number of ranks.
-        each: samples of each rank.
-        batch: samples in a step of a rank; the last may have fewer.
+        each: samples per rank.
+        batch: samples per step of a rank; the last step may have fewer.
         seed: of the permutation, or IN_ORDER.
-        remapped: samples of a step are exchanged among its ranks (`remap.Exchange`).
+        remapped: whether the ranks exchange samples within each step (`remap.Exchange`).
     """
 
     samples: int
@@ -63,7 +63,7 @@ class JobOrder(NamedTuple):
         return -(-self.each // self.batch)
 
     def permutation(self) -> Ids:
-        """(samples,) the order before its head is repeated or its tail cut off.
+        """Return (samples,) the order before its head is repeated or its tail cut off.
 
         >>> JobOrder(3, 1, 3, 1, IN_ORDER).permutation().tolist()
         [0, 1, 2]
@@ -73,7 +73,7 @@ class JobOrder(NamedTuple):
         return Shuffle(self.samples, TorchRandom.seeded(self.seed)).all()
 
     def by_rank(self, node_of: Sequence[int]) -> list[Ids]:
-        """For each rank, (each,) the objects that it reads, in order.
+        """Return for each rank (each,) the objects that it reads, in order.
 
         Args:
             node_of: (world,) the node of each rank.
@@ -87,7 +87,7 @@ class JobOrder(NamedTuple):
         return by_rank(dealt, self.world)
 
     def after(self, other: JobOrder, epochs: int) -> JobOrder:
-        """The order `epochs` after this one, if seeds go on as from `other`, the one before.
+        """Return the order `epochs` later, if seeds go on as from the previous order `other`.
 
         >>> JobOrder(3, 1, 3, 1, 8).after(JobOrder(3, 1, 3, 1, 7), 2).seed
         10

@@ -1,9 +1,9 @@
-"""Several jobs on one dataset over the same nodes: their plans are one (law L4). Pure.
+"""Several jobs on one dataset over the same nodes: their plans are merged (law L4). Pure.
 
-Each object has a home among the nodes, as in `homes`; what stays there is what any rank of any job
-reads soonest. Every node knows how each job's epochs are dealt to all ranks, so a home needs nobody
-to tell it who will ask for what, and when: together the memories do what one memory would by
-farthest next use over the merged plans (MIN, Belady 1966), each for the objects at home there.
+Each object has a home among the nodes, as in `homes`. Of the objects at home there, a node keeps
+those that any rank of any job reads soonest. Every node knows how each job deals its epochs to all
+ranks, so no node needs to be told which objects others will ask for, and when. Together the
+memories do what one memory would do by farthest next use over the merged plans (MIN, Belady 1966).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from creel.policies.next_use import NEVER, NextUses
 if TYPE_CHECKING:  # circular import
     from creel.policies.eviction.planned import PlanningContext
 
-#: All residents are sorted again after this part (1/n) of an epoch: reads on other nodes show in
-#: nothing but the time.
+#: All residents are sorted again after this part (1/n) of an epoch: reads on other nodes are not
+#: reported, but follow from the time.
 _SORT_AGAIN_PART = 16
-#: This part (1/n) of the memory may hold what is read ahead.
+#: Part (1/n) of the memory for objects read ahead.
 _AHEAD_PART = 32
-#: Epochs of each job that are looked at: the present one, and the next.
+#: Epochs of each job that are merged: the present one and the next.
 _EPOCHS = 2
-#: In `FirstReads`, of an object that no rank reads in that epoch; an epoch has fewer units.
+#: In `FirstReads`: no rank reads the object in that epoch. Epochs have fewer units.
 _UNREAD = int(np.iinfo(np.uint16).max)
 
 
@@ -44,9 +44,9 @@ class DealtJob(NamedTuple):
     """What a node knows of one job; live views.
 
     Args:
-        uses: of the ranks here, for the steps with which epochs begin.
+        uses: next uses by the ranks here, for the first steps of epochs.
         deals: how epochs are dealt to all ranks.
-        clock: steps that the ranks here have done.
+        clock: returns the steps that the ranks here have done.
     """
 
     uses: NextUses
@@ -60,16 +60,18 @@ class DealtJob(NamedTuple):
         return {e: (self._begins(e), self.deals.orders[e]) for e in known}
 
     def _begins(self, epoch: int) -> int:
-        """First step of an epoch; of a plan that was cut, `uses` has only what is left of it."""
+        """Return the first step of an epoch; after a plan was cut, `uses` has only its rest."""
         if self.uses.knows(epoch + 1):
             return self.uses.span(epoch + 1)[0] - self.deals.orders[epoch].steps
         return self.uses.span(epoch)[0]
 
 
 class FirstReads(NamedTuple):
-    """An epoch: its first step, and (n,) after how many times `unit` steps some rank reads each.
+    """The first reads of an epoch by any rank; 2 bytes per object.
 
-    2 bytes per object; `_UNREAD`: no rank does.
+    Args:
+        base: first step of the epoch.
+        after: (n,) how many times `unit` steps later each object is read, or `_UNREAD`.
     """
 
     base: int
@@ -77,23 +79,23 @@ class FirstReads(NamedTuple):
     after: NDArray[np.uint16]
 
     def steps(self, ids: Index) -> Ints:
-        """(k,) the first step that reads each object, NEVER where none does."""
+        """Return (k,) the first step that reads each object, or NEVER."""
         after = self.after[ids]
         return np.where(after == _UNREAD, NEVER, self.base + self.unit * after.astype(np.int64))
 
 
 class JobsReads(NamedTuple):
-    """What a `JobsTask` gives: the epochs of each job."""
+    """The result of a `JobsTask`: the first reads of each job's epochs."""
 
     jobs: list[dict[int, FirstReads]]
 
 
 @dataclass(frozen=True, eq=False)
 class JobsTask:
-    """Planned outside the loop: when an epoch of each job reads each object.
+    """Find out, outside the event loop, when an epoch of each job reads each object.
 
     Args:
-        objects: of the dataset; nodes: (ranks,) the node of each rank, for each job.
+        objects: number of objects; nodes: for each job, (ranks,) the node of each rank.
         orders: for each job, its epochs as in `DealtJob.orders`.
     """
 
@@ -102,7 +104,7 @@ class JobsTask:
     orders: list[dict[int, tuple[int, JobOrder]]]
 
     def plan(self) -> JobsReads:
-        """When each epoch reads what; takes some 0.1 s for a million objects and epoch."""
+        """Return when each epoch reads what; takes 0.1 s per epoch and million objects."""
         jobs = zip(self.nodes, self.orders, strict=True)
         return JobsReads(
             [
@@ -116,12 +118,12 @@ class JobsTask:
         unit = -(-order.steps // _UNREAD)
         steps = (np.arange(order.each) // order.batch // unit).astype(np.uint16)
         for ids in order.by_rank(nodes):
-            # backwards: where an object comes twice, its first read is written last
+            # backwards, so that the first read of an object that comes twice is written last
             first[ids[::-1]] = np.minimum(first[ids], steps)[::-1]
         return FirstReads(base, unit, first)
 
 
-#: What policies have planned outside the loop, and what comes back.
+#: Tasks that policies have planned outside the event loop, and their results.
 PlanningTask: TypeAlias = EpochBoundary | ClusterBoundary | JobsTask
 RetentionPlan: TypeAlias = Kept | Placed | JobsReads
 
@@ -133,10 +135,10 @@ class MergedUses:
         self.jobs: list[list[FirstReads]] = []
         self.clocks: list[tuple[float, float]] = []  # (a, b): step s is at common time a * s + b
         self.done: list[int] = []  # steps of each job
-        self._read = np.zeros(objects, np.int32)  # reads before this common time are over
+        self._read = np.zeros(objects, np.int32)  # reads before this common time are done
 
     def due(self, ids: Index) -> Ints:
-        """(k,) common time of the next read; far away where none is known."""
+        """Return (k,) common time of each object's next read; far away if none is known."""
         read, times = self._read[ids], []
         for epochs, (a, b), done in zip(self.jobs, self.clocks, self.done, strict=True):
             since = np.maximum(np.floor((read - b) / a), done)
@@ -149,25 +151,25 @@ class MergedUses:
 
     @staticmethod
     def _beyond(epochs: list[FirstReads]) -> float:
-        """The middle of the epoch after those that are known."""
+        """Return the middle of the first epoch that is not known."""
         if len(epochs) < _EPOCHS:
             return float(NEVER)
         return epochs[-1].base + 1.5 * (epochs[-1].base - epochs[-2].base)
 
     def was_read(self, ids: Index) -> None:
-        """Note that the next read of each object is over."""
+        """Note that the next read of each object is done."""
         self._read[ids] = np.minimum(self.due(ids) + 1, NEVER)
 
     def forget(self) -> None:
-        """The common clock is another one."""
+        """Forget all reads, as the common clock has changed."""
         self._read[:] = 0
 
 
 class HomesFarthest(FarthestNextUse):
-    """Keeps what this node is home of and any job reads soonest; all else leaves before that.
+    """Keeps objects that this node is home of and some job reads soonest; others leave first.
 
     Args:
-        jobs: what is known of each; clock: see `FarthestNextUse`.
+        jobs: what is known of each job; clock: as in `FarthestNextUse`.
     """
 
     name = "homes-far"
@@ -185,19 +187,19 @@ class HomesFarthest(FarthestNextUse):
         super().__init__(state, pins, [job.uses for job in jobs], clock)
         self.homes: Homes = homes
         self._jobs = jobs
-        self._guests = ReleaseLog(len(state))  # at home elsewhere
+        self._guests = ReleaseLog(len(state))  # residents at home elsewhere
         self._known: list[dict[int, FirstReads]] = [{} for _ in jobs]
         self._asking: JobsTask | None = None
-        self._again = 0  # time of the first job at which all are sorted again
+        self._again = 0  # step of the first job at which all are sorted again
 
     def read_ahead_room(self, room: float) -> float:
-        """A small part."""
+        """Return a small part of the room."""
         return room / _AHEAD_PART
 
     # --- the jobs' orders ------------------------------------------------------------------------
 
     def planning_task(self, context: PlanningContext) -> JobsTask | None:  # noqa: ARG002
-        """Ask for the orders that are not known yet."""
+        """Return a task for the orders whose first reads are not known yet, or None."""
         wanted = [job.orders for job in self._jobs]
         new = [
             {e: order for e, order in orders.items() if e not in known}
@@ -211,7 +213,7 @@ class HomesFarthest(FarthestNextUse):
         return self._asking
 
     def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
-        """Take the orders, if they are those of the latest task."""
+        """Take the first reads, if they answer the latest task."""
         if task is not self._asking or not isinstance(plan, JobsReads):
             return
         self._asking = None
@@ -235,7 +237,7 @@ class HomesFarthest(FarthestNextUse):
     # --- who stays -------------------------------------------------------------------------------
 
     def relist(self) -> None:
-        """Sort all residents again: plans or the jobs' speeds have changed."""
+        """Sort all residents again, as plans or the jobs' speeds have changed."""
         self._merged.jobs = [[known[e] for e in sorted(known)] for known in self._known]
         self._merged.clocks = self._clock()
         self._merged.done = [job.clock() for job in self._jobs]
@@ -263,17 +265,17 @@ class HomesFarthest(FarthestNextUse):
         self._guests.add(ids[~mine])
 
     def keeps(self, ids: Index) -> Mask:
-        """(k,) whether each is worth a place on this node's disk: what it is home of."""
+        """Return (k,) whether each object is worth a place on disk: if this node is its home."""
         return self.homes.mine(ids)
 
     def unneeded(self, k: int, step: int) -> Index:  # noqa: ARG002
-        """Up to k distinct objects that are at home elsewhere."""
+        """Return up to k distinct objects that are at home elsewhere."""
         if self.stale or self._jobs[0].clock() >= self._again:
             self.relist()
         return self._guests.take(k, self._leaving)
 
     def victims(self, k: int, step: int) -> Index:
-        """Up to k distinct objects to evict for `step`, all due later than that."""
+        """Return up to k distinct objects to evict for `step`, all due later."""
         found = self.unneeded(k, step)
         if len(found) >= k:
             return found

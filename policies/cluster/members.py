@@ -1,10 +1,11 @@
-"""Which nodes of a cluster plans count on, and since when: the log that its nodes agree on. Pure.
+"""Which nodes of a cluster plans count on, and since when: a log that its nodes agree on. Pure.
 
-A node that is gone is not asked any more as soon as one notices (`daemon/core/cluster/`); what each
-node keeps must change on all of them alike. So one node, the lowest, writes a *change*: who is a
-member now, and the moment of each dataset's epoch from which plans count on them. It spreads
-with the heartbeats. Two logs of nodes that did not hear of each other are resolved by rule, not by
-vote: a plan made from the one that lost costs source reads, never a batch.
+As soon as a node notices that another is gone, it stops asking it (`daemon/core/cluster/`). But
+what each node keeps must change on all nodes together. So one node, the lowest, writes a *change*:
+the members from now on, and for each dataset the moment of an epoch from which plans count on them.
+Changes spread with the heartbeats. If nodes that did not hear of each other wrote two logs, a rule
+decides between these, not a vote: plans made from the log that lost cost source reads, never a
+batch.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import numpy as np
 
 from creel.policies.arrays import Mask
 
-#: Changes that are kept and sent: who has missed more takes a plan from another node.
+#: Changes that are kept and sent. A node that has missed more takes a plan from another node.
 MAX_CHANGES = 8
 
 
 class ChangeId(NamedTuple):
-    """The name of a change: changes of two parts of a cluster may have one number."""
+    """The identity of a change: two parts of a cluster may write changes of the same number."""
 
     number: int
     proposer: int
 
 
-#: Before the first change all nodes are members.
+#: The state before any change: all nodes are members.
 BEGINNING = ChangeId(0, 0)
 
 
@@ -36,8 +37,8 @@ class EpochMoment(NamedTuple):
 
     Args:
         dataset: its key.
-        seed: of the epoch's order, which is what nodes know an epoch by.
-        clock: how much of it was read, in 65,536ths.
+        seed: of the epoch's order, by which nodes identify an epoch.
+        clock: the part of the epoch that was read, in 65,536ths.
     """
 
     dataset: str
@@ -46,10 +47,10 @@ class EpochMoment(NamedTuple):
 
 
 class Change(NamedTuple):
-    """From these moments on, plans count on these members.
+    """Plans count on these members from these moments on.
 
     Args:
-        members: a bit for each node, as `packed` gives them.
+        members: a bit for each node, as from `packed`.
         moments: one for each dataset that the proposer reads.
     """
 
@@ -60,16 +61,16 @@ class Change(NamedTuple):
 
     @property
     def id(self) -> ChangeId:
-        """Its name."""
+        """The change's identity."""
         return ChangeId(self.number, self.proposer)
 
     def moment(self, dataset: str) -> EpochMoment | None:
-        """From when on it counts for a dataset; None: its proposer did not read that."""
+        """Return from when on the change counts for a dataset, or None if it does not say."""
         return next((m for m in self.moments if m.dataset == dataset), None)
 
 
 def packed(members: Mask) -> bytes:
-    """(nodes,) members as bits.
+    """Return (nodes,) members as bits.
 
     >>> unpacked(packed(np.array([True, False, True])), 3).tolist()
     [True, False, True]
@@ -78,21 +79,21 @@ def packed(members: Mask) -> bytes:
 
 
 def unpacked(members: bytes, nodes: int) -> Mask:
-    """(nodes,) what `packed` was given; nodes beyond the bits are no members."""
+    """Return (nodes,) the members given to `packed`; nodes beyond the bits are not members."""
     bits = np.frombuffer(members.ljust(-(-nodes // 8), b"\0"), np.uint8)
     return np.unpackbits(bits, count=nodes).astype(np.bool_)
 
 
 def latest(log: Sequence[Change]) -> ChangeId:
-    """The name of the last change of a log."""
+    """Return the id of the last change of a log."""
     return log[-1].id if log else BEGINNING
 
 
 def merged(mine: tuple[Change, ...], theirs: tuple[Change, ...]) -> tuple[Change, ...]:
-    """The log that both nodes go on with; either computes the same one.
+    """Return the log that both nodes go on with; both compute the same one.
 
-    The longer one, where one continues the other. Else the one with more members, as the others can
-    serve each other: then the one of the lower proposer.
+    If one log continues the other, it is the longer one. Otherwise it is the one with more members,
+    as these can serve each other; of two such logs, the one of the lower proposer.
 
     >>> one, two = Change(1, 0, b"", ()), Change(2, 0, b"", ())
     >>> merged((one,), (one, two)) == merged((one, two), (one,)) == (one, two)
@@ -111,7 +112,7 @@ def _rank(change: Change) -> tuple[int, int, int]:
 
 
 def after(log: Sequence[Change], known: ChangeId) -> tuple[Change, ...] | None:
-    """The changes that follow on a known one; None: it is not, or no longer, in the log.
+    """Return the changes after a known one, or None if that is not (any more) in the log.
 
     >>> after((Change(1, 0, b"", ()),), BEGINNING)
     (Change(number=1, proposer=0, members=b'', moments=()),)
@@ -124,12 +125,12 @@ def after(log: Sequence[Change], known: ChangeId) -> tuple[Change, ...] | None:
 
 
 class PlanDigest(NamedTuple):
-    """The inputs of a node's plan for an epoch: those of all nodes must be the same.
+    """The inputs of a node's plan for an epoch, which must be the same on all nodes.
 
     Args:
         dataset, seed: the epoch, as in `EpochMoment`.
-        known: the latest change that its plan accounts for.
-        digest: of who held each object when the epoch began; 0: nobody anything.
+        known: the latest change that the plan accounts for.
+        digest: of the holder of each object when the epoch began; 0: no object had one.
     """
 
     dataset: str
@@ -141,9 +142,9 @@ class PlanDigest(NamedTuple):
 def differing(
     mine: Sequence[PlanDigest], theirs: Sequence[PlanDigest], *, authority: bool
 ) -> list[PlanDigest]:
-    """My plans that are to give way to theirs.
+    """Return my plans that must give way to theirs.
 
-    Those of the authority are right, but for one that knows nothing.
+    The plans of the authority count, unless it holds nothing.
 
     >>> one, none = PlanDigest("d", 1, BEGINNING, 77), PlanDigest("d", 1, BEGINNING, 0)
     >>> differing([one], [none], authority=True), differing([none], [one], authority=False)
@@ -158,5 +159,5 @@ def differing(
 
 
 def authority(log: Sequence[Change]) -> int:
-    """The node whose plan the others take where they have none: who wrote the last change."""
+    """Return the node whose plan counts if plans differ: the one that wrote the last change."""
     return latest(log).proposer

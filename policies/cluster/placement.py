@@ -1,16 +1,17 @@
 """Placement: which node of a cluster holds each object when an epoch ends. Pure.
 
-All nodes compute the same plan from what they all know (law L5): who holds what when an epoch
-begins, who reads what in it and in some epochs after it, sizes and capacities. No metadata crosses
-the network; whoever needs an object asks its holder.
+All nodes compute the same plan from what all of them know (law L5): the holder of each object when
+an epoch begins, the reader of each object in that epoch and in some later ones, sizes and
+capacities. No metadata crosses the network: a node that needs an object asks its holder.
 
-While an epoch runs, an object lies where it was until it is read, and from then on at its planned
-holder, or nowhere. Its consumer has its bytes anyway; so it stays there, or it stays at the old
-holder, whichever reads it again sooner. Only what neither has room for is handed to a third node.
+While an epoch runs, an object stays at its holder until it is read; from then on its planned holder
+has it, or no node. As its reader has its bytes, it stays either there or at the old holder: at the
+one that reads it again sooner. Only objects for which neither has room are handed to a third node.
 
-Where memories hold more than one copy, both keep what they soon read again, one of them as a second
-copy. The first copy is then better at the one that reads it later: when the other has read it, and
-would give it up, it is still there. Else it would stay where nobody needs it.
+If the memories hold more than one copy, both nodes keep the objects that they soon read again, one
+of them as a second copy. The first copy is then better at the node that reads it later: when the
+other one has read it and gives it up, it is still there. Otherwise it would lie where no reader
+needs it.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from creel.policies.eviction.sampling import (
     select,
 )
 
-#: `when` counts the parts of an epoch.
+#: Parts of an epoch in which `Uses.when` and `clock` count.
 EPOCH = 1 << 16
-#: The lead takes at most this part of the memory.
+#: Largest part of the memory that the lead takes.
 _MAX_LEAD_OF_MEMORY = 0.5
-#: Share of an epoch that is kept first, as it is read ahead, the least number of steps, and the
+#: The lead, which is read ahead and so kept first: share of an epoch, least number of steps, and
 #: largest share.
 _LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
-#: Most later epochs to look at: a plan takes a byte per object for each while it is made.
+#: Most later epochs to look at: while a plan is made, each takes a byte per object.
 _MAX_DEPTH = 8
 #: Attempts to distribute one priority's surplus over the nodes that have room.
 _ROUNDS = 3
@@ -50,11 +51,11 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Who reads what in an epoch that reads each object once.
+    """Which node reads each object in an epoch that reads each object once.
 
     Args:
-        owner: (n,) uint8 or uint16, node that reads each object; `nobody(owner)`: none does.
-        when: (n,) uint16, after what part of the epoch, in 65,536ths; 0 where nobody does.
+        owner: (n,) uint8 or uint16, node that reads each object, or `nobody(owner)`.
+        when: (n,) uint16, after what part of the epoch, in 65,536ths; 0 if no node does.
     """
 
     owner: Nodes
@@ -62,10 +63,10 @@ class Uses:
 
 
 def node_type(nodes: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-    """The smallest type for nodes and nobody: one byte for 255 nodes, two for 65,535.
+    """Return the smallest type for node numbers and `nobody`: uint8 up to 255 nodes, else uint16.
 
     Raises:
-        ValueError: there are more.
+        ValueError: there are more than 65,535 nodes.
     """
     if nodes >= EPOCH:
         raise ValueError(f"{nodes} nodes: at most {EPOCH - 1}")
@@ -73,16 +74,16 @@ def node_type(nodes: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
 
 
 def nobody(nodes: Nodes) -> int:
-    """The number in `nodes` that stands for no node."""
+    """Return the number that stands for no node in an array of the type of `nodes`."""
     return int(np.iinfo(nodes.dtype).max)
 
 
 def uses_of(
     orders: Sequence[Ids], node_of: Sequence[int], batch: int, *, objects: int, nodes: int
 ) -> Uses:
-    """Return who reads what, from what each rank reads.
+    """Return which node reads what, from the reads of each rank.
 
-    Where two ranks read the same object (padding), the last one counts.
+    If two ranks read the same object (padding), the last one counts.
 
     Args:
         orders: for each rank, the objects that it reads, in order.
@@ -114,22 +115,23 @@ def next_holders(
     lead: float,
     clock: int = 0,
 ) -> Nodes:
-    """Return (n,) holder of each object when this epoch ends; `nobody(holder)`: none.
+    """Return (n,) holder of each object when this epoch ends, or `nobody(holder)`.
 
-    The source reads of the next epoch are the objects without a holder. After a change of
-    members, what lost nodes held has no holder, their capacity is 0, and the rest is planned anew.
+    The next epoch reads objects without a holder from the source. After a change of members,
+    objects on lost nodes have no holder, the capacity of these nodes is 0, and the rest of the
+    epoch is planned again.
 
     Args:
-        holder: (n,) node that holds each object; mid-epoch, of objects that were read already,
-            their planned holder.
-        now: who reads what in this epoch.
+        holder: (n,) node that holds each object; in mid-epoch, the planned holder of objects that
+            were read already.
+        now: which node reads what in this epoch.
         owners: for each of the next d >= 1 epochs, (n,) node that reads each object in it. Local
             hits grow with d up to `useful_depth`.
-        orders: for each rank, what it reads in the next epoch, in order.
-        size: (n,) bytes of each object, or (1,) where all are equal.
+        orders: for each rank, the objects that it reads in the next epoch, in order.
+        size: (n,) bytes of each object, or (1,) if all are equal.
         capacity: (nodes,) bytes.
-        lead: share of an epoch that is read ahead; as much of the next one stays first.
-        clock: how much of this epoch all ranks have read, in 65,536ths.
+        lead: share of an epoch that is read ahead; the same share of the next one is kept first.
+        clock: part of this epoch that all ranks have read, in 65,536ths.
 
     >>> uses = uses_of([np.array([0, 1]), np.array([2, 3])], [0, 1], 1, objects=4, nodes=2)
     >>> swapped = uses_of([np.array([3, 0]), np.array([1, 2])], [0, 1], 1, objects=4, nodes=2)
@@ -172,13 +174,13 @@ def replicas(
 ) -> Mask:
     """Return (n,) whether this node keeps a second copy of each object when this epoch ends.
 
-    Each node plans its own: what the plan for all leaves free is filled with what it has read or
-    held, the soonest to be read by itself first. No other node needs to know, and a last copy
-    never yields to a second one (law L3).
+    Each node plans its own copies: in room that the common plan leaves free, it keeps objects that
+    it has read or held, those that it reads soonest first. No other node needs to know, and a last
+    copy never leaves for a second one (law L3).
 
     Args:
         held: (n,) whether it holds a second copy of each object now.
-        planned: what `next_holders` returned.
+        planned: the result of `next_holders`.
         holder, now, owners, size: as in `next_holders`.
         capacity: bytes of this node.
     """
@@ -196,7 +198,7 @@ def replicas(
 
 
 def soonest_first(node: int, ids: Ids, owners: Sequence[Nodes]) -> Ids:
-    """Return (k,) `ids` by the first of these epochs in which `node` reads each.
+    """Return (k,) `ids`, sorted by the first of these epochs in which `node` reads each.
 
     >>> owners = [np.array([0, 1, 0], np.uint8), np.array([1, 0, 1], np.uint8)]
     >>> soonest_first(1, np.array([0, 1, 2], np.int32), owners).tolist()
@@ -209,12 +211,12 @@ def soonest_first(node: int, ids: Ids, owners: Sequence[Nodes]) -> Ids:
 
 
 def dataset_nbytes(size: Ints, n: int) -> int:
-    """Bytes of n objects; `size`: (n,) of each, or (1,) where all are equal."""
+    """Return the bytes of n objects; `size`: (n,) bytes of each, or (1,) if all are equal."""
     return int(size[0]) * n if len(size) == 1 else int(size.sum())
 
 
 def useful_depth(nodes: int, capacity: float) -> int:
-    """Epochs to look ahead, beyond which local hits hardly grow; `capacity` in datasets.
+    """Return how many epochs to look ahead; more hardly add local hits. `capacity` in datasets.
 
     Each epoch reads an object on a random node. To keep all objects that it reads again within T
     epochs (T much less than `nodes`), a node needs (1 + ... + T) / nodes, about T^2 / (2 * nodes),
@@ -228,11 +230,15 @@ def useful_depth(nodes: int, capacity: float) -> int:
 
 
 def copied_gap(nodes: int, capacity: float) -> int:
-    """Epochs within which whatever a node reads again has room there; `capacity` in datasets.
+    """Return within how many epochs a node has room to keep all that it reads again.
 
-    It reads an object again after g epochs with probability p (1 - p)^(g - 1), p = 1 / nodes. All
-    that it keeps for G epochs at most takes the sum of g p (1 - p)^(g - 1) over g <= G, of all
-    nodes together and in datasets; what none keeps so takes room once.
+    A node reads an object again after g epochs with probability p (1 - p)^(g - 1), p = 1 / nodes.
+    To keep all objects that come back within G epochs, all nodes together need the sum of g p (1 -
+    p)^(g - 1) over g <= G, in datasets, and room for one copy of each object that no node keeps in
+    this way.
+
+    Args:
+        capacity: of all nodes, in datasets.
 
     >>> [copied_gap(8, capacity) for capacity in (0.5, 1.0, 1.05, 1.25, 2.0)]
     [0, 0, 2, 3, 6]
@@ -247,7 +253,7 @@ def copied_gap(nodes: int, capacity: float) -> int:
 
 
 def lead_of(steps: int) -> float:
-    """Share of an epoch of `steps` steps that is kept first.
+    """Return the share of an epoch of `steps` steps that is kept first.
 
     >>> lead_of(10_000), lead_of(200), lead_of(10)
     (0.01, 0.04, 0.1)
@@ -270,19 +276,19 @@ class _Sites:
         self.nobody = nobody(holder)
 
     def nbytes(self, ids: Ids) -> Ints:
-        """(k,) bytes of objects."""
+        """Return (k,) bytes of objects."""
         return _nbytes(ids, self.size)
 
     def unread(self, ids: Ids | slice) -> Mask:
-        """(k,) whether this epoch is yet to read each."""
+        """Return (k,) whether this epoch is yet to read each object."""
         unread: Mask = self.now.owner[ids] != self.nobody
         return unread & (self.now.when[ids] >= self.clock)
 
     def best(self, copied: int) -> tuple[Nodes, NDArray[np.uint8]]:
-        """(n,) node where each object would best stay, or nobody; (n,) epochs until it reads it.
+        """Return (n,) node where each object should stay, or nobody; (n,) epochs until it reads it.
 
-        It is at its consumer of this epoch; where it came from another node, that may keep it: the
-        one of both that reads it sooner, but of two that do so within `copied` epochs the later.
+        The node is this epoch's reader of the object or its old holder: the one that reads it again
+        sooner; if both do so within `copied` epochs, the later one.
         """
         depth = len(self.owners)
         where = np.empty_like(self.holder)
@@ -304,7 +310,7 @@ class _Sites:
         return where, priority
 
     def flow(self, ids: slice, tally: Tally) -> None:
-        """Count what leaves nodes along this epoch, and what they fetch for their own ranks."""
+        """Count bytes that leave nodes along this epoch, and that they fetch for their ranks."""
         here = np.arange(ids.start, ids.stop, dtype=np.int32)
         here = here[self.unread(here)]
         stretch = self.stretch(here, tally)
@@ -316,7 +322,7 @@ class _Sites:
         tally.miss(at, nbytes[missing])
 
     def stretch(self, ids: Ids, tally: Tally) -> Ints:
-        """(k,) stretch of what is left of this epoch that reads each of these."""
+        """Return (k,) the stretch, in the rest of this epoch, that reads each object."""
         when = self.now.when[ids].astype(np.int64) - self.clock
         return 1 + np.maximum(when, 0) * tally.stretches // (EPOCH - self.clock)
 
@@ -329,7 +335,7 @@ def _pieces(n: int) -> Iterator[slice]:
 def _sort_in(
     piece: Piece, where: Nodes, priority: NDArray[np.uint8], site: _Sites, tally: Tally
 ) -> Candidates:
-    """Node, priority and stretch of all objects that could stay."""
+    """Count all objects that could stay in `tally`; return them with their cells."""
     could = np.flatnonzero(where[piece.ids] != site.nobody)
     ids, early = piece.ids[could], piece.early[could]
     priorities: Ints | int = tally.priorities - 1
@@ -345,10 +351,10 @@ def _sort_in(
 
 
 def _level(where: Nodes, priority: NDArray[np.uint8], site: _Sites, capacity: Ints) -> None:
-    """Move what does not fit on one node to nodes that have room, where they can.
+    """Move objects that do not fit on one node to nodes that have room, as far as possible.
 
-    First to the node of consumer and holder that is not `where`, which costs no transfer; then to
-    any node. Of each node's objects, those that it reads latest are moved first.
+    An object moves first to the other one of its reader and its old holder, which costs no
+    transfer; then to any node. Of each node's objects, those that it reads latest move first.
     """
     demand = np.zeros(len(capacity), np.int64)
     for piece in _pieces(len(where)):
@@ -371,7 +377,7 @@ def _scattered(ids: Ids) -> Ids:
 
 
 def _to_the_other(ids: Ids, where: Nodes, site: _Sites, surplus: Ints, room: Ints) -> None:
-    """Move objects to their other place, as far as `surplus` and `room` go; updates all three."""
+    """Move objects to their other place while `surplus` and `room` last; update all three."""
     nodes = len(surplus)
     for _ in range(_ROUNDS):
         place, owner, holder = where[ids], site.now.owner[ids], site.holder[ids]
@@ -395,7 +401,7 @@ def _to_the_other(ids: Ids, where: Nodes, site: _Sites, surplus: Ints, room: Int
 
 
 def _scaled(nbytes: Ints, node: Ints, limit: Ints) -> Ints:
-    """`nbytes`, scaled down so that those of each node sum up to no more than its limit."""
+    """Return `nbytes`, scaled down so that the sum for each node is at most its limit."""
     total = np.zeros(len(limit), np.int64)
     np.add.at(total, node, nbytes)
     factor = np.minimum(limit / np.maximum(total, 1), 1.0)
@@ -403,9 +409,9 @@ def _scaled(nbytes: Ints, node: Ints, limit: Ints) -> Ints:
 
 
 def _to_any(ids: Ids, where: Nodes, site: _Sites, surplus: Ints, room: Ints) -> None:
-    """Move objects to nodes with room, as far as `surplus` and `room` go; updates all three.
+    """Move objects to nodes with room while `surplus` and `room` last; update all three.
 
-    Each of these nodes gets objects from all over the list.
+    Each of these nodes gets objects from all parts of the list.
     """
     place = where[ids].astype(np.int64)
     moves = _first_bytes(place, site.nbytes(ids), surplus)
@@ -422,7 +428,7 @@ def _to_any(ids: Ids, where: Nodes, site: _Sites, surplus: Ints, room: Ints) -> 
 
 
 def _first_bytes(group: NDArray[np.integer], nbytes: Ints, limit: Ints) -> Index:
-    """Indices of the first members of each group that together have up to `limit` bytes."""
+    """Return the indices of the first members of each group, up to `limit` bytes together."""
     order = group.argsort(kind="stable")
     total = nbytes[order].cumsum()
     group = group[order]

@@ -1,10 +1,10 @@
-"""Exchange samples among the ranks of a global batch, so that each node mostly reads its own. Pure.
+"""Exchange samples among the ranks of a global batch, so each node mostly reads its own. Pure.
 
 Each step still reads the samples that torch deals to it, and gradients averaged over all ranks are
-the same; which rank reads which of them differs. Every sample has an *affinity*, the node of rank
-`sample % world`, and goes there as far as that node's ranks have room in the step. It depends on
-nothing but the ranks of the job: all ranks exchange alike without asking each other, from the first
-epoch on and whatever caches hold, and a run that is repeated reads the same.
+the same; only which rank reads which of them differs. Every sample has an *affinity*, the node of
+rank `sample % world`, and goes to that node as far as its ranks have room in the step. This depends
+only on the ranks of the job. So all ranks compute the same exchange without asking each other, from
+the first epoch on and whatever caches hold, and a repeated run reads the same.
 
 A node reads the same samples in each epoch, so placement keeps them there. Only samples for which
 their node has no room in the step move. If a node reads b samples in a step, those with affinity to
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import Ids
 
-#: Samples that are exchanged at once, in whole steps.
+#: Samples processed at once, rounded to whole steps.
 _PIECE = 1 << 20
 
 
@@ -38,14 +38,14 @@ class Exchange(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether there are several nodes; else all stay as they are dealt."""
+        """Whether there are several nodes; a single one exchanges nothing."""
         return len(set(self.node_of)) > 1
 
     def apply(self, dealt: Ids) -> Ids:
-        """Return (k,) `dealt` exchanged; each step has the samples that it had.
+        """Return (k,) `dealt` after the exchange; each step has the same samples as before.
 
         Args:
-            dealt: (k,) samples from the beginning of a step on; sample i goes to rank i % world.
+            dealt: (k,) samples, from the start of a step on; sample i goes to rank i % world.
 
         >>> Exchange((0, 1), 1).apply(np.array([1, 0, 2, 3], np.int32)).tolist()
         [0, 1, 2, 3]
@@ -62,7 +62,7 @@ class Exchange(NamedTuple):
 
 
 def nodes_alike(names: Sequence[str]) -> tuple[int, ...]:
-    """The node of each rank, from the name of its node: numbered as they first come.
+    """Return the node of each rank, from its node's name; nodes are numbered by first mention.
 
     >>> nodes_alike(["b", "a", "b"])
     (0, 1, 0)
@@ -72,16 +72,16 @@ def nodes_alike(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def _exchanged(steps: Ids, node_of: NDArray[np.uint16]) -> Ids:
-    """(steps * whole,) samples of full steps (steps, whole), exchanged within each."""
+    """Exchange samples within each full step of (steps, whole); return (steps * whole,)."""
     whole = steps.shape[1]
     node_at = np.resize(node_of, whole)
-    places = node_at.argsort(kind="stable")  # by node
+    places = node_at.argsort(kind="stable")  # places of the batch, by node
     room = np.bincount(node_at)
     first_place = room.cumsum() - room
     affinity = node_of[steps % len(node_of)]
-    samples = affinity.argsort(axis=1, kind="stable")  # (radix sort, as nodes have 16 bits)
+    samples = affinity.argsort(axis=1, kind="stable")  # radix sort: nodes have 16 bits
     affinity = np.take_along_axis(affinity, samples, axis=1)
-    # Of the samples with affinity to a node, the i-th takes its i-th place, while there is one.
+    # The i-th sample with affinity to a node takes the node's i-th place, if there is one.
     row = np.arange(len(steps))[:, None]
     count = np.bincount((row * len(room) + affinity).ravel(), minlength=len(steps) * len(room))
     count = count.reshape(len(steps), -1)
@@ -92,5 +92,5 @@ def _exchanged(steps: Ids, node_of: NDArray[np.uint16]) -> Ids:
     given = steps.ravel()
     place = places[(first_place[affinity] + nth) * stays]
     out[(flat + place)[stays]] = given[(flat + samples)[stays]]
-    out[out < 0] = given[np.sort((flat + samples)[~stays])]  # both ascend by step
+    out[out < 0] = given[np.sort((flat + samples)[~stays])]  # both are sorted by step
     return out

@@ -1,8 +1,8 @@
-"""Epochs of a whole job on the plans of `placement`: reads, transfers, memory and time. Pure.
+"""Simulate epochs of a job on the plans of `placement`: reads, transfers, memory, time. Pure.
 
 The order is a random permutation per epoch, dealt out to ranks as DistributedSampler does. Time is
-that of a pipeline: each step's bytes pass the source and the nodes' links, each at its own speed
-and in the order of steps, up to a window ahead; then all ranks compute.
+that of a pipeline: the bytes of each step pass the source and the nodes' links, each at its own
+speed and in the order of steps, up to a window ahead; then all ranks compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from creel.policies.cluster.job_order import by_rank
 from creel.policies.cluster.remap import Exchange
 from creel.policies.eviction.sampling import Nodes
 
-#: Nodes whose second copies are followed; the others are taken to be like them.
+#: Nodes whose second copies are simulated; the others are assumed to be like them.
 _FOLLOWED = 8
 
 
@@ -85,11 +85,11 @@ class Scenario:
 
     @property
     def plan_nbytes(self) -> int:
-        """Bytes of placement that each node keeps, at most: holders now and two epochs on, marks.
+        """Most bytes of placement on each node: holders now and for two epoch ends, and marks.
 
-        Lists for two epochs ahead come on top: what the node gets from peers, and what they get
-        from it, and for three epochs its second copies. Of the transfers there are fewer than if
-        chance decided who holds what.
+        To these come lists: for two epochs ahead, objects to get from peers and objects that peers
+        get here; for three epochs, second copies. There are fewer transfers than if chance decided
+        who holds what.
         """
         columns = 3 * placement.node_type(self.nodes).itemsize + 1
         held, beyond = min(self.capacity, 1.0), max(self.capacity - 1, 0.0)
@@ -102,11 +102,11 @@ class Epoch:
     """What an epoch cost; shares are of all samples.
 
     Args:
-        local, remote, source: where samples came from.
-        handed: objects that their consumer handed on to a third node.
-        slowest: source reads of the slowest rank within `window` steps, by the mean of all ranks.
-        occupancy: the most that a node held, by its memory.
-        seconds: from the first read to the last step's end.
+        local, remote, source: shares of samples by where they came from.
+        handed: share of objects that their reader handed on to a third node.
+        slowest: source reads of the slowest rank within `window` steps, divided by the mean.
+        occupancy: the most that a node held, divided by its memory.
+        seconds: from the first read to the end of the last step.
     """
 
     local: float
@@ -194,7 +194,7 @@ class _Replay:
         return out
 
     def _second_copies(self, planned: Nodes, owners: list[Nodes]) -> float:
-        """Plan second copies; return what part of remote reads they spared in this epoch."""
+        """Plan second copies; return the share of remote reads that they spared in this epoch."""
         now, found, remote = self._uses[0], 0, 0
         size = np.array([self.job.nbytes])
         for node, held in self._copies.items():
@@ -208,7 +208,7 @@ class _Replay:
         return found / max(remote, 1)
 
     def _occupancy(self, planned: Nodes, now: placement.Uses, nobody: int) -> float:
-        """The most that a node holds of first copies after any step, by its memory."""
+        """Return the most first copies that a node holds after any step, by its memory."""
         job = self.job
         step = -(-now.when.astype(np.int64) * job.steps // placement.EPOCH)
         most = 0
@@ -223,7 +223,7 @@ class _Replay:
 
 @dataclass(frozen=True)
 class _StepSamples:
-    """Samples by step: (steps, ranks) or (steps, nodes)."""
+    """Samples by step, (steps, ranks) or (steps, nodes)."""
 
     job: Scenario
     local: Ints  # by rank
@@ -233,7 +233,7 @@ class _StepSamples:
 
     @classmethod
     def of(cls, job: Scenario, holder: Nodes, owner: Nodes, nobody: int) -> _StepSamples:
-        """Count, from holder and reader of each sample in global order."""
+        """Count samples, from the holder and the reader of each in global order."""
         shape = (job.steps, job.batch, job.world)
         missed = (holder == nobody).reshape(shape).sum(1)
         local = (holder == owner).reshape(shape).sum(1)
@@ -243,14 +243,14 @@ class _StepSamples:
         return cls(job, local, job.batch - local - missed, missed, served)
 
     def slowest(self, window: int) -> float:
-        """Source reads of the slowest rank, by the mean; 1 where there are none."""
+        """Return the source reads of the slowest rank, divided by the mean; 1 without any."""
         full = max(len(self.missed) // window, 1)
         summed = self.missed[: full * window].reshape(full, -1, self.missed.shape[1]).sum(1)
         mean = float(summed.mean())
         return float(summed.max(1).mean()) / mean if mean else 1.0
 
     def seconds(self, second: float) -> float:
-        """Time of the epoch; `second`: part of remote reads that second copies spare."""
+        """Return the time of the epoch; `second`: share of remote reads that copies spare."""
         job = self.job
         by_node = (job.steps, job.nodes, job.ranks)
         fetched = (self.remote * (1 - second) + self.missed).reshape(by_node).sum(2)

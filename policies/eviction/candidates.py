@@ -1,7 +1,7 @@
 """Ordered lists of eviction candidates, as arrays. Pure.
 
-It works on whole batches; an entry costs a fraction of a microsecond (benchmarks/planning.py
-measures the whole event).
+All operations work on batches; an entry costs a fraction of a microsecond (benchmarks/planning.py
+measures whole events).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from creel.policies.arrays import NONE, Index, Ints, joined
 
 
 class Sorted:
-    """Candidates by a key, largest first: sorted runs, merged as they grow (log n per entry).
+    """Candidates ordered by a key, largest first: sorted runs that are merged (log n per entry).
 
-    An object added again under another key leaves its old entry behind, which no longer counts.
+    Adding an object again under another key makes its old entry invalid.
 
     >>> pool = Sorted(3, lambda ids: np.array([5, 9, 7])[ids])
     >>> pool.add(np.arange(3))
@@ -25,13 +25,13 @@ class Sorted:
     """
 
     def __init__(self, objects: int, key: Callable[[Index], Ints]) -> None:
-        """key: (k,) ids to (k,) keys >= 0; may change for an object between its entries."""
+        """`key` maps (k,) ids to (k,) keys >= 0; an object's key may change."""
         self._key = key
         self._listed = np.full(objects, -1, np.int64)  # the key of the valid entry
         self._runs: list[tuple[Ints, Index]] = []  # keys ascending, ids
 
     def add(self, ids: Index) -> None:
-        """Add candidates (each once)."""
+        """Add candidates, each once."""
         keys = self._key(ids)
         new = self._listed[ids] != keys
         keys, ids = keys[new], ids[new]
@@ -45,7 +45,7 @@ class Sorted:
         self._runs.append(run)
 
     def take(self, k: int, above: int = -1) -> Index:
-        """Remove and return up to k candidates, largest key first, only keys > `above`."""
+        """Remove and return up to k candidates with keys > `above`, largest key first."""
         out = []
         while k > 0:
             keys, ids, more = self._pop(k, above)
@@ -65,7 +65,7 @@ class Sorted:
         return ids
 
     def _pop(self, k: int, above: int) -> tuple[Ints, Index, bool]:
-        """Remove the k entries with the largest keys > above; and whether there may be more."""
+        """Remove k entries with the largest keys > above; return also whether there may be more."""
         if not self._runs:
             return np.empty(0, np.int64), NONE, False
         heads = [(keys[-k:], ids[-k:]) for keys, ids in self._runs]

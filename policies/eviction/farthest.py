@@ -1,7 +1,7 @@
 """Eviction by farthest next use (MIN with bypass, Belady 1966), for streams with repeats. Pure.
 
-Lists are lazy: an entry is valid while it is the object's latest and the object is resident and
-unpinned.
+Lists are lazy: an entry is valid if it is the object's latest one and the object is resident and
+not pinned.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.policy import EvictionPolicy
 from creel.policies.next_use import NEVER, NextUses
 
-#: All residents are sorted again after plans for this part of the dataset (1/n).
+#: All residents are sorted again once plans for this part (1/n) of the dataset have come.
 _SORT_AGAIN_PART = 16
 
 
 class FarthestNextUse(EvictionPolicy):
-    """For all other streams: farthest next use first, never for something due later (law L4)."""
+    """For streams with repeats: evicts the farthest next use, never for a later read (law L4)."""
 
     name = "far"
     short_prefetch = True
@@ -34,7 +34,7 @@ class FarthestNextUse(EvictionPolicy):
         uses: list[NextUses],
         clock: Callable[[], list[tuple[float, float]]],
     ) -> None:
-        """clock: for each of `uses`, (a, b): its step s is at common time a * s + b."""
+        """`clock`: for each of `uses`, (a, b), so that its step s is at common time a * s + b."""
         super().__init__(state, pins, uses)
         self.stale = True  # evictable residents may be missing from the list
         self._unsorted_reads = 0  # planned reads since all residents were sorted
@@ -54,7 +54,7 @@ class FarthestNextUse(EvictionPolicy):
             self.stale = True
 
     def relist(self) -> None:
-        """Sort all residents again: plans or the jobs' speeds have changed."""
+        """Sort all residents again, as plans or the jobs' speeds have changed."""
         self.stale, self._unsorted_reads = False, 0
         self._job_clocks = [
             (a, b, a * uses.beyond + b)
@@ -70,7 +70,7 @@ class FarthestNextUse(EvictionPolicy):
         return _next_uses(self.all_uses, self._job_clocks, ids)
 
     def _sorted(self, objects: int) -> Sorted:
-        """No bound method as key: policies are large, and a cycle would wait for the collector."""
+        """Return an empty list. A bound method as its key would make a reference cycle."""
         return Sorted(objects, partial(_next_uses, self.all_uses, self._job_clocks))
 
     def at(self, uses: NextUses, step: int) -> int:
@@ -89,7 +89,7 @@ class FarthestNextUse(EvictionPolicy):
         self._pool.add(ids)
 
     def victims(self, k: int, step: int) -> Index:
-        """Up to k distinct objects to evict for `step`, all due later than that."""
+        """Remove and return up to k distinct objects to evict for `step`, all due later."""
         if self.stale:
             self.relist()
         out = []
@@ -104,7 +104,7 @@ class FarthestNextUse(EvictionPolicy):
 
 
 def _next_uses(jobs: list[NextUses], lines: list[tuple[float, float, float]], ids: Index) -> Ints:
-    """(k,) common time of each object's next use; `lines`: (a, b, time of unknown uses) per job."""
+    """Return (k,) common times of next uses; `lines`: (a, b, time of unknown uses) per job."""
     times = []
     for uses, (a, b, beyond) in zip(jobs, lines, strict=True):
         due = uses.due[ids]
@@ -113,7 +113,7 @@ def _next_uses(jobs: list[NextUses], lines: list[tuple[float, float, float]], id
 
 
 def soonest(times: Iterable[Floats], objects: int, latest: int) -> Ints:
-    """(k,) the first of several times of each of `objects` objects, from 0 to `latest`.
+    """Return (objects,) the minimum of several arrays of times, clipped to 0 ... `latest`.
 
     >>> soonest([np.array([3.0, -1.0, 7.5]), np.array([4.0, 2.0, np.inf])], 3, 5).tolist()
     [3, 0, 5]

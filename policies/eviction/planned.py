@@ -1,9 +1,9 @@
 """Eviction for epochs that read each object at most once, following a retention plan. Pure.
 
-`EpochBoundary.plan` plans an epoch's end outside the loop, between `planning_task` and
-`retention_planned`. Until then whatever was read may leave, and what the epoch has yet to read
-stays (law L1): that alone reaches the bound on reads; the plan adds an even pace, and epochs that
-begin with hits.
+`EpochBoundary.plan` plans an epoch's end outside the event loop, between `planning_task` and
+`retention_planned`. Until the plan is there, any object that was read may leave, and objects that
+the epoch still has to read stay (law L1). That alone reaches the bound on reads. The plan adds an
+even pace, and epochs that begin with hits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.boundary import ClusterView
     from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
-#: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
+#: After this part (1/n) of an epoch, retention is planned even if the next order is unknown.
 _WAIT_PART = 8
 #: Without the next order, room is kept free for the misses in the next epoch's first two steps, or
-#: in this part of it: nothing that stays would make room for them.
+#: in this part of it if that is more: no object that stays would make room for them.
 _UNKNOWN_ORDER_FREE = 0.0025
-#: Limits of the lead: part of an epoch, as the source is idle for as long, and of the memory.
+#: Limits of the lead, as parts of an epoch (the source is idle for as long) and of the memory.
 _MAX_LEAD, _MAX_LEAD_OF_MEMORY = 0.03, 0.5
 #: Factor on the lead: hits and misses do not alternate evenly, and room may be in pieces.
 _LEAD_MARGIN = 1.5
-#: If more than this part of the objects to keep left during planning, plan again.
+#: Plan again if more than this part of the objects that should stay left during planning.
 _MAX_LOST = 0.0005
-#: Marks of an object: it is in `_going`. Other bits are for subclasses.
+#: Mark of an object that is in `_going`. Other bits are for subclasses.
 LISTED = np.uint8(1)
-#: Objects scanned at once, and scans in one call, where no candidates are listed.
+#: Objects per scan, and most scans in one call, if no candidates are listed.
 _SCAN_OBJECTS, _MAX_SCANS = 1 << 16, 4
 
 
@@ -58,12 +58,12 @@ class PlanningContext(Protocol):
     def capacities(self, view: ClusterView) -> Ints:
         """(nodes,) bytes of memory and disk of each node of a cluster that the dataset may claim.
 
-        All nodes get the same.
+        All nodes compute the same numbers.
         """
 
     @property
     def nbytes(self) -> float:
-        """Bytes of all its objects, unknown lengths guessed."""
+        """Bytes of all objects of the dataset; unknown lengths are guessed."""
 
     @property
     def size(self) -> Ints:
@@ -71,7 +71,7 @@ class PlanningContext(Protocol):
 
     @property
     def agreed_size(self) -> Ints:
-        """(n,) bytes of each object as every node knows them, or (1,) where some are unknown."""
+        """(n,) bytes of each object as all nodes know them, or (1,) if some are unknown."""
 
     @property
     def page(self) -> int:
@@ -86,7 +86,7 @@ class PlanningContext(Protocol):
 
 
 class PlannedEviction(EvictionPolicy):
-    """For epochs that read each object at most once: laws L1 and L2."""
+    """For epochs that read each object at most once (laws L1 and L2)."""
 
     name = "epoch"
     by_epoch = True
@@ -97,14 +97,14 @@ class PlannedEviction(EvictionPolicy):
     ) -> None:
         super().__init__(state, pins, [uses])
         self.uses = uses
-        self.epoch = epoch  # the latest in which anything was read
+        self.epoch = epoch  # the latest epoch in which an object was read
         self._stays: Mask | None = None  # the plan of this epoch's end
         self._marks = np.zeros(len(state), np.uint8)
-        self._going: list[Ids] = []  # the latest last
-        self._surplus: list[Ids] = []  # held when the plan was made, and not needed
-        self._pending: EpochBoundary | None = None  # a task without its plan
-        self._released_since: list[Index] = []  # released since the task
-        self._asked = 0  # what the latest task knew: 1 without the next order, 2 with it
+        self._going: list[Ids] = []  # objects that may leave, the latest last
+        self._surplus: list[Ids] = []  # held when the plan was made, but not part of it
+        self._pending: EpochBoundary | None = None  # the task whose plan has not come yet
+        self._released_since: list[Index] = []  # objects released since that task
+        self._asked = 0  # the latest task planned without (1) or with (2) the next order
         self._capacity = -1  # capacity of the latest plan
         self._all_fits = False  # whether all objects fit
         self._clock_hand = 0  # position of `_scan`
@@ -113,7 +113,7 @@ class PlannedEviction(EvictionPolicy):
     # --- the plan --------------------------------------------------------------------------------
 
     def planning_task(self, context: PlanningContext) -> PlanningTask | None:
-        """Return what to plan now, if anything; one task at a time."""
+        """Return what to plan now, or None; one task at a time."""
         if self._pending is not None or (self._asked == 2 and not self.stale):
             return None
         capacity = context.capacity
@@ -175,7 +175,7 @@ class PlannedEviction(EvictionPolicy):
             self.released(ids[self._leaving(ids)])
 
     def _gone(self, ids: Index) -> Mask:
-        """(k,) whether each is neither in memory nor on disk."""
+        """Return (k,) whether each object is neither in memory nor on disk."""
         gone: Mask = self._state[ids] <= SKIPPED
         if self.stored is not None:
             gone &= self.stored[ids] == NOT_STORED
@@ -229,11 +229,11 @@ class PlannedEviction(EvictionPolicy):
 
     @property
     def _planned(self) -> bool:
-        """Whether it is known what stays over the end of this epoch."""
+        """Whether there is a plan of what stays over the end of this epoch."""
         return self._stays is not None
 
     def _staying(self, ids: Index) -> Mask:
-        """(k,) whether each object stays, where that is planned."""
+        """Return (k,) whether each object stays according to the plan, which must exist."""
         assert self._stays is not None  # noqa: S101  `_planned`
         return self._stays[ids]
 
@@ -246,25 +246,25 @@ class PlannedEviction(EvictionPolicy):
         return wanted
 
     def dispensable(self, ids: Index) -> Mask:
-        """(k,) whether each may leave as well as any other that may."""
+        """Return (k,) whether neither this epoch nor the plan needs each object."""
         unwanted = ~self.wanted(ids)
         if self._planned:
             unwanted &= ~self._staying(ids)
         return unwanted
 
     def unneeded(self, k: int, step: int) -> Index:
-        """All that may leave, once there is a plan."""
+        """Return up to k objects that may leave, once there is a plan."""
         return self.victims(k, step) if self._planned or self._all_fits else NONE
 
     def keeps(self, ids: Index) -> Mask:
-        """(k,) whether each is worth a place on disk; all are while nothing is planned."""
+        """Return (k,) whether each object is worth a place on disk; all are before a plan."""
         if not self._planned:
             return super().keeps(ids)
         return ~self.dispensable(ids)
 
     def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (the plan knows)
         if self._all_fits and self.stored is not None:
-            return NONE  # in memory and on disk together, that is
+            return NONE  # memory and disk together hold all objects
         out = []
         for source in (self._from_surplus, self._from_going, self._scan):
             if k <= 0:
@@ -291,7 +291,7 @@ class PlannedEviction(EvictionPolicy):
         return joined(out)
 
     def _from_going(self, k: int) -> Index:
-        """Take from `_going`, the latest first."""
+        """Remove and return up to k objects of `_going`, the latest first."""
         out = []
         while self._going and k > 0:
             small = self._going.pop()
@@ -310,7 +310,7 @@ class PlannedEviction(EvictionPolicy):
         return joined(out)
 
     def _scan(self, k: int) -> Index:
-        """Where there is no plan: scan all objects in turn (a clock's hand)."""
+        """Scan the objects in turn, like a clock's hand, while there is no plan."""
         n = len(self._state)
         if self._planned or not n:
             return NONE

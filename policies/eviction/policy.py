@@ -1,4 +1,4 @@
-"""The base of all eviction policies: object states, interface and last resort. Pure."""
+"""The base of all eviction policies: object states, interface and fallback. Pure."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
     from creel.policies.eviction.planned import PlanningContext
 
-# States of an object. Below FETCHING it is not in flight; SKIPPED is left to a quicker reader;
-# OVERDUE is in flight, but no reader waits for it any more.
+# States of an object. States below FETCHING are not in flight. SKIPPED: left to a reader that
+# overtakes the fetches. OVERDUE: in flight, but no reader waits for it any more.
 ABSENT, SKIPPED, FAILED, FETCHING, RESIDENT, OVERDUE = range(6)
 
-# Whether an object is on local disk, too: no, being written, yes.
+# Whether an object is on local disk: no, being written, yes.
 NOT_STORED, STORING, STORED = range(3)
 
 
 class EvictionPolicy:
-    """Interface of all eviction policies to the core, with defaults and the last resort.
+    """Interface between the core and an eviction policy, with defaults and a fallback.
 
     Args:
-        state: (n,) states, as above; pins: (n,); both are live views, read only.
+        state: (n,) states, as above; pins: (n,) pin counts; both are live views, read only.
         uses: the next uses of each job that reads the dataset.
     """
 
     #: Name in `creel stats`.
     name: str
-    #: Whether each object fetched far ahead takes the room of one that is read again, so that
+    #: Whether objects fetched far ahead take the room of objects that are read again, so that
     #: reading ahead must stay short.
     short_prefetch = False
-    #: Whether an epoch needs all room until all of it is read or in flight, so that nothing of the
-    #: next epoch is fetched before.
+    #: Whether an epoch needs all room until all its objects are read or in flight, so that no
+    #: object of the next epoch is fetched before.
     by_epoch = False
-    #: Whether `keeps` is a plan for memory and disk together, so that one object may replace
-    #: another on disk; else whatever comes there first stays.
+    #: Whether `keeps` is a plan for memory and disk together, so that an object may replace another
+    #: one on disk. Otherwise the objects written first stay there.
     replaces = False
-    #: Whether what peers ask for, and this node is home of, is read from the source for them.
+    #: Whether this node reads objects that it is home of from the source when peers ask for them.
     reads_for_peers = False
-    #: Where to ask for objects of which no plan says who holds them; None: at the source.
+    #: Which node to ask for objects whose holder no plan names; None: read the source.
     homes: Homes | None = None
-    #: Whether plans or homes have changed, so that what may leave is to be looked at anew.
+    #: Whether plans or homes have changed, so that the eviction candidates must be listed again.
     stale = False
-    #: (n,) whether each object is on disk, as above; a live view. None: there is no disk.
+    #: (n,) whether each object is on disk, as above; a live view. None: the node has no disk.
     stored: NDArray[np.uint8] | None = None
 
     @property
     def cluster(self) -> ClusterEviction | None:
-        """The policy itself, where the nodes of a cluster follow it together."""
+        """The policy itself if the nodes of a cluster plan together, else None."""
         return None
 
     def __init__(
@@ -67,42 +67,42 @@ class EvictionPolicy:
     # --- what happens ----------------------------------------------------------------------------
 
     def released(self, ids: Index) -> None:
-        """Residents are no longer pinned (an object may come twice)."""
+        """Note that residents are no longer pinned (an object may be given twice)."""
 
     def plan_extended(self, ids: Index, epoch: int) -> None:
-        """A job's plan continues with these reads of `epoch`."""
+        """Note that a job's plan continues with reads of these objects in `epoch`."""
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
-        """The job of `uses` read the first object of `epoch`."""
+        """Note that the job of `uses` has read its first object of `epoch`."""
 
     def replanned(self) -> None:
-        """Plans were rebuilt, or a job ended."""
+        """Note that plans were rebuilt, or that a job ended."""
 
     def resized(self) -> None:
-        """The dataset's share of the memory may have changed."""
+        """Note that the dataset's share of the memory may have changed."""
 
     def sent(self, ids: Index) -> None:
-        """Objects were sent to the peer that reads them."""
+        """Note that objects were sent to the peer that reads them."""
 
     def read_ahead_room(self, room: float) -> float:  # noqa: ARG002
-        """Least number of objects that may be read ahead, of a memory with room for `room`."""
+        """Return how many objects may be read ahead at least, if memory has room for `room`."""
         return 0.0
 
     def set_homes(self, homes: Homes | None) -> None:
-        """Peers are to be asked, others than before, or none any more."""
+        """Set which peers to ask; None: no peers."""
         if homes is not self.homes:
             self.homes, self.stale = homes, True
 
     def holders(self, ids: Index, epoch: int) -> Ints | None:  # noqa: ARG002
-        """(k,) the peer that holds each object for its read in `epoch`, or -1; None: no peers."""
+        """Return (k,) the peer that holds each object when `epoch` reads it, or -1, or None."""
         return None if self.homes is None else self.homes.origins(ids)
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:  # noqa: ARG002
-        """(k,) whether the peer that holds each object then will have it only later; None: none."""
+        """Return (k,) whether each object's holder in `epoch` does not have it yet, or None."""
         return None
 
     def planning_task(self, context: PlanningContext) -> PlanningTask | None:  # noqa: ARG002
-        """Return what retention should plan outside the loop, or None."""
+        """Return what retention should plan outside the event loop, or None."""
         return None
 
     def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
@@ -111,25 +111,25 @@ class EvictionPolicy:
     # --- memory and disk -------------------------------------------------------------------------
 
     def unneeded(self, k: int, step: int) -> Index:  # noqa: ARG002
-        """Up to k distinct objects that nobody keeps: they leave before what is on disk, too."""
+        """Return up to k distinct objects that may leave before those that are also on disk."""
         return NONE
 
     def keeps(self, ids: Index) -> Mask:
-        """(k,) whether each is worth a place on disk."""
+        """Return (k,) whether each object is worth a place on disk."""
         return np.ones(len(ids), np.bool_)
 
     # --- who leaves ------------------------------------------------------------------------------
 
     def victims(self, k: int, step: int) -> Index:
-        """Up to k distinct objects to evict for reads at `step` of the policy's clock."""
+        """Return up to k distinct objects to evict for reads at `step` of the policy's clock."""
         raise NotImplementedError
 
     def forced_victims(self, k: int, step: int) -> Index:
-        """Up to k unpinned objects, farthest use first: for stalled readers, even against L1."""
+        """Return up to k unpinned objects, farthest use first, if readers stall: against L1."""
         return self._farthest(self._unpinned(), k, step)
 
     def _farthest(self, ids: Index, k: int, step: int) -> Index:
-        """Up to k of these objects, all used later than `step`, farthest use first."""
+        """Return up to k of these objects, all used later than `step`, farthest use first."""
         due = EvictionPolicy.due(self, ids)
         if len(ids) > k:
             best = np.argpartition(due, len(ids) - k)[len(ids) - k :]
@@ -137,11 +137,11 @@ class EvictionPolicy:
         return ids[due > step] if len(self.all_uses) == 1 else ids
 
     def wanted(self, ids: Index) -> Mask:
-        """(k,) whether the current epoch reads each again, as far as known."""
+        """Return (k,) whether the current epoch is known to read each object again."""
         return np.zeros(len(ids), np.bool_)
 
     def due(self, ids: Index) -> Ints:
-        """(k,) time of each object's next use on the policy's clock, NEVER where none is known."""
+        """Return (k,) time of each object's next known use on the policy's clock, or NEVER."""
         due = np.full(len(ids), NEVER, np.int64)
         for uses in self.all_uses:
             due = np.minimum(due, uses.due[ids])
@@ -160,7 +160,7 @@ class EvictionPolicy:
 
 
 class NoEviction(EvictionPolicy):
-    """For a dataset without readers: all that is held stays, until another dataset needs room."""
+    """For a dataset without readers: its objects stay until another dataset needs room."""
 
     name = "none"
 
@@ -171,5 +171,5 @@ class NoEviction(EvictionPolicy):
         return NONE
 
     def due(self, ids: Index) -> Ints:
-        """Zeros: nothing leaves memory because it is due late."""
+        """Return zeros, so that no object leaves memory because it is due late."""
         return np.zeros(len(ids), np.int64)

@@ -1,19 +1,20 @@
 """Which eviction policy serves a dataset. Pure.
 
-The plans decide between three cases (laws L1 to L5, docs/architecture.md):
+There are three cases (laws L1 to L5, docs/architecture.md):
 
-- Every epoch reads each object at most once: `PlannedEviction`. What the epoch still has to read
-  stays (L1); of the rest, what retention planned for the epoch's end (L2). Where nodes serve each
-  other, `ClusterEviction`: planned for all of them alike (L3, L5).
-- All else (replacement, weights, several jobs on one dataset): `FarthestNextUse`, the farthest
-  next use first, and never for something due later than the victim (L4; MIN with bypass, Belady).
+- Every epoch reads each object at most once: `PlannedEviction`. Objects that the epoch still has to
+  read stay (L1); of the others, those that retention has planned (L2). If nodes serve each other,
+  `ClusterEviction` follows one plan that all nodes compute (L3, L5).
 - Nothing is known beyond the steps being read (creel.wrap, samplers that cannot be run ahead):
   `MostRecentFirst`.
+- All other streams (replacement, weights, several jobs on one dataset): `FarthestNextUse` evicts
+  the farthest next use first, but never for a read that is due later than the victim (L4; MIN with
+  bypass, Belady).
 
-Where nodes serve each other but none knows the order of all, `HomesEviction` takes the place of the
-first and the last case, and of the second where the memories together hold everything, or where
-jobs have different nodes, which count on what each of them keeps. For several jobs whose orders all
-nodes know, `HomesFarthest` takes the second case, unless the memories hold everything.
+If nodes serve each other but do not know the orders of all ranks, `HomesEviction` replaces the
+first two policies. It replaces the third one, too, if the memories together hold all objects, or if
+the jobs run on different nodes. For several jobs whose orders all nodes know, `HomesFarthest`
+replaces the third one, unless the memories hold all objects.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from creel.policies.next_use import NextUses
 
 @dataclass(frozen=True)
 class Readers:
-    """The jobs that read a dataset, as an eviction policy sees them.
+    """The jobs that read a dataset, as needed to choose an eviction policy.
 
     Args:
         uses: the next uses of each job.
-        clock: for each job, (a, b): its step s is at common time a * s + b.
+        clock: returns for each job (a, b), so that its step s is at common time a * s + b.
         unplanned: whether no job knows more than the steps being read.
         once: whether every epoch reads each object at most once (except for padding).
         epoch: the epoch that the first job reads in.
         deals: what is known of the first job on other nodes.
-        homes: where to ask, if the nodes serve each other without a plan for all; together: their
-            memories hold all objects; by_hash: some job has other nodes than another one.
-        dealt: how each job deals its epochs to all ranks; None: some job's deals are not known.
+        homes: which node to ask for each object, if nodes serve each other without a common plan.
+        together: whether the memories of all nodes hold all objects.
+        by_hash: whether two jobs run on different nodes.
+        dealt: how each job deals its epochs to all ranks; None: unknown for some job.
     """
 
     uses: list[NextUses]
@@ -66,7 +68,7 @@ class Readers:
 def policy_for(
     present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
-    """Return the eviction policy that suits the readers: the present one where it still does."""
+    """Return the eviction policy that suits the readers; keep the present one if it does."""
     uses, homes = readers.uses, readers.homes
     dealt = readers.dealt if len(uses) > 1 else None
     at_home = readers.unplanned or readers.together or (readers.by_hash and dealt is None)
@@ -87,7 +89,7 @@ def policy_for(
 def _alone(
     present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
-    """`policy_for` where no other node keeps anything for this one, or where that is planned."""
+    """Return the policy of a node that has no peers, or a plan for all its peers."""
     uses = readers.uses
     if readers.unplanned:
         if type(present) is MostRecentFirst:

@@ -1,4 +1,4 @@
-"""Eviction where only the past is known: what was read last leaves first. Pure."""
+"""Eviction when only the past is known: the objects read last leave first. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from creel.policies.arrays import Index, Mask, joined, unique
 from creel.policies.eviction.policy import RESIDENT, EvictionPolicy
 from creel.policies.next_use import NextUses
 
-_PIECE = 256  # least number of entries processed together, as most may be invalid
+_PIECE = 256  # entries processed together, at least: most may be invalid
 
 
 class ReleaseLog:
@@ -27,7 +27,7 @@ class ReleaseLog:
     def __init__(self, objects: int) -> None:
         self._log = np.empty(_PIECE, np.int32)
         self._end = 0
-        self._at = np.full(objects, -1, np.int32)  # index of each object's valid entry, the latest
+        self._at = np.full(objects, -1, np.int32)  # index of each object's valid entry
 
     def add(self, ids: Index) -> None:
         """Add distinct objects as the latest."""
@@ -38,7 +38,7 @@ class ReleaseLog:
         self._at[ids] = np.arange(start, self._end)
 
     def remove(self, ids: Index) -> None:
-        """Remove objects; those that are not in the log are left alone."""
+        """Remove objects that are in the log."""
         self._at[ids] = -1
 
     def clear(self) -> None:
@@ -46,13 +46,13 @@ class ReleaseLog:
         self._at[:] = -1
 
     def all(self) -> Index:
-        """(k,) what is in the log, the latest last."""
+        """Return (k,) the objects in the log, the latest last."""
         ids = self._log[: self._end].astype(np.intp)
         valid: Mask = self._at[ids] == np.arange(self._end)
         return ids[valid]
 
     def take(self, k: int, leaving: Callable[[Index], Mask]) -> Index:
-        """Remove and return up to k objects, the latest first; those not `leaving` are removed."""
+        """Remove and return up to k objects, the latest first; drop any not `leaving`."""
         out = []
         while k > 0 and self._end:
             start = max(self._end - 2 * k - _PIECE, 0)
@@ -65,7 +65,7 @@ class ReleaseLog:
         return joined(out)
 
     def _squeeze(self, more: int) -> None:
-        """Remove invalid entries, and make room for `more` others: at most half of it is taken."""
+        """Remove invalid entries and make room for `more`, so that at most half the log is used."""
         ids = self.all()
         self._end = len(ids)
         if len(self._log) < 2 * (len(ids) + more):
@@ -75,10 +75,11 @@ class ReleaseLog:
 
 
 class MostRecentFirst(EvictionPolicy):
-    """For readers that publish one step at a time: evicts what was read last.
+    """For readers that publish one step at a time: evicts the objects read last.
 
-    Only the past is known. The best guess is an epoch that reads all objects once before any
-    twice: then the latest reads are due last, and a share f of the data gives f hits (L1).
+    Only the past is known. The best guess is that an epoch reads all objects once before it reads
+    any of them again. Then the latest reads are due last, and a share f of the data gives f hits
+    (L1).
     """
 
     name = "recent"
@@ -94,7 +95,7 @@ class MostRecentFirst(EvictionPolicy):
         self.stale = True
 
     def relist(self) -> None:
-        """Add residents that are missing from the log, whose release time is unknown."""
+        """Add the residents that are missing from the log; their release times are unknown."""
         self.stale = False
         absent = (self._state == RESIDENT) & (self._pins == 0)
         absent[self._log.all()] = False
@@ -107,7 +108,7 @@ class MostRecentFirst(EvictionPolicy):
         self._log.add(ids)
 
     def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (what is due is unknown)
-        """Remove and return up to k distinct objects to evict, those read last first."""
+        """Remove and return up to k distinct objects to evict, the objects read last first."""
         if self.stale:
             self.relist()
         return self._log.take(k, self._leaving)

@@ -1,19 +1,19 @@
-"""Retention: which objects stay over the end of an epoch, from its two orders. Pure.
+"""Retention: which objects stay over the end of an epoch, from the orders of two epochs. Pure.
 
-For epochs that read each object once, the source reads of the next epoch are all objects except
-those held when it begins (law L1). These depend only on the two orders, so they are planned once
-per epoch, ahead: while the epoch runs, an object that was read stays if the plan says so; else its
-room goes to the next fetch that needs room. The plan has four properties:
+If epochs read each object once, the next epoch reads from the source all objects that are not held
+when it begins (law L1). Which objects should stay depends on the two orders alone, so it is planned
+ahead, once per epoch. While the epoch runs, an object that was read stays if the plan says so;
+otherwise it makes room for the next fetch. The plan has four properties:
 
-- *total*: what stays fills the memory exactly;
-- *lead*: it holds all that the next epoch begins with, so that epoch begins with hits, and its
-  first misses are fetched into the room that they leave: reading ahead needs no room then;
-- *outflow*: of the rest, an even share of each stretch of the next epoch and of each rank stays
+- *total*: the objects that stay fill the memory exactly;
+- *lead*: the first objects of the next epoch stay, so that it begins with hits; its first misses
+  are fetched into the room that these hits leave, so that reading ahead needs no room then;
+- *outflow*: of the others, an even share of each stretch of the next epoch and of each rank stays
   (law L2), so that the source is read at a steady pace;
-- *inflow*: along this epoch, no more stays than the room that earlier residents leave, less the
-  room for misses that are fetched ahead. The memory is never exceeded.
+- *inflow*: at any time in this epoch, the objects that stay fit into the room that earlier
+  residents have left, less the room for misses fetched ahead. The memory is never exceeded.
 
-This is what one node plans for itself; `placement` plans all nodes of a cluster by the same rules.
+This is the plan of one node; `placement` plans all nodes of a cluster by the same rules.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from creel.policies.arrays import Ids, Ints, Mask
 from creel.policies.eviction.policy import FETCHING, RESIDENT, STORED
 from creel.policies.eviction.sampling import LEAD, Candidates, Piece, Tally, in_order, select
 
-#: Priorities of objects, the best to keep first: what the next epoch begins with (LEAD, 0), what
-#: else it reads, and what it does not read.
+#: Priorities, best first: the objects that the next epoch begins with (LEAD, 0), the others that it
+#: reads (_EVEN), and those that it does not read (_REST).
 _EVEN, _REST, _PRIORITIES = 1, 2, 3
 _NOBODY = 255
 
@@ -42,7 +42,7 @@ class StepsOf(Protocol):
 
 
 class Kept(NamedTuple):
-    """The plan: (n,) whether each object stays; and those held and read already that need not."""
+    """The plan: (n,) whether each object stays; held objects, read already, that need not stay."""
 
     stays: Mask
     surplus: list[Ids]
@@ -53,16 +53,16 @@ class EpochBoundary:
     """What is known about the end of an epoch; all arrays may be live views.
 
     Args:
-        orders: for each rank, its order in the next epoch, in pieces; empty where unknown: then
-            scrambled ids take its place.
+        orders: for each rank, its order in the next epoch, in pieces; empty if unknown: then the
+            ids are scrambled instead.
         due: (n,) step of each object's next read.
         state: (n,) states as in `eviction.policy`.
-        clock, end: steps of this epoch yet to be read; objects due from `end` on are not.
-        size: (n,) bytes of each object, or (1,) where all are equal; negative: `guess` bytes.
-        page: rooms are multiples of it.
+        clock, end: first and end of the steps that this epoch still has to read.
+        size: (n,) bytes of each object, or (1,) if all are equal; negative: unknown, `guess` bytes.
+        page: each object takes up a multiple of these bytes.
         capacity: bytes to be held when the epoch ends.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
-        stored: (n,) whether each is on disk, as in `eviction.policy`; None: there is no disk.
+        stored: (n,) whether each is on disk, as in `eviction.policy`; None: the node has no disk.
     """
 
     orders: Sequence[Sequence[Ids]]
@@ -78,7 +78,7 @@ class EpochBoundary:
     stored: NDArray[np.uint8] | None = None
 
     def nbytes(self, ids: Ids) -> Ints:
-        """(k,) bytes of room that these objects take up."""
+        """Return (k,) bytes of room that these objects take up."""
         if len(self.size) == 1:
             return np.full(len(ids), self.size[0])
         size = self.size[ids]
@@ -108,7 +108,7 @@ class EpochBoundary:
         return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
 
     def _sort_in(self, piece: Piece, tally: Tally) -> Candidates:
-        """Priority and stretch of what could stay: what is held, and what is yet to be read."""
+        """Count the candidates, objects held or yet to be read, by priority and stretch."""
         due, state = self.due[piece.ids], self.state[piece.ids]
         unread = due < self.end
         held = (state == RESIDENT) | (state == FETCHING)

@@ -1,12 +1,12 @@
 """Which objects stay when an epoch ends: sampling rates, and an even choice. Pure.
 
-`retention` plans one node with it, `placement` all nodes of a cluster. Both sort their candidates
-into cells (node, priority, stretch of this epoch) in a `Tally`, which gives the sampling rate of
-each cell; `select` then takes that share along the next epoch's order.
+`retention` plans one node with it, `placement` all nodes of a cluster. Both count their candidates
+in a `Tally` by cell (node, priority, stretch of this epoch). `Tally.rates` gives the share of each
+cell that stays, and `select` takes that share along the next epoch's order.
 
-All numbers are integers, or floats whose operations IEEE 754 defines to the last bit and that are
-taken one by one (no sum of floats, whose result depends on its order): every machine computes the
-same. Work is done in pieces of about 65,536 objects of a few ms each, as it may run beside a loop.
+All nodes must compute the same result. So all numbers are integers, or floats in single operations
+that IEEE 754 defines to the last bit; floats are never summed, as the order would matter. Work is
+done in pieces of about 65,536 objects, a few ms each, as it may run beside an event loop.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import NO_IDS, Ids, Index, Ints, Mask
 
-#: (n,) node of each object, uint8 or uint16; the largest number of that type is nobody.
+#: (n,) node of each object, uint8 or uint16; the largest number of the type means no node.
 Nodes = NDArray[np.uint8] | NDArray[np.uint16]
 
 PIECE = 1 << 16
-#: Objects of one rank, one after the other in the next epoch, of which an even share stays.
+#: Consecutive objects of one rank in the next epoch, of which an even share stays.
 BLOCK = 256
-#: Stretches of this epoch for which inflow is planned: at least 16 objects each, at most 1,024
-#: (a lead of three in a hundred covers ten of them from 300 on).
+#: Most stretches of this epoch for which inflow is planned, and least objects in one. (From 300
+#: stretches on, a lead of 3 % covers about ten of them.)
 _STRETCHES, _MIN_PER_STRETCH = 1024, 16
-#: The same where sizes differ: with fewer, single large objects decide the rate of their stretch,
-#: and 5 % more objects are read in the same bytes.
+#: Least objects in a stretch if sizes differ: with fewer, single large objects decide the rate of
+#: their stretch, and 5 % more objects are read in the same bytes.
 _MIN_PER_UNEQUAL_STRETCH = 64
-#: The best priority: what the next epoch begins with; all of it stays.
+#: The best priority: the objects that the next epoch begins with; all of them stay.
 LEAD = 0
-#: Rates are integers, in parts of this.
+#: A rate of 1: rates are integers.
 _ONE = 1 << 20
-#: Rounds in which objects of two nodes change places within their blocks, and the objects of each
-#: piece that may be added or removed at the end.
+#: Rounds in which objects of two nodes are exchanged within their blocks, and objects of each piece
+#: that may be added or removed at the end.
 _MAX_ROUNDS, _MAX_SWAPPED = 16, 4096
 _GOLDEN = 0.6180339887498949
 _NODES_AT_ONCE = 64
@@ -48,10 +48,10 @@ class Piece(NamedTuple):
     """Objects in the order of the next epoch, rank by rank.
 
     Args:
-        ids: (k,) objects, each at most once in all pieces.
+        ids: (k,) objects; each is at most once in all pieces.
         early: (k,) whether each belongs to the lead.
         block: (k,) number of the block of `BLOCK` objects, ascending.
-        read: whether the next epoch reads them.
+        read: whether the next epoch reads these objects.
     """
 
     ids: Ids
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Candidates of a piece: ids, (k,) cells as in `Tally`, blocks, and whether they are read."""
+    """Candidates of a piece: (k,) ids, cells as in `Tally`, blocks, and whether they are read."""
 
     ids: Ids
     cell: NDArray[np.int32]
@@ -70,14 +70,14 @@ class Candidates(NamedTuple):
 
 
 class Tally:
-    """Bytes and counts of candidates by cell, and of what comes and goes by node and stretch.
+    """Bytes and counts of candidates by cell; bytes that leave and arrive, by node and stretch.
 
-    cell = (node * priorities + priority) * width + stretch; stretch 0 is what this epoch has read
-    already. `at` is node * width + stretch.
+    cell = (node * priorities + priority) * width + stretch. Stretch 0 are the objects that this
+    epoch has read already. `at` is node * width + stretch.
 
     Args:
-        objects: candidates that one node may have.
-        whole: bytes of each object where all are equal, else 0.
+        objects: most candidates of one node.
+        whole: bytes of each object if all are equal, else 0.
     """
 
     def __init__(self, objects: int, *, nodes: int, priorities: int, whole: int) -> None:
@@ -86,7 +86,7 @@ class Tally:
         self.width = self.stretches + 1
         self.nodes, self.priorities, self.whole = nodes, priorities, whole
         self.nbytes = np.zeros(nodes * priorities * self.width, np.int64)
-        self._leaving = np.zeros(nodes * self.width, np.int64)  # bytes held, yet to be read
+        self._leaving = np.zeros(nodes * self.width, np.int64)  # bytes held that are yet to be read
         self._missing = np.zeros(nodes * self.width, np.int64)  # bytes yet to be fetched
         self._number = self.nbytes if whole else np.zeros_like(self.nbytes)
 
@@ -104,16 +104,16 @@ class Tally:
         np.add.at(self._missing, at, nbytes)
 
     def counts(self) -> Ints:
-        """Candidates by cell."""
+        """Return the number of candidates by cell."""
         return self._number // self.whole if self.whole else self._number
 
     def demand(self) -> Ints:
-        """(nodes,) bytes of all candidates."""
+        """Return (nodes,) bytes of all candidates."""
         total: Ints = self.nbytes.reshape(self.nodes, -1).sum(1)
         return total
 
     def rates(self, capacity: Ints, lead: float) -> Ints:
-        """Sampling rate of each cell, in parts of `_ONE`: the share of its candidates that stays.
+        """Return the share of each cell's candidates that stays, in parts of `_ONE`.
 
         Args:
             capacity: (nodes,) bytes held when the epoch ends.
@@ -122,7 +122,7 @@ class Tally:
         out = np.empty((self.nodes, self.priorities, self.width), np.int64)
         have = self.nbytes.reshape(out.shape)
         limit = self._limits(capacity, lead)
-        for first in range(0, self.nodes, _NODES_AT_ONCE):  # bounds the memory for what follows
+        for first in range(0, self.nodes, _NODES_AT_ONCE):  # bounds the memory of `_got`
             some = slice(first, first + _NODES_AT_ONCE)
             got = self._got(have[some], limit[some], capacity[some])
             rate = np.floor(got / np.maximum(have[some], 1) * _ONE)
@@ -130,11 +130,11 @@ class Tally:
         return out.ravel()
 
     def _limits(self, capacity: Ints, lead: float) -> Ints:
-        """(nodes, width) bytes that may have been kept by the end of each stretch."""
+        """Return (nodes, width) bytes that may have been kept by the end of each stretch."""
         leaving = self._leaving.reshape(self.nodes, -1)
         left = leaving[:, ::-1].cumsum(1)[:, ::-1] - leaving
         fetched = self._missing.reshape(self.nodes, -1).cumsum(1)
-        # The window in stretches: a share of the epoch, of which this part is left.
+        # The lead in stretches, and in 256ths of one.
         ahead, part = divmod(int(lead * self.stretches * 256), 256)
         low = np.minimum(np.arange(self.width) + ahead, self.stretches)
         high = np.minimum(low + 1, self.stretches)
@@ -144,7 +144,7 @@ class Tally:
         return limit
 
     def _got(self, have: Ints, limit: Ints, capacity: Ints) -> Ints:
-        """(nodes, priorities, width) bytes that stay."""
+        """Return (nodes, priorities, width) bytes that stay."""
         got = np.zeros_like(have)
         room = capacity.copy()
         for k in range(self.priorities):
@@ -153,7 +153,7 @@ class Tally:
                 continue
             take = np.clip(room, 0, total)
             got[:, k] = have[:, k] if k == LEAD else self._taken(have[:, k], limit, take, total)
-            limit -= got[:, k].cumsum(1)  # reserves the room of better priorities that come later
+            limit -= got[:, k].cumsum(1)  # room reserved for better priorities
             room -= total
         target = np.minimum(capacity, have.sum((1, 2)))
         if self.whole:
@@ -161,10 +161,10 @@ class Tally:
         return _settled(have, got, target - got.sum((1, 2)))
 
     def _taken(self, have: Ints, limit: Ints, take: Ints, total: Ints) -> Ints:
-        """(nodes, width) bytes of one priority: an even share, or what the limits allow.
+        """Return (nodes, width) bytes of one priority: an even share, or what the limits allow.
 
-        What one stretch lacks is taken from the next ones: a queue, whose output is, up to each
-        stretch, its capacity so far less the most that it has ever been idle.
+        Bytes that one stretch lacks are taken from the next ones. This is a queue: its output up to
+        a stretch is its capacity so far less the most that it has ever been idle.
         """
         allowed = np.maximum(np.minimum.accumulate(limit[:, ::-1], 1)[:, ::-1], 0)
         past = have.cumsum(1)
@@ -177,9 +177,9 @@ class Tally:
 
 
 def _settled(have: Ints, got: Ints, lack: Ints) -> Ints:
-    """`got` with its total corrected by (nodes,) `lack` bytes, late in the epoch.
+    """Return `got` with its total corrected by (nodes,) `lack` bytes, late in the epoch.
 
-    Within a stretch the best priorities are added first, and the worst removed.
+    Within a stretch the best priorities are added first, and the worst ones removed first.
     """
     nodes, priorities, width = have.shape
     more: Ints = np.clip(lack, 0, None)
@@ -201,14 +201,14 @@ def in_order(orders: Sequence[Sequence[Ids]], objects: int, lead: float) -> Iter
     Objects that it does not read come last, in an order that scatters any stretch of ids.
 
     Args:
-        orders: for each rank, what it reads in the next epoch, in pieces.
-        objects: how many there are.
+        orders: for each rank, the objects that it reads in the next epoch, in pieces.
+        objects: number of objects.
         lead: share of the next epoch that is early.
     """
     seen = np.zeros(objects, np.bool_)
     ranks = [_Flat(pieces) for pieces in orders]
     longest = max(map(len, ranks), default=0)
-    # Whole blocks of each rank, so that no block is of two ranks.
+    # A multiple of BLOCK, so that no block belongs to two ranks.
     step = max(PIECE // max(len(ranks), 1) // BLOCK, 1) * BLOCK
     for start in range(0, longest, step):
         found = [rank.between(start, start + step) for rank in ranks]
@@ -219,7 +219,7 @@ def in_order(orders: Sequence[Sequence[Ids]], objects: int, lead: float) -> Iter
         early = start + at < np.repeat(np.ceil(lead * wholes), lengths)
         block = np.repeat(np.arange(len(ranks)), lengths) * (step // BLOCK) + at // BLOCK
         new = np.flatnonzero(~seen[ids])
-        if step >= longest:  # ranks that are padded with the first objects repeat them at once
+        if step >= longest:  # a single piece: padding repeats its first objects within it
             new = np.sort(new[np.unique(ids[new], return_index=True)[1]])
         seen[ids] = True
         yield Piece(ids[new], early[new], block[new].astype(np.int32), read=True)
@@ -232,7 +232,7 @@ def in_order(orders: Sequence[Sequence[Ids]], objects: int, lead: float) -> Iter
 
 
 class _Flat:
-    """Pieces of an order, indexed as one."""
+    """Pieces of an order, indexed as one array."""
 
     def __init__(self, pieces: Sequence[Ids]) -> None:
         self._pieces = pieces
@@ -242,7 +242,7 @@ class _Flat:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def between(self, start: int, stop: int) -> Ids:
-        """Entries from `start` to `stop`, as far as there are any."""
+        """Return the entries from `start` to `stop`, as far as they exist."""
         if len(self._pieces) == 1:
             return self._pieces[0][start:stop]
         first, last = np.searchsorted(self._ends, [start, stop], side="right").tolist()
@@ -261,14 +261,14 @@ def select(
     nbytes: NbytesOf,
     out: Nodes,
 ) -> None:
-    """Write the node that keeps each candidate into `out`; the others are left as they are.
+    """Write the node that keeps each candidate into `out`; entries of other objects do not change.
 
     Args:
         parts: all candidates.
         capacity: (nodes,) bytes.
         lead: share of an epoch that is read ahead.
-        nbytes: what gives (k,) bytes of objects.
-        out: (n,) filled with nobody.
+        nbytes: returns (k,) bytes of objects.
+        out: (n,) filled with the number that means no node.
     """
     choice = _Choice(tally, tally.rates(capacity, lead))
     held = np.zeros(tally.nodes, np.int64)
@@ -281,26 +281,27 @@ def select(
 
 
 class _Choice:
-    """Take its share of each cell, evenly along both epochs.
+    """Choose the share of each cell that stays, evenly along both epochs.
 
-    Systematic sampling: rates are summed up along all candidates; whoever takes the sum over a
-    whole number stays. The sum runs along the next epoch from block to block, so any run of blocks
-    keeps what it should to within one object; within a block it runs along this epoch.
+    This is systematic sampling: the rates of all candidates are summed up, and a candidate with
+    which the sum passes a whole number stays. The sum runs along the next epoch from block to
+    block, so that any run of blocks keeps its share to within one object. Within a block it runs
+    along this epoch.
     """
 
     def __init__(self, tally: Tally, rate: Ints) -> None:
         self._tally, self._rate = tally, rate
         self._carry = _ONE // 2
         self._behind = np.zeros(tally.nodes, np.int64)  # chosen less due, in parts of _ONE
-        # Of the candidates that the next epoch reads, except for the lead: how many are left, and
-        # how many of these are to be chosen, in parts of _ONE.
+        # Candidates that the next epoch reads, without the lead: how many are left, and how many of
+        # these should be chosen, in parts of _ONE.
         priorities = np.arange(len(rate)) // tally.width % tally.priorities
         some = (priorities != LEAD) & (priorities != tally.priorities - 1)
         number = tally.counts()[some]
         self._left, self._due = int(number.sum()), int((rate[some] * number).sum())
 
     def of(self, part: Candidates) -> Index:
-        """Indices of the candidates of this part that stay."""
+        """Return the indices of the candidates of this part that stay."""
         if not len(part.ids):
             return np.empty(0, np.intp)
         tally = self._tally
@@ -326,9 +327,9 @@ class _Choice:
 
 
 def _evened(rate: Ints, block: NDArray[np.int32], lead: Mask, mean: int) -> Ints:
-    """Rates of which each block's sum is `mean` for each object that is not of the lead.
+    """Return rates whose sum in each block is `mean` times the objects that are not of the lead.
 
-    The priorities that stay in part are adapted first; where these do not suffice, all.
+    The rates between 0 and 1 change first; if that does not suffice, the others do as well.
     """
     blocks = int(block[-1]) + 1
     free = ~lead
@@ -362,15 +363,15 @@ def _sums(at: NDArray[np.integer], values: Ints, length: int) -> Ints:
 def _exchange(
     chosen: Mask, node: NDArray[np.int32], block: NDArray[np.int32], partly: Mask, behind: Ints
 ) -> None:
-    """Let objects of two nodes change places within their block, until no node has too many.
+    """Exchange objects of two nodes within their block, until no node has too many.
 
-    A block keeps as many as before, and a node gets as many as are due to it.
+    Each block keeps as many objects as before, and each node gets as many as it is due.
     """
     could = np.flatnonzero(partly)
     for _ in range(_MAX_ROUNDS):
         if max(behind.max(), -behind.min()) < _ONE:
             return
-        # Whole objects on one side; on the other, fractions count as one.
+        # Only whole objects count on one side; on the other, a fraction counts as one.
         excess = behind // _ONE if behind.max() >= _ONE else -(-behind // _ONE)
         lost = could[chosen[could] & (excess[node[could]] > 0)]
         won = could[~chosen[could] & (excess[node[could]] < 0)]
@@ -389,12 +390,12 @@ def _exchange(
 
 
 def _first(ascending: NDArray[np.int32]) -> Mask:
-    """(k,) whether each is the first of its number."""
+    """Return (k,) whether each entry is the first with its number."""
     return np.append(True, ascending[1:] != ascending[:-1])[: len(ascending)]
 
 
 def _times_before(numbers: NDArray[np.int32]) -> Index:
-    """(k,) how often each number came before.
+    """Return (k,) how often each number occurs before.
 
     >>> _times_before(np.array([3, 1, 3, 3], np.int32)).tolist()
     [0, 0, 1, 2]
@@ -410,7 +411,7 @@ def _times_before(numbers: NDArray[np.int32]) -> Index:
 def _fill(
     parts: Sequence[Candidates], tally: Tally, lack: Ints, nbytes: NbytesOf, out: Nodes
 ) -> None:
-    """Add or remove objects of the last priorities, scattered, until each node has its bytes."""
+    """Add or remove scattered objects until each node has its bytes; better priorities stay."""
     found = [(NO_IDS, NO_IDS)]
     nobody = np.iinfo(out.dtype).max
     for part in parts:
@@ -430,14 +431,14 @@ def _fill(
     first = np.flatnonzero(_first(node))
     before = np.repeat((total - size)[first], np.diff(np.append(first, len(ids))))
     total -= before
-    # Add as long as it fits; remove until it does.
+    # Add objects as long as they fit; remove objects until the others fit.
     changes = np.where(lack[node] > 0, total <= lack[node], total - size < -lack[node])
     ids, node = ids[changes], node[changes]
     out[ids] = np.where(lack[node] > 0, node, nobody)
 
 
 def coprime(n: int) -> int:
-    """A number near the golden section of n that shares no divisor with it.
+    """Return a number near the golden section of n that is coprime to n.
 
     >>> coprime(10), coprime(1)
     (7, 1)
