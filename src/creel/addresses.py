@@ -1,9 +1,9 @@
 """Addresses where a user's daemons listen, and how their clients find them.
 
-The first address follows from uid, daemon name and the process's view of the file system, so that
-processes that see other files find, or start, another daemon. But any user may bind it. Where
-another user has, a second address contains a secret from a file that only its owner can read (in
-XDG_RUNTIME_DIR).
+The first address is derived from uid, daemon name and the process's view of the file system, so
+that processes that see other files find, or start, another daemon. Any user may bind it. If another
+user has bound it, a second address is used: it contains a secret from a file that only its owner
+can read (in XDG_RUNTIME_DIR).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _SECRET = "creel-secret"  # noqa: S105  the name of a file
 
 
 def first_address(name: str) -> str:
-    """Address of this user's daemon of that name, for processes that see the same files as this
-    one.
+    """Return the address of this user's daemon for processes that see the same files.
 
     Raises:
         UnavailableError: it is unknown which files this process sees.
@@ -34,7 +33,7 @@ def first_address(name: str) -> str:
 
 
 def second_address(name: str, *, make: bool = False) -> str | None:
-    """Address for use where another user holds the first one; None without a secret.
+    """Return the address to use if another user holds the first one; None without a secret.
 
     Args:
         make: whether to make a missing secret.
@@ -48,7 +47,7 @@ def second_address(name: str, *, make: bool = False) -> str | None:
 
 
 def runtime_folder() -> Path | None:
-    """XDG_RUNTIME_DIR if only this user can read and write there; else None."""
+    """Return XDG_RUNTIME_DIR if only this user can read and write there, else None."""
     named = os.environ.get("XDG_RUNTIME_DIR")
     with suppress(OSError, ValueError):
         folder = Path(named or "")
@@ -58,7 +57,7 @@ def runtime_folder() -> Path | None:
 
 
 def taken(name: str, uid: int | None) -> NoDaemonError:
-    """The error to raise where user `uid` holds the first address, and there is no second one."""
+    """Return the error to raise if user `uid` holds the first address and there is no second."""
     who = "somebody" if uid is None else f"user {uid}"
     return NoDaemonError(
         f"{who} holds the address of your daemon {name!r}, and there is no second one, since"
@@ -67,7 +66,7 @@ def taken(name: str, uid: int | None) -> NoDaemonError:
 
 
 def held_by_another(name: str) -> int | None:
-    """Uid of another user who holds the first address; None where no other does.
+    """Return the uid of another user who holds the first address, else None.
 
     Raises:
         UnavailableError: as `first_address`.
@@ -77,7 +76,7 @@ def held_by_another(name: str) -> int | None:
 
 
 def elsewhere(name: str) -> list[int]:
-    """Pids of this user's daemons of that name that see other files than this process."""
+    """Return pids of this user's daemons of that name that see other files than this process."""
     found = []
     before, after = control_address(os.getuid(), name, "*").split("*")
     ours = {first_address(name), second_address(name)}
@@ -112,7 +111,7 @@ def _digest(secret: str = "") -> str:
 
 
 def _secret(path: Path, *, make: bool) -> str | None:
-    """A secret of this user; None where there is no such file, or others could read it."""
+    """Return this user's secret; None if there is no file, or other users could read it."""
     with suppress(OSError):
         if make and not path.exists():
             _make_secret(path)

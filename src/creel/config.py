@@ -38,11 +38,11 @@ from creel.settings import (
 from creel.units import format_size, parse_seconds, parse_size
 
 log = logging.getLogger("creel.config")
-_unreadable: set[Path] = set()  # files that a warning was given for
+_unreadable: set[Path] = set()  # files that were warned of
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. `Config()` has the defaults; `Config.load()` what the user set."""
+    """All settings. `Config()` has the defaults, `Config.load()` the user's settings."""
 
     memory: MemorySettings = MemorySettings()
     disk: DiskSettings = DiskSettings()
@@ -80,7 +80,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return from_flat(values), origins
 
     def flat(self) -> dict[str, object]:
-        """Dotted key to value, in the order of the sections.
+        """Return dotted key to value, in the order of the sections.
 
         >>> Config().flat()["window.min_steps"]
         4
@@ -93,7 +93,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Field(NamedTuple):
-    """One setting: its type, unit ("bytes", "seconds" or ""), default, and one line about it."""
+    """One setting: its type, unit ("bytes", "seconds" or ""), default, and one-line description."""
 
     type: Any
     unit: str
@@ -102,9 +102,11 @@ class Field(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """A value that was set; `text`: it came from where everything is a string.
+    """A value that was set.
 
-    `folder`: from where a relative path in it is seen.
+    Attributes:
+        text: whether all values from this origin are strings.
+        folder: what a relative path in the value is relative to.
     """
 
     key: str
@@ -127,13 +129,13 @@ _FLAGS = {
     "daemon.metrics": "--metrics",
 }
 _FILE = "CREEL_CONFIG"
-#: Has the key of listed nodes itself, in place of the file `cluster.key_file`. A secret.
+#: The key of listed nodes, in place of the file `cluster.key_file`. A secret.
 KEY_VARIABLE = "CREEL_CLUSTER_KEY"
 SYSTEM_FILE = Path("/etc/creel/config.toml")
 
 
 def switched_off() -> bool:
-    """Whether CREEL_DISABLE=1 is set, which rescues a job whatever is wrong with other settings."""
+    """Whether CREEL_DISABLE=1 is set, which works even if other settings are invalid."""
     return os.environ.get("CREEL_DISABLE") == "1"
 
 
@@ -159,7 +161,7 @@ def fields() -> dict[str, Field]:
 
 
 def memory_budget(memory: MemorySettings, *, total: int, available: int) -> int:
-    """Bytes the arena may take, of `total` that exist and `available` that are free (creel.limits).
+    """Return the bytes of the arena, from the node's `total` and `available` (creel.limits).
 
     Raises:
         ConfigError: the budget is more than the node has, or too small to be of use.
@@ -177,7 +179,7 @@ def memory_budget(memory: MemorySettings, *, total: int, available: int) -> int:
 
 
 def disk_budget(disk: DiskSettings) -> int:
-    """Bytes that the disk tier may take, whatever is free now.
+    """Return the most bytes of the disk tier, however much is free now.
 
     Raises:
         ConfigError: they are too few to be of use.
@@ -189,7 +191,7 @@ def disk_budget(disk: DiskSettings) -> int:
 
 
 def _budget(section: str, text: str, total: int, auto: int) -> int:
-    """Bytes of a budget: a size, a share of `total`, or `auto`.
+    """Return the bytes of a budget: a size, a share of `total`, or `auto`.
 
     Raises:
         ConfigError: they are too few to be of use.
@@ -232,7 +234,7 @@ def _layers(flags: Mapping[str, object], origin: str | None) -> Iterator[_Given]
 
 
 def config_files() -> list[Path]:
-    """The configuration files that apply and exist (or are named), weakest first."""
+    """Return the configuration files that apply and exist (or are named), weakest first."""
     env = os.environ
     home = Path(env.get("XDG_CONFIG_HOME") or _expanded(env.get("HOME") or "~") / ".config")
     found = [path for path in (SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
@@ -243,7 +245,7 @@ def config_files() -> list[Path]:
 
 
 def _folders() -> list[Path]:
-    """The working directory and its parents; [] where it is gone or unreachable."""
+    """Return the working directory and its parents; [] if it is gone or unreachable."""
     try:
         start = Path.cwd()
     except OSError:
@@ -254,7 +256,7 @@ def _folders() -> list[Path]:
 def _expanded(path: str) -> Path:
     try:
         return Path(path).expanduser()
-    except RuntimeError:  # no known home (a uid without an entry, in a container)
+    except RuntimeError:  # the home is unknown: a uid without an entry, in a container
         return Path(path)
 
 
@@ -262,7 +264,7 @@ def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as e:  # inaccessible paths have no settings
-        return e.errno == errno.ELOOP  # a loop of links was found, and cannot be read
+        return e.errno == errno.ELOOP  # a loop of links exists, but cannot be read
     except ValueError:
         return False
 
@@ -273,7 +275,7 @@ def _from_file(path: Path, *, asked_for: bool) -> Iterator[_Given]:
     except OSError as e:
         if asked_for:
             raise ConfigError(f"{path}: {e.strerror}") from e
-        if path not in _unreadable:  # perhaps another user's: training goes on without it
+        if path not in _unreadable:  # perhaps another user's: training continues without it
             log.warning("the settings in %s are ignored: %s", path, e.strerror)
         _unreadable.add(path)
         return
@@ -302,7 +304,7 @@ def _read_toml(path: Path) -> dict[str, object]:
 
 
 def _env_key(name: str) -> str | None:
-    """The dotted key that a variable sets; None for a variable that is not creel's."""
+    """Return the dotted key that a variable sets; None if it is not a variable of creel."""
     section, double, rest = name.removeprefix("CREEL_").lower().partition("__")
     if double:
         return _known(f"{section}.{rest}", name)
@@ -310,7 +312,7 @@ def _env_key(name: str) -> str | None:
     meant = {n.replace("__", "_"): n for n in known}.get(name)
     if meant or (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
         raise ConfigError(f"{name} is not a setting: did you mean {meant or close[0]}?")
-    return None  # another program's: CREEL_ is a common word
+    return None  # a variable of another program: CREEL_ is a common word
 
 
 def _known(key: str, origin: str) -> str:
@@ -357,14 +359,14 @@ def _convert(given: _Given) -> object:
     except msgspec.ValidationError as e:
         meta = field.type.__metadata__[0]
         wanted = _EXPECTED[kind] + _bounds(meta)
-        if isinstance(value, str):  # a string, but not one of those it may be
+        if isinstance(value, str):  # a string, but not one of the permitted ones
             wanted = (meta.extra or {}).get("like", wanted)
         raise ConfigError(
             f"{given.origin}: {given.key} = {given.value!r} should be {wanted}: {field.about}"
         ) from e
     if isinstance(converted, str) and not _is_utf8(converted):
         raise ConfigError(f"{given.origin}: {given.key} = {given.value!r} should be UTF-8")
-    if isinstance(converted, int) and converted >= 1 << 63:  # what messages can carry
+    if isinstance(converted, int) and converted >= 1 << 63:  # more than messages can carry
         raise ConfigError(f"{given.origin}: {given.key} = {given.value} should be less than 2**63")
     return converted
 
@@ -388,7 +390,7 @@ def _with_unit(given: _Given, field: Field) -> object:
 
 
 def _bounds(meta: Meta) -> str:
-    """The limits of a value, in words.
+    """Return the limits of a value, in words.
 
     >>> _bounds(Meta(gt=0, le=1))
     ' above 0 and at most 1'
@@ -399,7 +401,7 @@ def _bounds(meta: Meta) -> str:
 
 
 def from_flat(values: Mapping[str, object]) -> Config:
-    """Settings from dotted keys, as `Config.flat` gives them; the others have their defaults."""
+    """Return settings from dotted keys, as from `Config.flat`; missing ones have their defaults."""
     parts: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")

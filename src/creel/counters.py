@@ -1,9 +1,9 @@
-"""Counters: one table of what is counted, from which all that shows a number is made.
+"""Counters: one table, from which everything that shows a number is made.
 
-From a row follow the shared word that trainers count in (`cache/memory/shared_words.py`), the
-loader's `Meter`, the answer of `creel stats`, the columns of `creel stats` and `creel top`, and the
-Prometheus page. tests/unit/test_counters.py looks for every row in each of them and in the docs.
-Durations are ns in shared words, seconds elsewhere.
+Each row defines the shared word that trainers count in (`cache/memory/shared_words.py`), the field
+of the loader's `Meter`, the key in the answer of `creel stats`, the columns of `creel stats` and
+`creel top`, and the line of the Prometheus page. tests/unit/test_counters.py looks for every row in
+each of them and in the docs. Durations are ns in shared words, seconds elsewhere.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ class Counter(NamedTuple):
     """One counter, or one for each of `members`.
 
     Args:
-        of: whose it is: a row of `tiers`, `sources` or `ranks`, or "node", the whole daemon's.
-        name: its key there, with "_s" behind a duration.
-        writer: "meter", the loader's `Meter`; "delivery", `BatchStream.count`; "daemon", for a
-            session or for its own; the first two have shared words, and so has "failed".
+        of: the counter's owner: a row of `tiers`, `sources` or `ranks`, or "node", the whole
+            daemon.
+        name: its key there; a duration's key has "_s" appended.
+        writer: "meter" (the loader's `Meter`), "delivery" (`BatchStream.count`) or "daemon" (for a
+            session or for itself). The counters of the first two, and "failed", have shared words.
         unit: "s", "bytes" or "" (a number).
         metric: its Prometheus family.
-        help: one sentence for that family.
-        column: its heading in `creel stats` and `creel top`; "": it is not a column.
-        kind: of the Prometheus family. A gauge of a rank is of its open sessions only.
-        label, members: what there is one counter for each of, and their names ((): any).
-        per: columns show it divided by this counter.
+        help: one sentence about that family.
+        column: its heading in `creel stats` and `creel top`; "": no column.
+        kind: of the Prometheus family. A gauge of a rank counts its open sessions only.
+        label, members: label and names of the members, each with a counter of its own; (): any
+            names.
+        per: columns show the counter divided by this one.
     """
 
     of: Literal["tier", "source", "node", "rank"]
@@ -43,12 +45,12 @@ class Counter(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its key in `creel stats --json`."""
+        """The key in `creel stats --json`."""
         return f"{self.name}_s" if self.unit == "s" else self.name
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Names of its shared words."""
+        """Names of the shared words."""
         if self.of != "rank" or self.kind == "gauge":
             return ()
         ns = "_ns" if self.unit == "s" else ""
@@ -138,10 +140,10 @@ CAUSES, STAGES = (next(c.members for c in OF_RANKS if c.name == n) for n in ("st
 
 
 def report(counts: Mapping[str, int]) -> dict[str, Any]:
-    """Counters of a rank as `creel stats` and `DataLoader.stats()` give them, in seconds.
+    """Return the counters of a rank as `creel stats` and `DataLoader.stats()` show them.
 
     Args:
-        counts: by the names of shared words; counters that are not there are left out.
+        counts: by names of shared words; missing counters are left out.
 
     >>> report({"batches": 2, "lead_ns": 3_000_000_000})
     {'batches': 2, 'lead_s': 3.0}

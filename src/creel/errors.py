@@ -5,7 +5,7 @@ CreelError
 │   └── NotFoundError       no data where the user said it is; also a FileNotFoundError
 ├── ProtocolError
 │   ├── MalformedError      the other side sent bytes that are no message of this version
-│   └── IllegalEventError   a bug of ours: an event that cannot happen in this state
+│   └── IllegalEventError   a bug of creel: an event that cannot happen in this state
 ├── SourceError             the dataset's storage failed; `uri` and `errno` are kept
 │   └── SourceNotFoundError     the object does not exist; also a FileNotFoundError
 ├── TooManyBadSamplesError  more samples cannot be read than `max_bad_samples`; also a RuntimeError
@@ -38,19 +38,19 @@ class MalformedError(ProtocolError):
 
 
 class IllegalEventError(ProtocolError):
-    """An event that cannot happen in this state: a bug of ours."""
+    """An event that cannot happen in this state: a bug of creel."""
 
 
 class SourceError(CreelError, OSError):
     """Storage failed for good (after retries).
 
     Args:
-        errno: the operating system's number, or 0 where the store gives none.
+        errno: the operating system's number, or 0 if the store has none.
         reason: one sentence about what went wrong.
         uri: the object's address.
 
-    A single argument is a message, as for every exception, so that torch can raise it again with
-    its class in another process.
+    A single argument is a message, as for every exception, so that torch can raise the same class
+    in another process.
     """
 
     def __init__(self, errno: int | str, reason: str = "", uri: str = "") -> None:
@@ -78,4 +78,4 @@ class DaemonLostError(UnavailableError):
 
 
 class TooManyBadSamplesError(CreelError, RuntimeError):
-    """More samples of a dataset cannot be read than its loader's `max_bad_samples`."""
+    """More samples of a dataset cannot be read than its loader's `max_bad_samples` permits."""

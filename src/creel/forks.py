@@ -14,7 +14,7 @@ class Inherited(Protocol):
     """An object that a forked child must not use as its parent does."""
 
     def forget(self) -> None:
-        """In a forked child: stop using what belongs to the parent."""
+        """Stop using what belongs to the parent; called in a forked child."""
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
@@ -26,7 +26,7 @@ def forget_in_child(thing: Inherited) -> None:
 
 
 def at_fork(**hooks: Callable[[], None]) -> None:
-    """`os.register_at_fork`; does nothing on Windows, which has neither it nor forks."""
+    """Call `os.register_at_fork`; do nothing on Windows, which has neither it nor forks."""
     register = getattr(os, "register_at_fork", None)
     if register is not None:
         register(**hooks)
@@ -45,10 +45,10 @@ _held = threading.RLock()
 
 @contextmanager
 def no_fork() -> Iterator[None]:
-    """Inside the `with`, forks by other threads wait, so that no child inherits a pipe made here.
+    """Make forks by other threads wait inside the `with`, so no child inherits a pipe made here.
 
-    It would keep the pipe open, and `subprocess`, say, waits until the other end is closed: without
-    end where the child, a worker, waits for this process.
+    A child would keep the pipe open. `subprocess`, for example, waits until the other end is
+    closed: forever if the child is a worker that waits for this process.
     """
     with _held:
         yield
@@ -59,7 +59,7 @@ def _hold() -> None:
 
 
 def _release() -> None:
-    with suppress(RuntimeError):  # Ctrl-C, when the fork was to wait
+    with suppress(RuntimeError):  # Ctrl-C while the fork waited
         _held.release()
 
 

@@ -1,7 +1,7 @@
-"""Limits of what this process may use: a job in a cgroup has less than the machine shows.
+"""Limits of what this process may use: a job in a cgroup may use less than the machine has.
 
-Reads /proc and /sys only; anything missing or unreadable (another system, a hardened container)
-counts as "no limit from here".
+Reads /proc and /sys only. A file that is missing or unreadable (another system, a hardened
+container) sets no limit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-_ROOT = Path("/")  # of proc/ and sys/
+_ROOT = Path("/")  # has proc/ and sys/
 #: cgroup v1 writes "no limit" as a number near 2**63; no machine has an exbibyte.
 _NO_LIMIT = 1 << 60
 #: Most buffers of one system call, on Linux.
@@ -18,7 +18,7 @@ IOV_MAX = 1024
 
 
 class MemoryLimits(NamedTuple):
-    """Bytes. `total`: what this process may ever use; `available`: how much of it is free now."""
+    """Memory in bytes: the `total` that this process may use, and how much is `available` now."""
 
     total: int
     available: int
@@ -40,7 +40,7 @@ def memory() -> MemoryLimits:
 
 
 def _cgroups() -> list[tuple[int, int]]:
-    """(limit, used) of every memory cgroup above this process that sets a limit."""
+    """Return (limit, used) of every memory cgroup above this process that sets a limit."""
     found = []
     for line in _read(_ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -56,7 +56,7 @@ def _cgroups() -> list[tuple[int, int]]:
 
 
 def _walk(mount: Path, path: str, limit: str, used: str, cold: str) -> list[tuple[int, int]]:
-    """From the process's group up to the mount, which in a container is its own group."""
+    """Return (limit, used) from the process's cgroup up to the mount, a container's own group."""
     group = mount / path.lstrip("/")
     found = []
     for folder in (group, *(p for p in group.parents if p == mount or mount in p.parents)):
@@ -79,14 +79,14 @@ def _read(path: Path) -> str:
         return ""
 
 
-#: Below these limits on open descriptors (RLIMIT_NOFILE) creel leaves them to the process: a
+#: Below these limits on open descriptors (RLIMIT_NOFILE) creel leaves all to the process: a
 #: connection to the daemon takes about ten, and each batch buffer that is kept takes two.
 _MIN_DESCRIPTORS = 64
 _MIN_DESCRIPTORS_TO_KEEP = 128
 
 
 def few_descriptors() -> int:
-    """The limit on open descriptors if it is too low for creel to use any itself; else 0."""
+    """Return the limit on open descriptors if it is too low for creel to use any, else 0."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -94,9 +94,9 @@ def few_descriptors() -> int:
 
 
 def may_keep() -> bool:
-    """Whether this process may keep memory and descriptors that are unused right now.
+    """Whether this process may keep memory and descriptors that are unused at the moment.
 
-    Not under a limit on address space (`ulimit -v`), where other uses would lack it.
+    It may not under a limit on address space (`ulimit -v`), where other uses would lack it.
     """
     import resource
 

@@ -1,16 +1,16 @@
 """Messages between a daemon and its clients: one schema for both sockets.
 
 **Control socket** (`SOCK_SEQPACKET`, abstract unix socket): handshake and file descriptors. A
-client keeps this connection open for as long as it lives; its end tells the daemon of the client's
-death. One packet is one message; descriptors are passed by SCM_RIGHTS.
+client keeps this connection open while it lives; its end tells the daemon of the client's death.
+One packet is one message; descriptors are passed by SCM_RIGHTS.
 
 **Request socket** (ZeroMQ DEALER to ROUTER, abstract ipc): all later requests. A message is
-`[body, array...]`: the body is msgspec (MessagePack). Only `Extend` has arrays, as raw
+`[body, array...]`. The body is msgspec (MessagePack). Only `Extend` has arrays, as raw
 little-endian frames.
 
 Payload bytes never travel in a message: they are in the arena, a memfd that clients map read-only.
-What happens once per batch is not a message but a shared word (`cache/memory/shared_words.py`).
-Step numbers are per session, start at 0 and never restart at an epoch's end.
+Events of each batch are not messages but shared words (`cache/memory/shared_words.py`). Step
+numbers are per session, start at 0 and never restart at an epoch's end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from creel.errors import MalformedError
 
-#: Increased whenever an old client could misread a new daemon, or the reverse.
+#: Increased whenever an old client could misread a new daemon, or vice versa.
 PROTOCOL = 9
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
@@ -34,9 +34,9 @@ MAX_FDS = 4
 
 
 def control_address(uid: int, name: str, view: str) -> str:
-    """Abstract unix address of the control socket of user `uid`'s daemon `name`.
+    """Return the abstract unix address of the control socket of user `uid`'s daemon `name`.
 
-    `view` stands for the files that its clients see (`creel.addresses`).
+    `view` identifies the files that its clients see (`creel.addresses`).
 
     >>> control_address(7, "default", "f00d")
     '\\x00creel/7/default/f00d/control'
@@ -45,7 +45,7 @@ def control_address(uid: int, name: str, view: str) -> str:
 
 
 def request_address(uid: int, secret: str) -> str:
-    """ZeroMQ address of a request socket; clients get it in `Welcome` and cannot guess it."""
+    """Return the ZeroMQ address of a request socket; only `Welcome` tells clients the secret."""
     return f"ipc://@creel/{uid}/request-{secret}"
 
 
@@ -60,9 +60,9 @@ class Hello(Message, frozen=True):
     """First packet of every connection.
 
     `role` is "trainer", "worker" (which attaches to the trainer's sessions by its token), "cli", or
-    "service": a daemon that is to stay, to which an embedded one leaves its address. A descriptor
-    may be attached: the pidfd of the process that this one works for. It keeps an embedded daemon
-    alive.
+    "service": a daemon that is to stay, to which an embedded one gives up its address. A descriptor
+    may be attached: the pidfd of the process that the client works for. While that process lives,
+    an embedded daemon lives.
     """
 
     protocol: int
@@ -71,9 +71,9 @@ class Hello(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Register a dataset; one descriptor: a sealed memfd with `Manifest.to_arrow()` of `nbytes`.
+    """Register a dataset; its descriptor is a sealed memfd, `Manifest.to_arrow()` of `nbytes`.
 
-    A second descriptor has the copies of files that the manifest names
+    A second descriptor may hold copies of files that the manifest names
     (`creel.cache.storage.copies`).
     """
 
@@ -81,7 +81,7 @@ class Register(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """A worker asks for the shared words of its trainer's session (and the dataset's table)."""
+    """A worker asks for the shared words and the location table of its trainer's session."""
 
     session: int
 
@@ -89,9 +89,9 @@ class Attach(Message, frozen=True):
 class Open(Message, frozen=True):
     """Open a session: one stream of batches that one rank reads from one dataset.
 
-    `recheck` says when the versions of resident files are checked again: "open", now; "epoch", now
-    and, for local files, after each `Begin`, before any step of that epoch is ready; "step", after
-    each `Extend`, for clients that cannot tell where an epoch begins; "never".
+    `recheck` says when the versions of resident files are checked again. "open": now. "epoch": now
+    and, for local files, after each `Begin`, before any step of that epoch is ready. "step": after
+    each `Extend`, for clients that cannot tell where an epoch begins. "never": not at all.
     """
 
     dataset: str
@@ -102,16 +102,16 @@ class Open(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """Close a session and release all it holds."""
+    """Close a session and release all that it holds."""
 
     session: int
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A node of a cluster: its daemon's id, where it serves peers, and the bytes of its arena.
+    """A node of a cluster: its daemon's id, address for peers, and bytes of arena and disk.
 
-    `born` (s since 1970) tells a daemon from the one that takes its place. `disk_nbytes` are those
-    of its disk tier, which gives them in units of `disk_unit`.
+    `born` (s since 1970) tells a daemon from a later one in its place. The disk tier allocates in
+    units of `disk_unit` bytes.
     """
 
     node: str
@@ -124,9 +124,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Host(Message, frozen=True):
-    """Serve peers at this address of this node, from now on; the answer is `Hosting`.
+    """Ask the daemon to serve peers at this address of its node; the answer is `Hosting`.
 
-    `port` 0: any.
+    `port` 0: any free port.
     """
 
     host: str
@@ -134,13 +134,13 @@ class Host(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """The nodes of this client's job, this one included: they serve each other from now on.
+    """Name the nodes of this client's job, this one included; they serve each other from now on.
 
-    `key` (32 bytes) is known to them alone. Rank r runs on the node `members[ranks[r]]`. All nodes
-    of a job get the same message. The answer is `Joined`.
+    `key` (32 bytes) is known to these nodes alone. Rank r runs on the node `members[ranks[r]]`. All
+    nodes of a job get the same message. The answer is `Joined`.
 
-    Where the nodes come from a list, `me` is this one's place in it, and the others' daemons are
-    not known yet: they have the names of the list, and arenas of 0 bytes.
+    If the nodes come from a list, `me` is the place of this one in it. The other daemons are not
+    known yet: they have the names of the list, and arenas of 0 bytes.
     """
 
     cluster: str
@@ -154,7 +154,7 @@ class Join(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """With the arena's descriptor (read-only). `request_address` is for the request socket."""
+    """Answer to `Hello`, with the arena's descriptor (read-only)."""
 
     protocol: int
     token: str
@@ -164,15 +164,16 @@ class Welcome(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """`dataset` is the manifest's key."""
+    """Answer to `Register`: `dataset` is the manifest's key."""
 
     dataset: str
 
 
 class Opened(Message, frozen=True):
-    """With descriptors of shared words (read-write) and location table (read-only).
+    """Answer to `Open` and `Attach`, with two descriptors.
 
-    `record`: as in `LocationTable`.
+    These are the shared words (read-write) and the location table (read-only). `record`: as in
+    `LocationTable`.
     """
 
     session: int
@@ -181,19 +182,19 @@ class Opened(Message, frozen=True):
 
 
 class Hosting(Message, frozen=True):
-    """This node as a member of any cluster."""
+    """Answer to `Host`: this node as a member of any cluster."""
 
     member: Member
 
 
 class Joined(Message, frozen=True):
-    """`ready`: all nodes have answered, or are given up; if not, ask again."""
+    """Answer to `Join`; `ready`: each node has answered or was given up. If not, ask again."""
 
     ready: bool
 
 
 class Refused(Message, frozen=True):
-    """A refusal, in one sentence that says what to do. The connection stays usable."""
+    """A refusal, with one sentence that says what to do. The connection stays usable."""
 
     reason: str
 
@@ -217,9 +218,9 @@ class Extend(Message, frozen=True):
 
 
 class Deal(Message, frozen=True):
-    """How an epoch of the session is dealt to all ranks: `policies.cluster.job_order`.
+    """Say how an epoch of the session is dealt to all ranks (`policies.cluster.job_order`).
 
-    Only a hint: with it, the nodes of `cluster` plan alike what each of them keeps. No reply.
+    Only a hint: with it, the nodes of `cluster` compute the same plan of what each keeps. No reply.
     """
 
     token: str
@@ -235,7 +236,7 @@ class Deal(Message, frozen=True):
 
 
 class Follow(Message, frozen=True):
-    """The nodes of `cluster` cannot all know how the session's job reads.
+    """Say that not all nodes of `cluster` can know how the session's job reads.
 
     From now on they ask each other for objects without a plan. No reply.
     """
@@ -262,7 +263,7 @@ class Truncate(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """Request for `Ready` once step `step` is ready. `call` is echoed."""
+    """Ask for a `Ready` once step `step` is ready. `call` is echoed."""
 
     token: str
     call: int
@@ -271,9 +272,9 @@ class Wait(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """A command, of the CLI or a loader: `what` is one of daemon/service/commands.py.
+    """A command of the CLI or a loader; `what` is one of daemon/service/commands.py.
 
-    Answered by `CommandReply`; `args` are plain values, checked by the daemon per command.
+    `args` are plain values, which the daemon checks. The answer is `CommandReply`.
     """
 
     token: str
@@ -286,7 +287,7 @@ class Command(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Step `step` is ready: its objects are resident, or failed (then their offset is NOWHERE)."""
+    """Step `step` is ready: each object is resident, or failed (then its offset is NOWHERE)."""
 
     call: int
     session: int
@@ -301,7 +302,7 @@ class CommandReply(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The request with this `call` cannot be met, with the reason."""
+    """The request with this `call` failed, for this reason."""
 
     call: int
     reason: str

@@ -1,7 +1,7 @@
-"""Settings by section: types, bounds, defaults and one line about each.
+"""Settings by section: types, bounds, defaults and one-line descriptions.
 
-Defaults are defined only here. `creel.config` overlays what users set; a test compares names and
-defaults with docs/configuration.md.
+Defaults are defined only here. `creel.config` overlays the user's settings; a test compares names
+and defaults with docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _seconds(about: str, **bounds: Any) -> Meta:
 
 
 def _text(about: str, *, like: str, pattern: str) -> Meta:
-    """`like`: what error messages say a value should be."""
+    """`like`: what error messages say the value should be."""
     return Meta(description=about, extra={"like": like}, pattern=pattern)
 
 
-#: What units.parse_size takes, in capitals or not; a share; "auto".
+#: A size as units.parse_size takes it, in either case; a share; or "auto".
 _BUDGET = r"^(auto|\s*(\d+(\.\d+)?|\.\d+)\s*(%|([kKmMgGtTpP][iI]?)?[bB]?)\s*)$"
 
 
@@ -54,7 +54,7 @@ class MemorySettings(_Section, frozen=True):
 
 
 class DiskSettings(_Section, frozen=True):
-    """A tier on local disk, for what memory has no room for."""
+    """A tier on local disk, for objects that memory has no room for."""
 
     path: Annotated[
         str, _about("a folder on a local disk; creel makes its own in there; empty: no disk tier")
@@ -90,7 +90,7 @@ class FetchSettings(_Section, frozen=True):
 
 
 class WindowSettings(_Section, frozen=True):
-    """How far ahead of use a session is fetched."""
+    """How far ahead of use objects are fetched for a session."""
 
     min_steps: Annotated[
         int, _about("minimum number of steps read ahead, whatever their size", ge=1)

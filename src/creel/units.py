@@ -12,7 +12,7 @@ _TIMES = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "64GiB" (powers of 1024), "100GB" or "100G" (powers of 1000), or "4096".
+    """Return the bytes in "64GiB" (powers of 1024), "100GB", "100G" (powers of 1000) or "4096".
 
     >>> parse_size("64GiB"), parse_size("1.5 kB"), parse_size("10M")
     (68719476736, 1500, 10000000)
@@ -28,7 +28,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """A number in "14.2M" (powers of 1000) or "1281167".
+    """Return the number in "14.2M" (powers of 1000) or "1281167".
 
     >>> parse_count("14.2M"), parse_count("1281167")
     (14200000, 1281167)
@@ -49,7 +49,7 @@ def _whole(text: str, value: float) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in "250ms", "30s", "10m", "2h" or "1.5".
+    """Return the seconds in "250ms", "30s", "10m", "2h" or "1.5".
 
     >>> parse_seconds("250ms"), parse_seconds("10m"), parse_seconds(".5")
     (0.25, 600.0, 0.5)
@@ -64,7 +64,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_size(nbytes: float) -> str:
-    """A size with three digits, for people.
+    """Format a size with three digits, for people.
 
     >>> format_size(68719476736), format_size(1500), format_size(12)
     ('64.0 GiB', '1.46 KiB', '12 B')

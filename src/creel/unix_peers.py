@@ -1,9 +1,9 @@
 """The process at the other end of a unix socket, and whether both see the same files.
 
-A path identifies a file only within a mount namespace and a root directory, and a uid a user only
-within a user namespace. Abstract addresses belong to a network namespace, which processes with
-different files may share (Slurm's job_container, PrivateTmp, containers on the host's network). The
-kernel, not the peer, is asked which files it sees.
+A path identifies a file only within a mount namespace and a root directory, and a uid identifies a
+user only within a user namespace. Abstract addresses belong to a network namespace, which processes
+with different files may share (Slurm's job_container, PrivateTmp, containers on the host's
+network). The kernel is asked which files the peer sees, not the peer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 #: (device, inode) of mount namespace, user namespace and root directory (None: this kernel has no
-#: such file, for any process), and the number of the mount that the root directory is on.
+#: such file), and the number of the mount that has the root directory.
 View: TypeAlias = tuple[tuple[int, int] | str | None, ...]
 
 _SEEN = ("ns/mnt", "ns/user", "root")
@@ -33,21 +33,21 @@ _DIAG_HEADER_NBYTES = 32  # nlmsghdr (16) and unix_diag_msg (16)
 
 
 class Peer(NamedTuple):
-    """The process that connected or listened, as this process's PID namespace numbers it."""
+    """The process that connected or listened, as numbered by this process's PID namespace."""
 
-    pid: int  # 0 where it is in a PID namespace that cannot be seen from here
+    pid: int  # 0 if its PID namespace cannot be seen from here
     uid: int
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The peer of a connection, as the kernel recorded it (SO_PEERCRED)."""
+    """Return the peer of a connection, as the kernel recorded it (SO_PEERCRED)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return Peer(pid, uid)
 
 
 def view_of(pid: int | str = "self") -> View:
-    """What determines the files that a process sees under a path.
+    """Return what determines the files that a process sees under a path.
 
     Raises:
         OSError: the process cannot be inspected, or is gone; or there is no /proc.
@@ -66,9 +66,9 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def _mount(path: str) -> str:
-    """The mount that a path leads to: the same directory, bound elsewhere, is on another.
+    """Return the mount that a path leads to; a directory bound elsewhere is on another mount.
 
-    What is mounted below it need not be the same there.
+    Mounts below it may differ.
     """
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -88,8 +88,8 @@ def known_apart(pid: int) -> bool:
 def why_apart(connection: socket.socket) -> str:
     """Reason not to trust that the peer sees the same files as this process; "" if it does.
 
-    A process may pass its connection on and end, and its pid may be reused: so, where the kernel
-    can tell, it must still exist after it was inspected.
+    A process may pass its connection on and end, and its pid may be reused. So the process must
+    still exist after it was inspected, if the kernel can tell.
     """
     pid = peer_of(connection).pid
     if pid == 0:
@@ -112,7 +112,7 @@ def why_apart(connection: socket.socket) -> str:
 
 
 def _pidfd_of(connection: socket.socket) -> int:
-    """A pidfd of the peer process; -1 before Linux 6.5."""
+    """Return a pidfd of the peer process; -1 before Linux 6.5."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
     except OSError as e:
@@ -123,7 +123,7 @@ def _pidfd_of(connection: socket.socket) -> int:
 
 
 def listener_at(address: str) -> Peer | None:
-    """The process that listens at this SOCK_SEQPACKET address; None: none, or a full backlog."""
+    """Return the process that listens at this SOCK_SEQPACKET address; None if none accepts."""
     kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as connection:
         connection.connect(address)
@@ -132,11 +132,11 @@ def listener_at(address: str) -> Peer | None:
 
 
 def owner_of(address: str) -> int | None:
-    """Uid of the owner of this abstract SOCK_SEQPACKET address; None: unbound, or unknown."""
+    """Return the uid of the owner of this abstract SOCK_SEQPACKET address; None if unknown."""
     peer = listener_at(address)
     if peer is not None:
         return peer.uid
-    # It does not listen, or its backlog is full. The kernel still knows the owner.
+    # No process listens, or its backlog is full. The kernel still knows the owner.
     with suppress(OSError, ValueError, struct.error):
         inode = _bound().get(address)
         return None if inode is None else _owner_of_socket(inode)
@@ -144,20 +144,20 @@ def owner_of(address: str) -> int | None:
 
 
 def _bound() -> dict[str, int]:
-    """Inodes of all abstract SOCK_SEQPACKET addresses of this network namespace."""
+    """Return the inodes of all abstract SOCK_SEQPACKET addresses of this network namespace."""
     found = {}
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
         words = line.split(maxsplit=7)
-        # Accepted connections, which have the same name, are not in state 1, "unconnected".
+        # Accepted connections have the same name, but are not in state 1, "unconnected".
         if words[4:6] == ["0005", "01"] and len(words) == 8 and words[7].startswith("@"):
             found["\0" + words[7][1:]] = int(words[6])
     return found
 
 
 def bound(prefix: str, suffix: str) -> list[str]:
-    """Abstract SOCK_SEQPACKET addresses that begin and end so, with something between.
+    """Return abstract SOCK_SEQPACKET addresses with this prefix and suffix and text in between.
 
-    [] where unknown.
+    [] if they cannot be listed.
     """
     min_length = len(prefix) + len(suffix)
     with suppress(OSError, ValueError):
@@ -167,7 +167,7 @@ def bound(prefix: str, suffix: str) -> list[str]:
 
 
 def _owner_of_socket(inode: int) -> int | None:
-    """Uid of the owner of a unix socket, or None where this kernel does not say."""
+    """Return the uid of the owner of a unix socket, or None if this kernel does not say."""
     anything = 0xFFFFFFFF  # any state; any cookie
     request = struct.pack(
         "=BBHIIIII", socket.AF_UNIX, 0, 0, anything, inode, _UDIAG_SHOW_UID, anything, anything

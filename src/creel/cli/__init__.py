@@ -1,5 +1,5 @@
-"""The `creel` command: `main` has its subcommands, `view` prints what daemons answer.
+"""The `creel` command: `main` has its subcommands, `view` prints the answers of daemons.
 
-The numbers of `creel stats` are put together in the daemon, by `daemon/reporting/stats.py`, from
-the counters that `creel.counters` lists.
+The daemon puts the numbers of `creel stats` together (`daemon/reporting/stats.py`), from the
+counters that `creel.counters` lists.
 """

@@ -1,4 +1,4 @@
-"""`creel doctor` and `creel env`: what this machine allows, and what to do if it is too little."""
+"""`creel doctor` and `creel env`: what this machine allows, and how to get more."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Finding(NamedTuple):
 
 
 def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[Finding]:
-    """All checks of this machine; `ask("status")` returns the daemon's answer or raises."""
+    """Yield all checks of this machine; `ask("status")` returns the daemon's answer or raises."""
     for look in (_system, _python, _torch):
         yield look()
-    if platform.system() != "Linux":  # the rest is about a daemon, which needs Linux
+    if platform.system() != "Linux":  # the other checks are about a daemon, which needs Linux
         return
     for look in (_memfd, _files, _locked, _shm, _daemons):
         yield look()
@@ -77,7 +77,7 @@ def _torch() -> Finding:
 
 
 def _version(package: str) -> str:
-    """Version of a package, without importing it; "-" where it is not installed."""
+    """Return the version of a package without importing it; "-" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -125,7 +125,7 @@ def _locked() -> Finding:
 
 
 def _shm() -> Finding:
-    """Check /dev/shm, which torch uses for tensors that creel leaves to it; creel does not."""
+    """Check /dev/shm, which creel does not use, but torch does for other tensors."""
     try:
         stat = os.statvfs(_SHM)
     except OSError as e:
@@ -183,7 +183,7 @@ def _daemon(name: str, ask: Callable[[str], dict[str, object]]) -> Finding:
 
 
 def _daemons() -> Finding:
-    """Count this user's daemons: they share nothing, and each has a budget of its own."""
+    """Count this user's daemons, which share nothing; each has a budget of its own."""
     pids = list(daemon_pids())
     if len(pids) > 1:
         listed = f"you run {len(pids)} (pids {', '.join(map(str, pids))})"
@@ -194,9 +194,9 @@ def _daemons() -> Finding:
 
 
 def daemon_pids() -> Iterator[int]:
-    """Pids of this user's daemons."""
+    """Yield the pids of this user's daemons."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended meanwhile, or may not be inspected
+        with suppress(OSError):  # the process has ended, or may not be inspected
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:5]
             ours = any(word == "creel.daemon" or Path(word).name == "creeld" for word in words)
             if ours and folder.stat().st_uid == os.getuid():
@@ -204,9 +204,9 @@ def daemon_pids() -> Iterator[int]:
 
 
 def _cpus() -> str:
-    """Number of CPUs that this process may use, where the system can limit that."""
+    """Return the number of CPUs that this process may use."""
     have = str(os.cpu_count())
-    if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
+    if not hasattr(os, "sched_getaffinity"):  # macOS and Windows have no such limit
         return have
     return f"{len(os.sched_getaffinity(0))} of {have}"
 

@@ -1,4 +1,4 @@
-"""The `creel` command. All but click is imported where it is used, so that --help is instant."""
+"""The `creel` command. Modules other than click are imported on use, so --help is instant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(args: list[str] | None = None) -> int:
     color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
     state: dict[str, Any] = {}
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name, or a line, that this terminal lacks
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters of a name
             stream.reconfigure(errors="replace")
     out = sys.stdout
     try:
@@ -46,8 +46,8 @@ def main(args: list[str] | None = None) -> int:
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
-    except (BrokenPipeError, SystemExit) as e:  # `creel stats | head`: click ends with 1
-        if isinstance(e, SystemExit) and sys.stdout is out:  # click had no reason to replace it
+    except (BrokenPipeError, SystemExit) as e:  # `creel stats | head`: click exits with 1
+        if isinstance(e, SystemExit) and sys.stdout is out:  # click replaces a broken pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -61,7 +61,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _print(answer: Mapping[str, Any], as_json: bool, as_text: Callable[[Any], object]) -> None:
-    """Print an answer as JSON, or as text by the function."""
+    """Print an answer as JSON, or as text by `as_text`."""
     from creel.cli import view
 
     if as_json:
@@ -71,7 +71,7 @@ def _print(answer: Mapping[str, Any], as_json: bool, as_text: Callable[[Any], ob
 
 
 def _print_error(state: dict[str, Any], why: str) -> None:
-    """Report errors as JSON to callers that asked for JSON and read standard output only."""
+    """Print an error as JSON for callers that asked for JSON and read standard output only."""
     if state.get("json"):
         from creel.cli import view
 
@@ -96,7 +96,7 @@ def _remember_json(context: click.Context, _: click.Parameter, value: bool) -> b
 
 
 def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
-    """Refuse the one value that passes every range check."""
+    """Refuse nan, which passes every range check."""
     if math.isnan(value):
         raise click.BadParameter("nan is not a number of seconds.")
     return value
@@ -128,7 +128,7 @@ def _config(context: click.Context, **flags: object) -> Config:
 
 @contextmanager
 def _client(context: click.Context) -> Iterator[Client]:
-    """Return a connection to the daemon, or raise NoDaemonError with what to do about it."""
+    """Yield a connection to the daemon, or raise NoDaemonError with what to do about it."""
     from creel.loader.client.client import Client
 
     name = _config(context).daemon.name
@@ -145,7 +145,7 @@ def _client(context: click.Context) -> Iterator[Client]:
 
 
 def _no_daemon(name: str) -> str:
-    """Reason why no daemon answers, and what to do about it."""
+    """Return why no daemon answers, and what to do about it."""
     from creel.addresses import elsewhere, held_by_another
 
     uid = held_by_another(name)

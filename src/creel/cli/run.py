@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from creel.config import Config
 from creel.errors import ConfigError, NoDaemonError, UnavailableError
 
-_START_S = 15.0  # a daemon is ready within one second; a cold parallel file system may need more
+_START_S = 15.0  # usually one second; more from a cold parallel file system
 _STOP_S = 10.0
 _STDERR = 2
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def daemon_env(config: Config) -> dict[str, str]:
-    """Return the environment for a daemon of this configuration and its clients."""
+    """Return the environment for a daemon of this configuration and for its clients."""
     return dict(os.environ) | {
         "CREEL_SOCKET": config.daemon.name,
         "CREEL_MEMORY__BUDGET": config.memory.budget,
@@ -52,7 +52,7 @@ def around(config: Config, command: Sequence[str]) -> int:
 
 @contextmanager
 def _daemon(config: Config) -> Iterator[None]:
-    """A daemon that serves. It ends also where this process is killed, once it has no client."""
+    """Run a daemon inside the `with`. If this process is killed, it ends with its last client."""
     from creel.loader.client.client import Client
     from creel.loader.client.embed import DaemonStart
 
@@ -74,7 +74,7 @@ def _daemon(config: Config) -> Iterator[None]:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGKILL):
-                if not start.reported():  # it ran, and has not ended
+                if not start.reported():  # the daemon has started and not ended
                     os.kill(pid, number)
                     start.reported(_STOP_S)
     finally:
@@ -91,14 +91,14 @@ def _run(command: Sequence[str], env: dict[str, str]) -> int:
             try:
                 code = child.wait()
                 break
-            except KeyboardInterrupt:  # the terminal has signalled the child as well: let it decide
+            except KeyboardInterrupt:  # the terminal has signalled the child, too: let it decide
                 continue
     return code if code >= 0 else 128 - code
 
 
 @contextmanager
 def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forward signals that were meant for the command."""
+    """Forward signals to the command inside the `with`."""
     before = {s: signal.signal(s, lambda number, _: child.send_signal(number)) for s in _FORWARDED}
     try:
         yield

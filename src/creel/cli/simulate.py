@@ -1,4 +1,4 @@
-"""`creel simulate`: what a job would read, transfer and wait for, without running it."""
+"""`creel simulate`: what a job would read and transfer, and how long it would wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def simulate(scenario: Scenario) -> Values:
 
     Returns:
         capacity (in datasets), depth, plan_nbytes, steps, samples (per epoch), and epochs: a list
-        of `Epoch` with their fields.
+            of
+        `Epoch` fields.
 
     Raises:
-        ConfigError: there is no such job.
+        ConfigError: the job is impossible.
     """
     if scenario.nodes > _MAX_NODES:
         raise ConfigError(f"--nodes: at most {_MAX_NODES:,}")

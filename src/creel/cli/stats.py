@@ -1,4 +1,4 @@
-"""`creel stats`: prints the daemon's answer, which `daemon/reporting/stats.py` puts together."""
+"""`creel stats`: print the daemon's answer, which `daemon/reporting/stats.py` puts together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from creel.counters import OF_RANKS
 
 
 def reasons(answer: Values, *, as_json: bool) -> None:
-    """Print what each rank waited for, and what would help: `--why`."""
+    """Print what each rank waited for, and what would help (`--why`)."""
     found = why.rows(answer)
     if as_json:
         view.print_json({"why": found})
@@ -21,7 +21,7 @@ def reasons(answer: Values, *, as_json: bool) -> None:
 
 
 def bad_samples(answer: Values, *, as_json: bool) -> None:
-    """Print the samples that could not be read: `--bad`."""
+    """Print the samples that could not be read (`--bad`)."""
     if as_json:
         view.print_json(answer)
     elif not answer["bad"]:
@@ -35,7 +35,7 @@ def bad_samples(answer: Values, *, as_json: bool) -> None:
 
 
 def counters(answer: Values, *, as_json: bool, line: bool) -> None:
-    """Print the node's counters, and those of sessions or ranks; `line`: JSON on one line."""
+    """Print the counters of the node and of its sessions or ranks; `line`: JSON on one line."""
     if as_json:
         view.print_json(answer, line=line)
         return

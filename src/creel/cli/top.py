@@ -27,8 +27,8 @@ from creel.cli.view import (
     top_row,
 )
 
-#: Seconds that rates cover: a wait is counted at its end, so that shorter rates would flicker
-#: between nothing and all where storage is slow.
+#: Seconds that rates cover. A wait is counted when it ends, so over slow storage a shorter period
+#: would flicker between 0 and 100 %.
 _RATES_S = 10.0
 
 
@@ -47,7 +47,7 @@ def show(stats: Callable[[], Values], status: Callable[[], Values], interval: fl
 
 
 def starts(past: Iterable[tuple[float, Values]], now: float) -> dict[int, tuple[Values, float]]:
-    """Start values of rates: each stream as first reported, and how many seconds ago."""
+    """Return what rates start from: each stream as first reported, and how many seconds ago."""
     found: dict[int, tuple[Values, float]] = {}
     for then, answer in past:
         for session in answer["sessions"]:
@@ -61,7 +61,7 @@ def screen(
     before: Mapping[int, tuple[Values, float]],
     width: int,
 ) -> RenderableType:
-    """Render one screen, `width` places wide: the node, then a row per stream of batches.
+    """Render one screen of `width` characters: the node, then a row per stream of batches.
 
     `before`: the result of `starts`.
     """
@@ -85,7 +85,7 @@ def screen(
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """Return a function for the keys pressed within some seconds, without Enter and echo."""
+    """Yield a function that returns the keys pressed within some seconds, unechoed."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
 

@@ -1,4 +1,4 @@
-"""Output formats: JSON for machines, tables on a terminal, plain columns in a pipe."""
+"""Output formats: JSON for programs, tables on a terminal, plain columns in a pipe."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from creel.units import format_size
 Values: TypeAlias = Mapping[str, Any]
 
 _SCHEMA = 1
-_NAME = 32  # characters of a source's name; its end is kept, which says more
+_NAME = 32  # characters of a source's name; a longer one keeps its end
 
 
 def print_json(answer: Values, *, line: bool = False) -> None:
-    """An object with its schema number as JSON; `line`: on one line, for a stream of objects."""
+    """Print an object with its schema number as JSON; `line`: on one line, for a stream."""
     click.echo(json.dumps({"schema": _SCHEMA, **answer}, indent=None if line else 2))
     sys.stdout.flush()
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people.
+    """Format a duration for people.
 
     >>> format_seconds(0.0123), format_seconds(75), format_seconds(7500)
     ('12 ms', '1 min 15 s', '2 h 05 min')
@@ -44,7 +44,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """A duration in at most six places, for columns.
+    """Format a duration in at most six characters, for columns.
 
     >>> short_seconds(12.34), short_seconds(4500), short_seconds(90000)
     ('12.3 s', '75 min', '25.0 h')
@@ -55,7 +55,7 @@ def short_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count in at most six places.
+    """Format a count in at most six characters.
 
     >>> format_count(999), format_count(12345), format_count(4_200_000)
     ('999', '12,345', '4.20 M')
@@ -64,7 +64,7 @@ def format_count(count: float) -> str:
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> None:
-    """Print name and value, one pair per line."""
+    """Print names and values, one pair per line."""
     listed = list(rows)
     width = max((len(name) for name, _ in listed), default=0)
     for name, value in listed:
@@ -94,7 +94,7 @@ def table(
 def columns(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 ) -> Iterator[str]:
-    """The lines of a table, its header first."""
+    """Yield the lines of a table, its header first."""
     widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         cells = (
@@ -110,7 +110,7 @@ def fitting(
     drop: Sequence[Sequence[str]],
     width: int,
 ) -> tuple[list[str], list[list[str]]]:
-    """Drop as many groups of columns as necessary to fit the table into `width` places.
+    """Drop as many groups of columns as necessary to fit the table into `width` characters.
 
     >>> fitting(("job", "lead", "stall"), [("a", "3.0 s", "50 %")], [("lead",)], 16)
     (['job', 'stall'], [['a', '50 %']])
@@ -129,7 +129,7 @@ def fitting(
 
 
 def memory_line(memory: Values) -> str:
-    """ "3.2 of 64 GiB used (5 %)"."""
+    """Return, for example, "3.2 of 64 GiB used (5 %)"."""
     used, budget = memory.get("used_nbytes", 0), memory.get("budget_nbytes", 0)
     share = 100 * used / budget if budget else 0
     return f"{format_size(used)} of {format_size(budget)} used ({share:.0f} %)"
@@ -140,7 +140,7 @@ def status_pairs(answer: Values) -> list[tuple[str, str]]:
         "embedded, ends with its last client" if answer.get("embedded") else "stays until stopped"
     )
     in_use = {k: answer[k] for k in ("clients", "sessions", "datasets")}
-    in_use["clients"] = max(in_use["clients"] - 1, 0)  # the asking client is one itself
+    in_use["clients"] = max(in_use["clients"] - 1, 0)  # without the client that asks
     return [
         ("daemon", f"{answer['name']} (pid {answer['pid']}, creel {answer['version']}, {kind})"),
         ("state", f"{answer['state']}, up {format_seconds(answer['uptime_s'])}"),
@@ -150,7 +150,7 @@ def status_pairs(answer: Values) -> list[tuple[str, str]]:
 
 
 def summary_pairs(answer: Values) -> list[tuple[str, str]]:
-    """Format what `stats` says of the whole node."""
+    """Return names and values of the answer of `stats` for the whole node."""
     rows = [("memory", memory_line(answer["memory"]))]
     for name, tier in answer.get("tiers", {}).items():
         hits, misses = tier.get("hits", 0), tier.get("misses", 0)
@@ -163,7 +163,7 @@ def summary_pairs(answer: Values) -> list[tuple[str, str]]:
             for why, n in tier.get("evictions", {}).items()
             if n
         )
-        if name == "memory":  # peers' memories are theirs; what leaves the disk makes room there
+        if name == "memory":  # peers evict by themselves, and the disk reuses its room
             rows.append((f"evicted from {name}", evicted or "none"))
     return rows + [row for s in answer.get("sources", ()) for row in _source_rows(s)]
 
@@ -183,7 +183,7 @@ def _source_rows(source: Values) -> Iterator[tuple[str, str]]:
 
 
 _COLUMNS = tuple(c for c in OF_RANKS if c.column)
-#: In `creel top`: what is delivered is a rate, a duration is a share of the time.
+#: Columns that `creel top` shows as rates; it shows durations as shares of the time.
 _RATES = tuple(c for c in _COLUMNS if c.writer == "delivery" and c.unit != "s")
 _STREAM = ("job", "rank", "step", "ahead", "lead")
 SESSION_HEADER = (*_STREAM, *(c.column for c in _COLUMNS))
@@ -194,17 +194,17 @@ DROP = (CAUSES, *((name, f"{name}/s") for name in (*_DROP, "direct", "step")))
 
 
 def session_row(session: Values) -> tuple[str, ...]:
-    """A row for one stream of batches since its start."""
+    """Return the row of one stream of batches since its start."""
     return *_whose(session), *_counts(session)
 
 
 def rank_row(rank: Values) -> tuple[str, ...]:
-    """A row for all streams of batches of one rank since the daemon's start."""
+    """Return the row of all streams of batches of one rank since the daemon's start."""
     return job_of(rank), str(rank["rank"]), *_counts(rank)
 
 
 def _counts(counted: Values) -> Iterator[str]:
-    """The columns of all counters."""
+    """Yield the columns of all counters."""
     for one in _COLUMNS:
         count = _total(counted, one) / (max(counted.get(one.per, 0), 1) if one.per else 1)
         yield _FORMAT[one.unit](count)
@@ -218,7 +218,7 @@ _FORMAT: dict[str, Callable[[float], str]] = {
 
 
 def _total(counted: Values, one: Counter) -> float:
-    """A counter, its members together; 0 where a daemon does not have it."""
+    """Return a counter, summed over its members; 0 if the daemon does not have it."""
     count = counted.get(one.key, 0)
     return sum(count.values()) if isinstance(count, Mapping) else float(count)
 
@@ -226,7 +226,7 @@ def _total(counted: Values, one: Counter) -> float:
 def by_member(
     one: Counter, rows: Sequence[Values]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows: seconds of a counter by its members, for each stream of batches.
+    """Return header and rows: seconds of a counter by member, for each stream of batches.
 
     >>> stall = next(c for c in OF_RANKS if c.name == "stall")
     >>> told = {"job": "a", "pid": 7, "rank": 3, "stall_s": {"source": 0.5}}
@@ -244,7 +244,7 @@ def by_member(
 
 
 def top_row(session: Values, before: Values | None, seconds: float) -> tuple[str, ...]:
-    """A row for one stream of batches over the last `seconds`; durations are shares of it."""
+    """Return the row of one stream of batches over the last `seconds`; durations are shares."""
     old = before or {}
     row = list(_whose(session))
     for one in _COLUMNS:
@@ -263,7 +263,7 @@ def top_row(session: Values, before: Values | None, seconds: float) -> tuple[str
 
 
 def worst_cause(stall_s: Mapping[str, float]) -> str:
-    """The cause of most of the waiting; "-" without any.
+    """Return the cause of most of the waiting; "-" without any.
 
     >>> worst_cause({"source": 0.5, "decode": 2.0}), worst_cause({})
     ('decode', '-')
@@ -283,6 +283,6 @@ def _whose(session: Values) -> tuple[str, ...]:
 
 
 def job_of(session: Values) -> str:
-    """Name of a job: that of the scheduler, else of its process."""
+    """Return the name of a job: the scheduler's, or else its process."""
     name: str = session["job"]
     return name[:12] or (f"pid {session['pid']}" if "pid" in session else "-")

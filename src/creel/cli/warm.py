@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from creel.loader.client.client import Client
 
 _POLL_S = 0.1
-_IDLE_S = 10.0  # the source is lost after this time without a new object
-_SETTLED_S = 1.0  # loading is complete after this time with none in flight
+_IDLE_S = 10.0  # without a new object for this long, the source is lost
+_SETTLED_S = 1.0  # without a fetch in flight for this long, loading is complete
 
 
 def warm(client: Client, path: str, *, quiet: bool) -> Values:
@@ -50,11 +50,13 @@ def warm(client: Client, path: str, *, quiet: bool) -> Values:
 
 
 def folder_manifest(path: str) -> Manifest:
-    """Manifest of an image folder, the same as `creel.ImageFolder` makes, so that both share one
-    copy; of any other folder, all files below it.
+    """Return the manifest of an image folder, or of all files below another folder.
+
+    An image folder's manifest is the one that `creel.ImageFolder` makes, so that both share one
+    copy.
 
     Raises:
-        NotFoundError: there is no such folder, or nothing in it.
+        NotFoundError: there is no such folder, or no file in it.
     """
     try:
         from creel.loader.datasets.images import ImageFolder
@@ -78,7 +80,7 @@ def _all_files(path: str) -> Manifest:
 
 
 def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Values:
-    """Poll until everything is loaded or nothing more comes.
+    """Poll until all objects are loaded or no more come.
 
     Raises:
         CreelError: the dataset was dropped meanwhile.
@@ -100,7 +102,7 @@ def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int],
 
 
 def _failed(client: Client, dataset: str, missing: int) -> int:
-    """How many of `missing` objects could not be read; the others found no room."""
+    """Return how many of `missing` objects could not be read; there was no room for the others."""
     sources = client.ask("stats")["sources"]
     errors = sum(int(s["errors"]) for s in sources if s["dataset"] == dataset)
     return min(errors, missing)
@@ -113,7 +115,7 @@ def _settled(client: Client) -> bool:
 
 @contextmanager
 def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error: yields a function that is told how many files are done."""
+    """Show a progress bar on standard error; yield a function to call with the files done."""
     if not shown:
         yield lambda _: None
         return

@@ -8,11 +8,11 @@ from creel.cli.view import Values, format_count, format_seconds, worst_cause
 from creel.units import format_size
 
 _WHOSE = ("job", "rank", "pid")
-#: Below this share of the time that batches lay ready, nobody waited.
+#: Waits below this share of the time that batches lay ready do not count.
 _HARDLY = 0.02
-#: Memory counts as full from this share of the budget on: the rest is the room of what comes next.
+#: Memory counts as full from this share of the budget on: the rest is room for the next fetches.
 _FULL = 0.85
-#: Share of misses above which memory lacks room, once everything has been read before.
+#: Share of misses above which a full memory is too small.
 _MANY = 0.02
 
 _BY_CAUSE = {
@@ -31,11 +31,11 @@ _BY_CAUSE = {
 
 
 def reason(rank: Values, node: Values) -> str:
-    """Say what a rank, or one stream of its batches, waited for.
+    """Return what a rank, or one stream of its batches, waited for.
 
     Args:
         rank: a row of `ranks` or `sessions` of `creel stats --json`.
-        node: all of it.
+        node: the whole answer of `creel stats --json`.
     """
     if not rank["batches"]:
         return "no batch was taken yet"
@@ -73,7 +73,7 @@ def _of_source(rank: Values, node: Values) -> str:
 
 
 def rows(stats: Values) -> list[dict[str, Any]]:
-    """A row for each open stream of batches; without any, for each rank so far."""
+    """Return a row for each open stream of batches; without any, for each rank so far."""
     return [
         {key: one[key] for key in _WHOSE if key in one} | {"why": reason(one, stats)}
         for one in stats["sessions"] or stats["ranks"]
