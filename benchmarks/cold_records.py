@@ -3,11 +3,11 @@
     sudo python benchmarks/cold_records.py [--nbytes 4096] [--records 600000] [--batch 256]
                                            [--workers 0 2] [--rounds 3]
 
-Before each way's first epoch the kernel's caches are dropped, which needs root; memory is enough
-for all records. torch's way is a dataset over `np.memmap`, whose page faults have the kernel read
-128 KiB around each record. Shown are samples per second of the first epoch and of the second,
-torch's out of the page cache, as ratios to torch's. Every round has new loaders, and a daemon that
-starts with its loader.
+The kernel's caches are dropped before the first epoch of each way, which needs root; memory is
+enough for all records. torch's way is a dataset over `np.memmap`, for whose page faults the kernel
+reads 128 KiB around each record. The figures are samples per second of the first epoch and of the
+second (torch's from the page cache), and their ratios to torch's. Every round makes new loaders,
+and a daemon that starts with its loader.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WAYS: dict[str, Any] = {
 
 
 def epochs(way: str, path: str, workers: int, o: argparse.Namespace) -> list[float]:
-    """Seconds of each epoch."""
+    """Return the seconds of each epoch."""
     drop_caches()
     with fresh_name():
         options = {"batch_size": o.batch, "shuffle": True, "num_workers": workers}

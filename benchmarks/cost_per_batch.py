@@ -1,15 +1,16 @@
-"""What a warm batch costs: wall and CPU of the whole process tree, creel and torch in turn.
+"""Cost of a warm batch: wall and CPU time of the whole process tree, creel and torch in turn.
 
     python benchmarks/cost_per_batch.py [WORKLOAD ...] [--rounds N] [--cold] [--json]
 
-Both read the same bytes: torch from the page cache with `num_workers=2` (memory-mapped records, or
-files opened one by one), creel with `num_workers=2` through the embedded daemon, everything in
-memory. The loop does nothing with the batches. `memcpy` is numpy's gather alone, into one buffer.
-With --cold it is the first epoch instead, over warm page cache: the worst case for a cache that has
-to be filled. `creel` makes a loader and reads it at once, daemon start included; `served` has
-an (empty) daemon already, as with creeld or after the seconds that making a model takes. `first` is
-the time to the first batch, `rest` that of each later one. Before each of these epochs memory is
-touched and freed again (`measure.touch_memory`).
+Both read the same bytes from memory: torch from the page cache with `num_workers=2` (memory-mapped
+records, or files opened one by one), creel with `num_workers=2` through the embedded daemon. The
+loop does nothing with the batches. `memcpy` is numpy's gather alone, into one buffer.
+
+--cold measures the first epoch over a warm page cache instead: the worst case for a cache that has
+to be filled. `creel` makes a loader and reads from it at once, daemon start included. `served`
+already has an (empty) daemon, as with creeld or after the seconds that making a model takes.
+`first` is the time to the first batch, `rest` the time of each later one. Before each of these
+epochs memory is touched and freed again (`measure.touch_memory`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ import creel
 from creel.config import Config
 from creel.loader.client.embed import connect_or_start
 
-#: More than the largest workload's bytes and its slots.
+#: More bytes than the largest workload and its slots take.
 _ROOM_NBYTES = 2 << 30
 
 
 def epochs(loader: DataLoader[Any], min_s: float) -> Callable[[Round], None]:
-    """Whole epochs until `min_s` have passed."""
+    """Return a function that runs whole epochs until `min_s` have passed."""
 
     def way(into: Round) -> None:
         while True:
@@ -50,7 +51,7 @@ def epochs(loader: DataLoader[Any], min_s: float) -> Callable[[Round], None]:
 
 
 def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callable[[Round], None]:
-    """One epoch of a new loader with a new daemon: nothing in the arena, all in the page cache."""
+    """Return a function that runs an epoch of a new loader with a new, empty daemon."""
 
     def way(into: Round) -> None:
         with fresh_name():
@@ -69,7 +70,7 @@ def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callabl
 
 
 def memcpy(work: Workload) -> Callable[[Round], None] | None:
-    """numpy's gather of the same rows out of one array into one buffer, on one core."""
+    """Return a function that gathers the same rows with numpy into one buffer, on one core."""
     first = work.theirs[0]
     if work.collate is not None or not isinstance(first, torch.Tensor) or first.dim() != 1:
         return None

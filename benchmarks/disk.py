@@ -3,8 +3,8 @@
     python benchmarks/disk.py [FOLDER] [--nbytes 110000 8192] [--threads 1 4] [--rounds 5] [--json]
 
 FOLDER (/var/tmp) is on the disk to measure. `creel` is the store: checksums, an index, no page
-cache. `cached` writes the same bytes to one file, has the kernel write them back and forget them,
-and reads them in the same random order, without any check. us per object; a batch is an object.
+cache. `cached` writes the same bytes to one file, makes the kernel write them back and drop them,
+and reads them in the same random order, unchecked. Figures are us per object; a batch is an object.
 """
 
 from __future__ import annotations

@@ -4,21 +4,21 @@
     pip install hydra-core mpi4py mpich h5py pandas
     sudo python benchmarks/dlio.py [--workloads unet3d ...] [--ranks 1 2]
 
-DLIO's pytorch loader runs unedited but for two names: where it calls `DataLoader(dataset, ...)`,
-the second way calls `creel.DataLoader(creel.wrap(dataset), ...)`. Each workload is one of DLIO's
-with smaller files and fewer of them, its computation as long as makes torch wait for storage half
-of the time or more. Needs root (a FUSE mount, tests/testbed/slowfs.py, without a page cache, whose
-counters are exact); memory is enough for all files. Shown are DLIO's own figures: samples per
-second of the first epoch and the geometric mean of epochs 2 to 5, both as ratios to torch's;
-accelerator utilisation in the last epoch; and the files opened at the source in all epochs.
+DLIO's pytorch loader runs unedited except for two names: instead of `DataLoader(dataset, ...)` the
+second way calls `creel.DataLoader(creel.wrap(dataset), ...)`. Each workload is one of DLIO's with
+smaller and fewer files; its computation takes as long as makes torch wait for storage at least half
+of the time. Needs root (a FUSE mount, tests/testbed/slowfs.py, without a page cache, whose counters
+are exact); memory is enough for all files. The figures are DLIO's own: samples per second of the
+first epoch and the geometric mean of epochs 2 to 5, both as ratios to torch's; accelerator
+utilisation in the last epoch; and the files opened at the source in all epochs.
 
-What no loader can surpass stands beside them. DLIO's accelerator sleeps, so an epoch in which
-nothing was ever waited for has `ranks * batch / compute_s` samples per second ("best possible", as
-a ratio to torch's). And the third way is torch over files that lie in the page cache: storage that
-costs nothing, so what is missing there are processors, for decoding and between the ranks.
+Two bounds stand beside them. DLIO's accelerator sleeps, so an epoch without any wait has
+`ranks * batch / compute_s` samples per second ("best possible", as a ratio to torch's). The third
+way is torch over files in the page cache: such storage costs nothing, so any remaining waits are
+for processors, for decoding and between the ranks.
 
-DLIO 2.0 imports TensorFlow and its own tracer, whatever is measured: where they are not installed,
-empty modules stand for them.
+DLIO 2.0 always imports TensorFlow and its own tracer. If they are not installed, empty modules
+replace them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EPOCHS = 5
 
 
 class Workload(NamedTuple):
-    """`compute_s` is that of a batch; records of `nbytes`, `samples` of them to a file."""
+    """`compute_s` is the time of a batch; files have `samples` records of `nbytes` each."""
 
     format: str
     files: int
@@ -68,17 +68,17 @@ WAYS = ("torch", "creel.wrap", CACHED)
 
 
 def stand_in(*names: str, **members: Any) -> None:
-    """Empty modules, the last with `members`, for ones that are not installed and not needed."""
+    """Add empty modules, the last with `members`, in place of ones that are not installed."""
     if importlib.util.find_spec(names[0]) is None:
         sys.modules.update({name: types.ModuleType(name) for name in names})
         sys.modules[names[-1]].__dict__.update(members)
 
 
 class Untraced:
-    """DLIO's tracer, without a trace; a decorator, a context and an iterator."""
+    """DLIO's tracer without a trace; a decorator, a context manager and an iterator."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return (lambda it, *_, **__: it) if name in {"log", "log_init", "iter"} else self._nothing
@@ -90,11 +90,11 @@ class Untraced:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def run_dlio(way: str) -> None:
-    """DLIO's own main, in a process of its own."""
+    """Run DLIO's own main, in a process of its own."""
     stand_in("tensorflow")
     tracer = {"dft_fn": Untraced, "dftracer": Untraced(), "DFTRACER_ENABLE": False}
     stand_in("dftracer", "dftracer.logger", **tracer)
@@ -112,7 +112,7 @@ def run_dlio(way: str) -> None:
 
 
 def settings(load: Workload, folder: Path, workers: int) -> list[str]:
-    """DLIO's, as its command line has them."""
+    """Return the settings of DLIO, in the form of its command line."""
     values = {
         "framework": "pytorch",
         "workflow.evaluation": False,
@@ -137,12 +137,12 @@ def settings(load: Workload, folder: Path, workers: int) -> list[str]:
 
 
 def dlio(way: str, what: list[str], out: Path, *, generate: bool, ranks: int = 1) -> None:
-    """One run of DLIO."""
+    """Run DLIO once."""
     mpi = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
     flags = [f"++workload.workflow.generate_data={generate}", f"hydra.run.dir={out}"]
     flags.append(f"++workload.workflow.train={not generate}")
     again = [sys.executable, str(Path(__file__).resolve()), "--dlio", way]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mpiexec is there
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for mpiexec
     done = subprocess.run(
         [*mpi, *again, *what, *flags],
         cwd=out.parent,
@@ -156,7 +156,7 @@ def dlio(way: str, what: list[str], out: Path, *, generate: bool, ranks: int = 1
 
 
 def row(name: str, ranks: int, o: argparse.Namespace) -> dict[str, object]:
-    """Samples per second, utilisation and opens of each way."""
+    """Return samples per second, utilisation and opens of each way."""
     load = WORKLOADS[name]
     load = load._replace(files=load.files * o.times)
     speed: dict[str, list[list[float]]] = {way: [] for way in WAYS}

@@ -1,13 +1,13 @@
-"""What a miss costs a fetch thread: from `FetchObjects` to `Fetched`, page cache warm.
+"""Cost of a miss for a fetch thread: from `FetchObjects` to `Fetched`, page cache warm.
 
     python benchmarks/fetching.py [--sizes 3072 20000 150528 1000000] [--rounds N] [--json]
 
 One thread brings objects of one size into an arena, 64 at a time in random order: `files`, each
-opened, read and closed; `records` of one file. The arena is `fresh` (its pages are taken from the
-kernel as they are written) or `settled` (each page was written and then mapped before: what goes on
-once memory is full). The peer, `plain`, is what a person's dataset does in the same order: `open`
-and `read` to new bytes, or a seek and a read; its bytes never leave the processor's cache.
-Figures are us per object; what `measure` calls a batch is one object here.
+opened, read and closed; or `records` of one file. The arena is `fresh` (the kernel allocates its
+pages as they are written) or `settled` (each page was written and mapped before, as once memory is
+full). The peer, `plain`, does what a user's dataset does in the same order: `open` and `read` into
+new bytes, or a seek and a read; its bytes never leave the processor's cache. Figures are us per
+object; a batch of `measure` is one object here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = "benchmark"
 
 
 def steps(count: int) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """All objects once, `AT_ONCE` at a time, each time sorted as the core sorts them."""
+    """Yield all objects once, `AT_ONCE` at a time, each time sorted as by the core."""
     order = np.random.default_rng(0).permutation(count).astype(np.int32)
     for start in range(0, count - AT_ONCE + 1, AT_ONCE):
         yield np.sort(order[start : start + AT_ONCE])
@@ -47,7 +47,7 @@ def _no_other(*origin_and_dataset: object) -> NoReturn:
 
 
 class Filling:
-    """An arena that is filled, by one thread."""
+    """An arena that one thread fills."""
 
     def __init__(self, manifest: Manifest, nbytes: int) -> None:
         self.count, self.nbytes = len(manifest), nbytes
@@ -74,7 +74,7 @@ class Filling:
         self.answered.release()
 
     def fill(self, fetcher: Fetcher) -> int:
-        """Bring everything in; returns how many objects."""
+        """Fetch all objects; return how many there are."""
         length = np.full(AT_ONCE, self.nbytes, np.int64)
         done = 0
         for number, ids in enumerate(steps(self.count)):
@@ -101,7 +101,7 @@ def read_files(paths: list[str], into: Round) -> None:
     with measured(into):
         for ids in steps(len(paths)):
             for i in ids.tolist():
-                with open(paths[i], "rb") as file:  # noqa: PTH123  (as people write it)
+                with open(paths[i], "rb") as file:  # noqa: PTH123  (as users write it)
                     file.read()
             into.batches += AT_ONCE
 

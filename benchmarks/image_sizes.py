@@ -1,10 +1,10 @@
-"""What objects of image sizes cost beyond the law: bytes and reads over (1-f) of the dataset.
+"""Cost of objects with image sizes beyond the law: bytes and reads over (1-f) of the dataset.
 
     python benchmarks/image_sizes.py [--objects N] [--batch B ...] [--share F ...] [--json]
 
-A replay on a virtual clock by the daemon's own core: the counts are exact and the same everywhere;
-only the CPU time of events depends on the machine. Sizes are log-normal, mean 110 KB, deviation
-100 KB; the first epoch, which reads everything, does not count.
+Replays a job on a virtual clock with the daemon's own core. The counts are exact and the same on
+every machine; only the CPU time of events depends on it. Sizes are log-normal, mean 110 KB,
+deviation 100 KB; the first epoch, which reads everything, does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from simulate import CoreNode, Job, Replay, Started
 
 
 class Timed(CoreNode):
-    """A node that keeps the CPU time of each Progressed."""
+    """A node that records the CPU time of each Progressed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.spent: list[float] = []
@@ -38,7 +38,7 @@ class Timed(CoreNode):
 
 
 def row(n: int, batch: int, share: float, *, epochs: int, seed: int) -> dict[str, object]:
-    """One replay of one rank; figures of all epochs but the first."""
+    """Replay a job of one rank; return the figures of all epochs but the first."""
     spread, rng = np.log(1 + (100 / 110) ** 2), np.random.default_rng(seed)
     lengths = rng.lognormal(np.log(110e3) - spread / 2, np.sqrt(spread), n).astype(np.int64) + 1
     plans = [rng.permutation(n).astype(np.int32)[None] for _ in range(epochs)]

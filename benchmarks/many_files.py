@@ -3,14 +3,15 @@
     sudo python benchmarks/many_files.py [--files 60000] [--workers 2] [--batch 256] [--rounds 3]
                                          [--raw]
 
-One folder per class, JPEG files of 1 KB; before each way's first epoch the kernel's caches are
-dropped, which needs root. torch's way is what torchvision's ImageFolder does: `open`, PIL, a
-transform; with --raw nothing is decoded, so that a sample is no more than a read. (What a daemon
-imports is read again before the clock starts, as the trainer's own modules are in memory.) Shown
-are samples per second of the whole epoch, as ratios to torch's, and the longest time that the loop
-waited for a batch. Every round has new loaders, and a daemon that starts with its loader; memory is
-enough for all files. In the first epoch the disk is slower than its readers, so the daemon has as
-much in flight as it may; later ones are read from memory, torch's out of the page cache.
+One folder per class, JPEG files of 1 KB. The kernel's caches are dropped before the first epoch of
+each way, which needs root. torch's way is that of torchvision's ImageFolder: `open`, PIL, a
+transform; with --raw nothing is decoded, so that a sample is only a read. (The modules that a
+daemon imports are read again before the clock starts, as the trainer's own are in memory.) The
+figures are samples per second of the whole epoch, as ratios to torch's, and the longest time that
+the loop waited for a batch. Every round makes new loaders, and a daemon that starts with its
+loader; memory is enough for all files. In the first epoch the disk is slower than its readers, so
+the daemon has as much in flight as it may. Later epochs are read from memory, torch's from the page
+cache.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def raw(data: bytes) -> torch.Tensor:
 
 
 class Folder(Dataset[Any]):
-    """What torchvision's ImageFolder does."""
+    """The same as torchvision's ImageFolder."""
 
     def __init__(self, root: str, decode: Callable[[bytes], torch.Tensor]) -> None:
         self.decode = decode
@@ -90,7 +91,7 @@ def write(root: str, files: int) -> None:
 
 
 def epochs(way: str, root: str, o: argparse.Namespace) -> list[tuple[float, float]]:
-    """Seconds of each epoch, and of the longest wait for a batch in it."""
+    """Return the seconds of each epoch, and of the longest wait for a batch in it."""
     drop_caches()
     with fresh_name():
         options = {"batch_size": o.batch, "shuffle": True, "num_workers": o.workers}

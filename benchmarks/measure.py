@@ -1,4 +1,4 @@
-"""What every benchmark here shares: whole-process-tree CPU, interleaved rounds, medians, a table.
+"""Parts that all benchmarks share: CPU of the process tree, interleaved rounds, medians, a table.
 
 A benchmark compares *ways* of doing the same work in one process, in turn (A B A B ...), and prints
 the median of each figure and of the round-by-round ratios, with machine, versions and date.
@@ -28,10 +28,10 @@ from creel.errors import CreelError
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 
-# An installed creel has been compiled; else each daemon compiles it anew (0.2 s of a processor).
+# Keep bytecode, as an installed creel has it; else each daemon compiles creel (0.2 s of a CPU).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-#: Whoever may write here, root, can have the kernel forget what it has read.
+#: Writing here, as root, makes the kernel drop its caches.
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 _daemons: dict[str, psutil.Process] = {}
@@ -44,7 +44,7 @@ class Round:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     batches: int = 0
-    first_s: float = 0.0  # of the wall time, until the first batch; 0: not looked at
+    first_s: float = 0.0  # wall time until the first batch; 0: not measured
 
     @property
     def rest_s(self) -> float:
@@ -53,23 +53,23 @@ class Round:
 
 
 def skip_unless(possible: bool, needs: str) -> None:
-    """End this program, without an error, where it cannot run: `make bench` goes on."""
+    """End this program without an error if it cannot run, so that `make bench` continues."""
     if not possible:
         print(f"skipped: needs {needs}")
         sys.exit()
 
 
 def skip_without_fuse() -> None:
-    """End this program where it cannot mount tests/testbed/slowfs.py."""
+    """End this program if it cannot mount tests/testbed/slowfs.py."""
     mounts = os.geteuid() == 0 or shutil.which("fusermount3") is not None
     skip_unless(mounts and Path("/dev/fuse").exists(), "/dev/fuse, and root or fusermount3")
 
 
 def touch_memory(nbytes: int) -> None:
-    """Have so much of the system's free memory backed by the machine's host, for whoever is next.
+    """Make the machine's host back so many bytes of free memory, for the next user of memory.
 
     A virtual machine may have given free memory back: getting a page then took 16 us here instead
-    of 1.4 (150 KB out of the page cache into fresh shared memory: 650 us instead of 97).
+    of 1.4 (150 KB from the page cache into fresh shared memory: 650 us instead of 97).
     """
     with mmap.mmap(-1, nbytes) as memory:
         for page in range(0, nbytes, mmap.PAGESIZE):
@@ -77,7 +77,7 @@ def touch_memory(nbytes: int) -> None:
 
 
 def drop_caches() -> None:
-    """Make all files cold but those that a daemon imports: the trainer's own are warm, too."""
+    """Make all files cold but those that a daemon imports; the trainer's own are warm, too."""
     os.sync()
     DROP_CACHES.write_text("3")
     subprocess.run([sys.executable, "-c", "import creel.daemon.main"], check=True)
@@ -85,7 +85,7 @@ def drop_caches() -> None:
 
 @contextmanager
 def fresh_name() -> Iterator[str]:
-    """Loaders meet no daemon that was there before, and leave none that holds memory; its name."""
+    """Set and yield a new daemon name for loaders in the `with`; its daemon ends with them."""
     before = {k: os.environ.get(k) for k in ("CREEL_SOCKET", "CREEL_DAEMON__LINGER_S")}
     name = f"cold-{os.getpid()}-{time.monotonic_ns()}"
     os.environ |= {"CREEL_SOCKET": name, "CREEL_DAEMON__LINGER_S": "0"}
@@ -112,15 +112,15 @@ def tree_cpu_s() -> float:
 
 def _cpu_s(process: psutil.Process) -> float:
     try:
-        return float(sum(process.cpu_times()[:4]))  # with those of its ended children
+        return float(sum(process.cpu_times()[:4]))  # including its ended children
     except psutil.Error:
         return 0.0
 
 
 def daemon_process() -> psutil.Process | None:
-    """The daemon of CREEL_SOCKET; it is nobody's child, so the tree does not show it."""
+    """Return the daemon of CREEL_SOCKET, which is no child of this process, or None."""
     name = os.environ.get("CREEL_SOCKET", "default")
-    known = _daemons.get(name)  # asking costs
+    known = _daemons.get(name)  # asking the daemon takes time
     if known is None or not known.is_running():
         try:
             with Client.connect(name, "cli") as client:
@@ -141,7 +141,7 @@ def measured(into: Round) -> Iterator[None]:
 
 @dataclass
 class Comparison:
-    """Rounds of two or more ways; the first is the peer that the ratios are against."""
+    """Rounds of two or more ways; ratios are against the first one, the peer."""
 
     name: str
     rounds: dict[str, list[Round]] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Comparison:
         return self
 
     def summary(self) -> dict[str, object]:
-        """Medians per way (us per batch) and ratios peer / way, round by round."""
+        """Return medians per way (us per batch) and ratios peer / way, round by round."""
         peer = next(iter(self.rounds))
         out: dict[str, object] = {"name": self.name}
         for way, rounds in self.rounds.items():
@@ -187,7 +187,7 @@ class Comparison:
 def epoch_columns(
     samples: int, torchs: list[list[float]], its: list[list[float]]
 ) -> dict[str, object]:
-    """A row's figures from seconds by round and epoch: samples/s, and torch's time / its own."""
+    """Return a row's samples/s and ratios (torch's time / its own), by epoch, over all rounds."""
     row: dict[str, object] = {}
     rounds = list(zip(torchs, its, strict=True))
     for e in range(len(its[0])):
@@ -201,7 +201,7 @@ def median(values: Iterator[float] | list[float]) -> float:
 
 
 def machine() -> dict[str, str]:
-    """What the figures were taken on."""
+    """Describe the machine that the figures were taken on."""
     import numpy
     import torch
     import zmq
@@ -215,7 +215,7 @@ def machine() -> dict[str, str]:
         "numpy": numpy.__version__,
         "pyzmq": zmq.__version__,
         "load": f"{os.getloadavg()[0]:.1f}",
-        # From a checkout each process, so also each daemon, compiles creel anew: 0.2 s.
+        # Then each process, and so each daemon, of a checkout compiles creel: 0.2 s.
         **({"bytecode": "not kept"} if sys.dont_write_bytecode else {}),
     }
 
@@ -229,7 +229,7 @@ def _cpu_model() -> str:
 
 
 def report(rows: list[dict[str, object]]) -> None:
-    """A table for people; with --json as the last argument, one JSON object."""
+    """Print a table for people; with --json as the last argument, one JSON object."""
     if "--json" in sys.argv:
         print(json.dumps({"machine": machine(), "rows": rows}))
         return

@@ -2,13 +2,13 @@
 
     sudo python benchmarks/opaque.py [--format npy png h5] [--workers 0 2] [--bandwidth 200M]
 
-The dataset is what people write: `np.load`, `PIL.Image.open` or `h5py.File` of a path; nothing of
-it is edited for creel. Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are
-exact). Memory is enough for all files. Ways: torch's DataLoader over the dataset; creel's over
-`creel.wrap` of it; and torch's over that, which nobody tells what comes next. Shown are samples per
-second of the first epoch and of the later ones, their ratio to torch's, and the files opened at the
-source in each epoch; and whether all batches were torch's, by a digest. The file system has no page
-cache: what torch reads again is read from it again.
+The dataset is one that users write: `np.load`, `PIL.Image.open` or `h5py.File` of a path, not
+edited for creel. Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact).
+Memory is enough for all files. Ways: torch's DataLoader over the dataset; creel's over `creel.wrap`
+of it; and torch's over the wrapped one, which does not know the order of later reads. The figures
+are samples per second of the first epoch and of the later ones, their ratio to torch's, the files
+opened at the source in each epoch, and whether all batches equal torch's, by a digest. The file
+system has no page cache: files that torch reads again are read from it again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import creel
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from testbed.slowfs import SlowFS
 
-SIDE = 224  # pixels; a png of noise has 150 KB, as the array
+SIDE = 224  # pixels; a png of noise has 150 KB, like the array
 
 
 class Arrays(Dataset[torch.Tensor]):
-    """What people write."""
+    """A dataset as users write it."""
 
     suffix = ".npy"
 
@@ -52,7 +52,7 @@ class Arrays(Dataset[torch.Tensor]):
 
 
 class Pictures(Arrays):
-    """The same with Pillow."""
+    """The same dataset with Pillow."""
 
     suffix = ".png"
 
@@ -62,7 +62,7 @@ class Pictures(Arrays):
 
 
 class Hdf5(Arrays):
-    """The same with h5py."""
+    """The same dataset with h5py."""
 
     suffix = ".h5"
 
@@ -82,7 +82,7 @@ WAYS: dict[str, Any] = {
 
 
 def fill(folder: Path, dataset: Arrays) -> int:
-    """Write the files; their bytes."""
+    """Write the files; return their bytes."""
     rng = np.random.default_rng(0)
     for path in dataset.paths:
         pixels = rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
@@ -100,7 +100,7 @@ def fill(folder: Path, dataset: Arrays) -> int:
 
 
 def epochs(loader: Any, fs: Any, n: int) -> tuple[list[float], list[int], str]:
-    """Seconds and source opens of each epoch; a digest of all batches, taken beside the clock."""
+    """Return seconds and source opens of each epoch, and a digest of all batches (untimed)."""
     seconds, opens, digest = [], [], hashlib.sha256()
     for _ in range(n):
         before, spent, began = fs.totals()["opens"], 0.0, time.perf_counter()
@@ -114,7 +114,7 @@ def epochs(loader: Any, fs: Any, n: int) -> tuple[list[float], list[int], str]:
 
 
 def rows(kind: str, workers: int, o: argparse.Namespace) -> list[dict[str, object]]:
-    """A row per way."""
+    """Return a row per way."""
     found: dict[str, list[tuple[list[float], list[int], str]]] = {way: [] for way in WAYS}
     slow = {"bandwidth": o.bandwidth, "open_latency": o.open_latency}
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:

@@ -1,13 +1,13 @@
-"""A person's own Dataset of small files, epoch by epoch: creel against torch from the page cache.
+"""A user's own Dataset of small files, epoch by epoch: creel against torch from the page cache.
 
     python benchmarks/own_dataset.py [--files 20000] [--nbytes 300] [--batch 64] [--rounds 3]
 
 Ways: torch's DataLoader over a dataset that opens its files; creel's over one that reads them by
 `creel.read` and declares them (`creel_uris`, `objects`); creel's over `creel.wrap` of one that
-declares nothing, whose reads are learnt in epoch 1 and cached in epoch 2; torch's over that, which
-nobody tells what comes next; and both over `creel.wrap` of torch's dataset as it is. Small files
-from the page cache are the worst case: there is nothing to win but a system call or two. Every
-round has new loaders and daemons that hold nothing.
+declares nothing, whose reads are recorded in epoch 1 and cached in epoch 2; torch's over the same,
+which does not know the order of later reads; and both over `creel.wrap` of torch's dataset as it
+is. Small files in the page cache are the worst case: creel can save only a system call or two.
+Every round has new loaders, and daemons that hold nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EPOCHS = 4
 
 
 class Plain(Dataset[torch.Tensor]):
-    """What people write."""
+    """A dataset as users write it."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -39,19 +39,19 @@ class Plain(Dataset[torch.Tensor]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        with open(self.paths[index], "rb") as f:  # noqa: PTH123  (as people do)
+        with open(self.paths[index], "rb") as f:  # noqa: PTH123  (as users do)
             return torch.frombuffer(bytearray(f.read()), dtype=torch.uint8)
 
 
 class Own(Plain):
-    """The same with `creel.read`."""
+    """The same dataset with `creel.read`."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.frombuffer(bytearray(creel.read(self.paths[index])), dtype=torch.uint8)
 
 
 class Declares(Own):
-    """And it says what it reads."""
+    """The same dataset, which also declares what it reads."""
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__(paths)
@@ -72,11 +72,11 @@ WAYS: dict[str, Any] = {
 
 
 def epochs(way: str, paths: list[str], batch: int, workers: int, number: int) -> list[float]:
-    """Seconds of each epoch, with a daemon of its own that was there before."""
+    """Return the seconds of each epoch, with a daemon of its own that runs already."""
     os.environ["CREEL_SOCKET"] = f"own-{os.getpid()}-{number}-{list(WAYS).index(way)}"
     os.environ["CREEL_DAEMON__LINGER_S"] = "1"
     loader = WAYS[way](paths, batch_size=batch, shuffle=True, num_workers=workers)
-    time.sleep(0.5)  # what a person does before the first batch takes longer
+    time.sleep(0.5)  # users take longer before the first batch
     seconds = []
     for _ in range(EPOCHS):
         began = time.perf_counter()

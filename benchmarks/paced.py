@@ -1,11 +1,12 @@
-"""Law L2: a source that just keeps up is enough, when what is read is spread evenly over the epoch.
+"""Law L2: a source that just keeps up suffices if the misses are spread evenly over the epoch.
 
     sudo python benchmarks/paced.py [--fractions .25 .5] [--headroom 1.05] [--step .05]
 
-A training step takes `step` seconds (it sleeps); memory holds the share f of the files; the source,
-a rate-limited FUSE file system (needs root), delivers `headroom` times what misses per second on
-average: (1-f) of each batch. Shown is the time of each epoch after the first over that of the same
-loop with all files in memory, round by round, and the part of it that the loop waited.
+A training step sleeps for `step` seconds. Memory holds the share f of the files. The source, a
+rate-limited FUSE file system (needs root), delivers `headroom` times the bytes missed per second on
+average, which are (1-f) of each batch. The figures are the time of each epoch after the first
+divided by that of the same loop with all files in memory, round by round, and the part of it that
+the loop waited.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from testbed.slowfs import SlowFS
 
 
 def epochs(loader: creel.DataLoader[torch.Tensor], step_s: float, n: int) -> Iterator[float]:
-    """Seconds of each of `n` epochs of training."""
+    """Yield the seconds of each of `n` epochs of training."""
     for _ in range(n):
         began = time.perf_counter()
         for _ in loader:
@@ -45,7 +46,7 @@ def loader_of(mount: str, o: argparse.Namespace) -> creel.DataLoader[torch.Tenso
 
 
 def one(folder: Path, f: float, o: argparse.Namespace) -> dict[str, object]:
-    """The law's loop and the loop that never waits, one after the other."""
+    """Run the loop of the law, and the loop that never waits, one after the other."""
     data, mount = str(folder / "data"), str(folder / "mount")
     total = o.files * o.nbytes
     with SlowFS(data, mount) as fs, daemon_with(2 * total):  # type: ignore[no-untyped-call]

@@ -2,10 +2,10 @@
 
     sudo python benchmarks/peer_disk.py [FOLDER ...] [--nbytes N] [--threads 1 2 4] [--json]
 
-`peers.py` has the same from memory. A loader fills the disk tier in FOLDER of its daemon, in a
-network namespace of its own, and goes on to hold a step of the next epoch; from the other end of a
-veth pair `PeerSource` reads all objects in a shuffled order, of which the daemon's memory holds a
-part (`--memory`). On a disk that takes direct reads each of the others comes from there, past the
+`peers.py` measures the same from memory. A loader in a network namespace of its own fills the disk
+tier in FOLDER of its daemon, and goes on to hold a step of the next epoch. From the other end of a
+veth pair `PeerSource` reads all objects in a shuffled order. The daemon's memory holds a part of
+them (`--memory`). On a disk that permits direct reads, the others are read from there, past the
 page cache; a FOLDER on tmpfs is the page cache.
 """
 
@@ -38,14 +38,14 @@ from creel.messages import Join, Member
 
 KEY = bytes(range(32))
 OBJECTS_NBYTES = 768 << 20
-PART_NBYTES = 4 << 20  # read at once, as in `peers.py`
+PART_NBYTES = 4 << 20  # bytes read at once, as in `peers.py`
 
 
 # --- the process that serves ------------------------------------------------------------------
 
 
 def hold(host: str, folder: str, nbytes: int, memory: int) -> None:
-    """Fill the disk tier, serve, and say how; ends with standard input."""
+    """Fill the disk tier and serve; print how to ask, and the disk's counters for each line read."""
     count = OBJECTS_NBYTES // nbytes
     data = creel.FileDataset(files(folder, count, nbytes), nbytes=[nbytes] * count)
     os.environ |= {
@@ -74,9 +74,9 @@ def hold(host: str, folder: str, nbytes: int, memory: int) -> None:
 
 
 def on_disk(loader: Any) -> int:
-    """Read an epoch; how many objects lie on disk then."""
+    """Read an epoch; return how many objects are on disk then."""
     for _ in loader:
-        time.sleep(0.002)  # the disk is to keep up
+        time.sleep(0.002)  # so that the disk keeps up
     client = client_of(Config.load()[0])
     assert client is not None
     (dataset,) = client.ask("stats")["core"]["datasets"].values()
@@ -106,7 +106,7 @@ def holding(
 
 
 def asked_hits(holder: subprocess.Popen[str]) -> int:
-    """How many objects the holder has read from disk so far."""
+    """Return how many objects the holder has read from disk so far."""
     assert holder.stdin is not None
     assert holder.stdout is not None
     holder.stdin.write("\n")
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def measure(place: str, o: argparse.Namespace) -> list[dict[str, object]]:
-    """A row for each number of threads."""
+    """Return a row for each number of threads."""
     rows: list[dict[str, object]] = []
     with ExitStack() as stack:
         host, prefix = stack.enter_context(veth("none"))

@@ -3,10 +3,10 @@
     python benchmarks/peers.py [--sizes 150528 3072] [--threads 1 2] [--limits none 2gbit] [--json]
 
 Two processes have an arena each. `creel` reads with `PeerSource` from a `PeerServer`, whose
-requests a thread answers as a daemon's loop does; `encrypted` does so with `cluster.encrypt`. The
-peer of the comparison, `raw`, has no protocol: as many threads `sendmsg` the same objects and
-`recvmsg_into` the same places, two requests ahead. Loopback; as root also a veth pair between two
-network namespaces, with each of the `limits` (tbf). On a machine that others use: `chrt -r 50`.
+requests a thread answers as a daemon's loop does; `encrypted` adds `cluster.encrypt`. The baseline,
+`raw`, has no protocol: as many threads `sendmsg` the same objects and `recvmsg_into` the same
+places, two requests ahead. Loopback; as root also a veth pair between two network namespaces, with
+each of the `limits` (tbf). On a machine that others use: `chrt -r 50`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from creel.daemon.peers.wire import Credentials, PeerBeat
 from creel.limits import IOV_MAX
 
 KEY = bytes(range(32))
-OBJECTS_NBYTES = 256 << 20  # of the objects in each arena
-PART_NBYTES = 4 << 20  # read at once: 2 ms at 2 GB/s, a fetcher's part
-RAW_NBYTES = 2 << 20  # of one bare request
+OBJECTS_NBYTES = 256 << 20  # bytes of the objects in each arena
+PART_NBYTES = 4 << 20  # bytes read at once: 2 ms at 2 GB/s, a fetcher's part
+RAW_NBYTES = 2 << 20  # bytes of one `raw` request
 _CLONE_NEWNET = 0x40000000
 _RAW = struct.Struct("<qq")  # first object, objects; the arena's order is shuffled
 
 
 def places(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where objects are, in an order that no two neighbours share."""
+    """Return the places of all objects, shuffled, so that neighbours do not lie together."""
     count = OBJECTS_NBYTES // nbytes
     return np.random.default_rng(0).permutation(count).astype(np.int64) * nbytes
 
@@ -60,7 +60,7 @@ def filled() -> Arena:
 
 
 def serve(host: str, nbytes: int) -> None:
-    """Serve until standard input ends; prints both ports."""
+    """Serve until standard input ends; print both ports."""
     place = places(nbytes)
     with closing(filled()) as arena, socket.create_server((host, 0)) as raw:
         threading.Thread(target=accept_raw, args=(raw, arena, place, nbytes), daemon=True).start()
@@ -84,7 +84,7 @@ def serve(host: str, nbytes: int) -> None:
 
 
 def no_beats(cluster: str, beat: PeerBeat) -> None:
-    """No node asks whether this one is there."""
+    """Ignore heartbeats: no node asks whether this one is alive."""
 
 
 def answer(
@@ -132,7 +132,7 @@ def send_raw(
 
 
 class Reading:
-    """An arena that is filled by `threads` threads, part by part."""
+    """An arena that `threads` threads fill, part by part."""
 
     def __init__(self, host: str, ports: list[int], nbytes: int, threads: int) -> None:
         self.nbytes, self.threads = nbytes, threads
@@ -170,7 +170,7 @@ class Reading:
             views = self.arena.parts(self.place[part], length)
             read = source.read_parts(ids, length, views)
             if (read.nbytes != self.nbytes).any():
-                os._exit(3)  # a figure would lie
+                os._exit(3)  # any figure would be wrong
 
     def raw(self, parts: Iterator[slice]) -> None:
         size = max(RAW_NBYTES // self.nbytes, 1)
@@ -217,7 +217,7 @@ def compare(name: str, reading: Reading, rounds: int, passes: int) -> dict[str, 
 
 @contextmanager
 def veth(limit: str) -> Iterator[tuple[str, list[str]]]:
-    """This thread in one network namespace; yields the other's address and how to run there."""
+    """Put this thread in one namespace; yield the other's address and how to run there."""
     ours, theirs = (f"creel-bench-{os.getpid()}-{side}" for side in "ab")
     ip = partial(subprocess.run, check=True)
     home = os.open("/proc/self/ns/net", os.O_RDONLY)

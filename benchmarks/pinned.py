@@ -2,8 +2,8 @@
 
     python benchmarks/pinned.py [WORKLOAD ...] [--workers N] [--rounds N] [--json]
 
-The data are those of `cost_per_batch.py`, in memory for both; the loop does nothing but copy each
-batch to the device, and an epoch ends when the last copy has. Needs a CUDA device.
+The data are those of `cost_per_batch.py`, in memory for both. The loop only copies each batch to
+the device; an epoch ends when the last copy has. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ON_A_DEVICE = [name for name in WORKLOADS if name != "jpeg bytes x 64"]
 
 
 def epochs(loader: DataLoader[Any], min_s: float) -> Callable[[Round], None]:
-    """Whole epochs until `min_s` have passed."""
+    """Return a function that runs whole epochs until `min_s` have passed."""
 
     def way(into: Round) -> None:
         while into.wall_s < min_s:

@@ -2,27 +2,28 @@
 
     python benchmarks/planning.py [--samples N ...] [--kinds seeded ...] [--rounds N] [--json]
 
-Records of 64 bytes in one sparse file, batches of 256, `num_workers=0`; a daemon runs that has no
-other large dataset, and this process is connected to it. A round makes a loader of each kind and
-looks, in ms, at
+Records of 64 bytes in one sparse file, batches of 256, `num_workers=0`. A daemon without another
+large dataset runs, and this process is connected to it. A round makes a loader of each kind and
+measures, in ms:
 
-- new: from `iter()` to the first batch of a loader whose dataset the daemon does not know, so
-  that making it known counts; making dataset and loader, and starting a daemon, do not;
-- first: the same of the next loader on that dataset;
-- held: how late, at worst, the trainer's thread came back from naps of 0.5 ms while this epoch and
-  the next were planned in the background; `idle` is the same with nothing going on, for as long:
-  what the machine alone does;
-- left: how long it took to leave the iterator in the middle of its first epoch;
+- new: from `iter()` to the first batch of a loader whose dataset the daemon does not know. This
+  includes its registration, but not making dataset and loader, nor starting a daemon;
+- first: the same for the next loader on that dataset;
+- held: the longest delay of the trainer's thread after naps of 0.5 ms, while this epoch and the
+  next were planned in the background; `idle`: the same for as long with nothing going on, which is
+  the machine's own share;
+- left: the time to leave the iterator in the middle of its first epoch;
 - planned: seconds until the daemon knew both epochs;
-- answer: how long another process's client waited for an answer of the daemon, at worst, from
+- answer: the longest time that a client in another process waited for an answer of the daemon, from
   before `new` until all was planned; `quiet`: the same with nothing going on;
 - next: the longest of 2,000 `next` of a loader that is being planned, and of torch's;
-- daemon, trainer: MB that each takes (memory of its own and shared tables), when all is planned.
+- daemon, trainer: MB of each (its own memory and shared tables) when all is planned.
 
 100 million samples: `--samples 100000000 --kinds seeded --rounds 1` (6 GB).
 
-Then, without a loader, the core alone: a piece of a plan, and a step with half of the records held.
-The tests keep what these figures come from (what is published when and by whom), never the figures.
+Then, without a loader, it measures the core alone: a piece of a plan, and a step with half of the
+records held. Tests check what these figures result from (what is published when and by whom), never
+the figures.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ from creel.settings import FetchSettings, WindowSettings
 
 IMAGENET, BATCH, NBYTES = 1_281_167, 256, 64
 _PIECE = 1 << 14  # as a session sends it
-#: Bytes of budget for each sample: half of it may go to tables and plans (docs/architecture.md).
+#: Bytes of budget per sample: tables and plans may take half of it (docs/architecture.md).
 _EACH = 120
 _STEPS = 2000
-_seeds = itertools.count(1)  # each loader's own: no permutation is drawn before it is measured
+_seeds = itertools.count(1)  # one per loader, so that no permutation is drawn before it is measured
 _NAP_S = 0.0005
 
-#: Asks the daemon again and again until its standard input ends; prints the longest wait in ms.
+#: A program that asks the daemon repeatedly until standard input ends; prints the longest wait, ms.
 _ASKER = """
 import select, sys, time
 from creel.loader.client.client import Client
@@ -103,7 +104,7 @@ def loader(cls: Any, data: Any, kind: str) -> Any:
 
 
 def first(made: Any) -> tuple[Iterator[Any], float]:
-    """The iterator, and the seconds until it gave a batch."""
+    """Return the iterator, and the seconds until its first batch."""
     gc.collect()
     began = time.perf_counter()
     iterator = iter(made)
@@ -122,11 +123,11 @@ def longest_next(iterator: Iterator[Any]) -> float:
 
 
 def held(until: Any, at_most_s: float) -> tuple[float, float]:
-    """(seconds, longest pause) of this thread, which does nothing, until that is so."""
+    """Nap until the condition holds; return (seconds, longest pause) of this thread."""
     worst, began = 0.0, time.perf_counter()
     last = began
     while last - began < at_most_s and not until():
-        time.sleep(_NAP_S)  # lets the others go on, as a step of training does
+        time.sleep(_NAP_S)  # lets other threads run, as a step of training does
         now = time.perf_counter()
         worst, last = max(worst, now - last - _NAP_S), now
     return last - began, worst
@@ -134,7 +135,7 @@ def held(until: Any, at_most_s: float) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def asking(name: str) -> Iterator[list[float]]:
-    """Another process asks the daemon all the while; then the list has its longest wait in ms."""
+    """Ask the daemon from another process inside the `with`; then add the longest wait in ms."""
     asker = subprocess.Popen(
         [sys.executable, "-c", _ASKER, name],
         stdin=subprocess.PIPE,
@@ -149,7 +150,7 @@ def asking(name: str) -> Iterator[list[float]]:
 
 
 def mbytes(pid: int) -> float:
-    """What a process takes: its own pages, and those of memfds such as tables and arena."""
+    """Return the MB of a process: its own pages, and those of memfds such as tables and arena."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     of = {
         line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("Rss", "VmRSS"))
@@ -160,7 +161,7 @@ def mbytes(pid: int) -> float:
 def through_the_loader(data: Any, kind: str, name: str, pid: int) -> dict[str, float]:
     steps = len(loader(DataLoader, data, kind))
     with asking(name) as answer:
-        new_s = first(loader(creel.DataLoader, data, kind))[1]  # and that loader is gone
+        new_s = first(loader(creel.DataLoader, data, kind))[1]  # that loader is freed at once
         made = loader(creel.DataLoader, data, kind)
         iterator, first_s = first(made)
         client = connections.connected(name)
@@ -197,10 +198,10 @@ def through_the_loader(data: Any, kind: str, name: str, pid: int) -> dict[str, f
 
 
 def a_round(path: Path, samples: int, kind: str) -> dict[str, float]:
-    """A round with a daemon of its own, which has seen a small dataset."""
+    """Run a round with a daemon of its own, which has seen a small dataset."""
     with fresh_name() as name:
         os.truncate(path, 1000 * NBYTES)
-        first(creel.DataLoader(creel.RecordDataset(path, torch.uint8, NBYTES), 10))  # the daemon
+        first(creel.DataLoader(creel.RecordDataset(path, torch.uint8, NBYTES), 10))  # its start
         with Client.connect(name, "cli") as client:
             pid = client.daemon_pid
         os.truncate(path, samples * NBYTES)
@@ -210,14 +211,17 @@ def a_round(path: Path, samples: int, kind: str) -> dict[str, float]:
 
 
 def core_s() -> tuple[list[float], list[float]]:
-    """Each PlanExtended of two epochs; each Progressed of the second, half of the records held."""
+    """Return seconds of each PlanExtended of two epochs, and of each Progressed of the second.
+
+    Half of the records are held.
+    """
     rng = np.random.default_rng(0)
     core = Core(Allocator(IMAGENET // 2 * 1000), Window.of(WindowSettings(), FetchSettings()))
     offset, length = np.full(IMAGENET, -1), np.full(IMAGENET, 1000)
     fetches: list[FetchObjects] = []
 
     def feed(event: Event, now: float) -> float:
-        """Seconds that an event takes, with what it publishes."""
+        """Return the seconds that an event takes, with what it publishes."""
         start = time.perf_counter()
         for action in core.handle(event, now):
             if isinstance(action, Publish):

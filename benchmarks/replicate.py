@@ -1,12 +1,12 @@
-"""Ranks of one group that read the same: each with its own workers, or one's batches for all.
+"""Ranks of one group that read the same batches: each with its own workers, or one rank's for all.
 
     python benchmarks/replicate.py [--ranks 4] [--workers 1] [--rounds 3]
 
 Ways: torch's DataLoader and creel's in each rank with `--workers` each, and creel's with
 `replicate` and as many workers as the ranks had together, at most one per core. Samples are JPEG
 images of 500 x 375 (decoded, cropped to 224, batches of 64: 9.6 MB as bytes), or plain tensors of
-0.6 MB (38 MB a batch), where nothing is to be saved but the copy into the batch. A row says how
-many batches a second each rank gets, in an epoch after the first, and how often a sample is made.
+0.6 MB (38 MB per batch), which cost no more than the copy into the batch. The figures are batches
+per second of each rank in an epoch after the first, and how often each sample is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH, BATCHES = 64, 16
 
 
 class Images(Dataset[torch.Tensor]):
-    """Decodes one of some images each time."""
+    """Decodes one of a few images for each sample."""
 
     def __init__(self, made: Any) -> None:
         rng = np.random.default_rng(1)
@@ -56,7 +56,7 @@ class Images(Dataset[torch.Tensor]):
 
 
 class Tensors(Images):
-    """Has them already."""
+    """Has tensors in memory."""
 
     def __init__(self, made: Any) -> None:
         super().__init__(made)
@@ -69,7 +69,7 @@ class Tensors(Images):
 
 
 def loader_of(way: str, data: Any, workers: int, ranks: int) -> Any:
-    """A rank's loader."""
+    """Return a rank's loader."""
     how: dict[str, Any] = {"sampler": SequentialSampler(data), "persistent_workers": True}
     if way == "torch":
         return DataLoader(data, BATCH, num_workers=workers, **how)
@@ -81,7 +81,7 @@ def loader_of(way: str, data: Any, workers: int, ranks: int) -> Any:
 
 
 def rank_main(rank: int, ranks: int, way: str, data: Any, workers: int, told: Any, at: str) -> None:
-    """One rank: two epochs, the second in step with the others and timed."""
+    """Run one rank: two epochs, the second one in step with the others and timed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=ranks)
     loader = loader_of(way, data, workers, ranks)
@@ -92,14 +92,14 @@ def rank_main(rank: int, ranks: int, way: str, data: Any, workers: int, told: An
     dist.barrier()
     began = time.perf_counter()
     for batch in loader:
-        batch.view(-1)[::4096].sum()  # as a copy to an accelerator would, it reads all pages
+        batch.view(-1)[::4096].sum()  # reads all pages, like a copy to an accelerator
     dist.barrier()
     told.put(time.perf_counter() - began)
     dist.destroy_process_group()
 
 
 def seconds(way: str, kind: Any, ranks: int, workers: int) -> tuple[float, float]:
-    """Of the second epoch, and how often each sample was made in it."""
+    """Return the seconds of the second epoch, and how often each sample was made in it."""
     context = multiprocessing.get_context("fork")
     told, made = context.Queue(), context.Value("q")
     data = kind(made)

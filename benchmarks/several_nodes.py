@@ -1,15 +1,15 @@
-"""Real daemons on emulated hosts: what each goal for several nodes asks for, and what comes out.
+"""Real daemons on emulated hosts: the goals for several nodes, and the results.
 
     sudo python benchmarks/several_nodes.py [--files N] [--epochs E] [--cases full half remap kill]
 
-Hosts are network namespaces (tests/testbed/cluster.py), storage counts what reaches it
-(tests/testbed/slowfs.py). The cases without faults run in step, as below DistributedDataParallel;
-what they read is counted from the middle of one epoch to that of the next, beside what `creel
-simulate` says of the same job. The kernel keeps no names and attributes of files (all hosts here
-share one kernel), so each open and each stat by path is one look-up that the storage counts. Lost
-nodes: 4 hosts whose ranks go at their own pace, as a process group would stop with a lost rank;
-`slowest step_s` is the longest that any of the other three waited for a step from the fault on.
-Needs root.
+Hosts are network namespaces (tests/testbed/cluster.py); storage counts the requests that reach it
+(tests/testbed/slowfs.py). The cases without faults run in step, as below DistributedDataParallel.
+Their reads are counted from the middle of one epoch to the middle of the next, and shown beside
+those that `creel simulate` predicts for the same job. The kernel keeps no names and attributes of
+files (all hosts here share one kernel), so each open and each stat by path is one look-up that the
+storage counts. Lost nodes: 4 hosts whose ranks go at their own pace, as a process group would stop
+with a lost rank; `slowest step_s` is the longest that any of the other three waited for a step from
+the fault on. Needs root.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from testbed import cluster as hosts
 from testbed import jobs
 
-#: Of the jobs that lose a node: seconds of a step, and the epoch in the middle of which they do.
+#: Seconds per step of the jobs that lose a node, and the epoch in whose middle they lose it.
 PACES, FAULT = ["0.1", "0.05", "0.25", "0.1", "0.1"], 2
 CUT_S = 10.0
 
@@ -60,10 +60,10 @@ FAULTS = ("kill", "cut", "restart")
 
 
 def in_step(name: str, files: int, epochs: int, more: dict[str, str]) -> dict[str, object]:
-    """Run a case with `more` variables, and return its figures."""
+    """Run a case with the variables `more`; return its figures."""
     case = CASES[name]
     memory = int(case.held * files * jobs.HELD_NBYTES / case.nodes)
-    marks: list[NDArray[np.int64]] = []  # opens, stats, objects from peers, those in vain
+    marks: list[NDArray[np.int64]] = []  # opens, stats, objects from peers, vain requests
     with jobs.storage(files, attr_timeout=0) as storage, hosts.Cluster(hosts=case.nodes) as cluster:
         words = [storage.mountpoint, str(case.batch), ",".join(["step"] * epochs)]
         words += [case.remap] * bool(case.remap)
@@ -73,9 +73,9 @@ def in_step(name: str, files: int, epochs: int, more: dict[str, str]) -> dict[st
                 sums = [sum(t.get(what, 0) for t in tiers) for what in ("hits", "misses")]
                 marks.append(np.array([*asked(storage), *sums]))
             stats = [one.next("stats")["stats"] for one in ranks]
-            # Ranks end one after the other; what is read then, for an epoch to come, is not theirs.
+            # Ranks end one after the other; reads for an epoch to come do not count.
             opens, checks = asked(storage)
-    later = len(marks) - 3  # the second epoch brings what lies in the wrong place
+    later = len(marks) - 3  # without the second epoch, which moves objects to their places
     read, looked, sent, vain = ((marks[-1] - marks[2]) / later / files).tolist()
     talk = [s["peers"]["plans_nbytes"] + s["peers"]["handshakes_nbytes"] for s in stats]
     scenario = Scenario(
@@ -84,7 +84,7 @@ def in_step(name: str, files: int, epochs: int, more: dict[str, str]) -> dict[st
         remap=bool(case.remap),
     )
     simulated = list(replay(scenario))[2:]
-    weights = [0.5, *[1.0] * (later - 1), 0.5]  # from the middle of an epoch, to that of another
+    weights = [0.5, *[1.0] * (later - 1), 0.5]  # from mid-epoch to mid-epoch
     return {
         "case": f"{case.nodes} nodes, f={case.held}" + ", remap" * bool(case.remap),
         "N": files,
@@ -103,13 +103,13 @@ def in_step(name: str, files: int, epochs: int, more: dict[str, str]) -> dict[st
 
 
 def asked(storage: Any) -> tuple[int, int]:
-    """Opens, and stats by path, of all hosts so far."""
+    """Return opens and stats by path of all hosts so far."""
     totals = storage.totals()
     return int(totals["opens"]), int(totals["lookups"]) - int(totals["opens"])
 
 
 def losing(fault: str, files: int) -> dict[str, object]:
-    """A job of 4 nodes that loses one of them for a while, or for good; its figures."""
+    """Run a job of 4 nodes that loses one, for a while or for good; return its figures."""
     world = 4
     memory = int(1.6 * files * jobs.HELD_NBYTES / world)
     more = {"CREEL_CLUSTER__LOST_S": "3" if fault == "kill" else "30"}

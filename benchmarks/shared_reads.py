@@ -1,9 +1,9 @@
-"""How often two hosts read storage with samplers of which neither knows the other's order.
+"""How often two hosts read storage if neither knows the order of the other's sampler.
 
     sudo python benchmarks/shared_reads.py [--case NAME ...] [--held F ...] [--alone]
 
-Hosts are network namespaces, storage is a FUSE mount that counts (tests/testbed); each epoch's
-reads are shares of all files. `--held` is what both memories hold together, in datasets; with
+Hosts are network namespaces, storage is a FUSE mount that counts (tests/testbed). The reads of each
+epoch are shares of all files. `--held` is the size of both memories together, in datasets; with
 `--alone` each host reads for itself. The cases are the samplers of tests/testbed/read_on_nodes.py,
 and "jobs": two jobs at once.
 """
@@ -43,7 +43,7 @@ CASES = {
 
 
 def reads(case: Case, held: float, *, alone: bool) -> list[float]:
-    """Opens of each epoch, in datasets; all jobs begin an epoch before it is counted."""
+    """Return the opens of each epoch, in datasets; counting starts after each job's first epoch."""
     memory = int(held * FILES * jobs.HELD_NBYTES / case.hosts)
     counted = [0]
     with (

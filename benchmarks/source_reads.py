@@ -4,10 +4,10 @@
                                            [--ranks R]
 
 Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). The sampler is
-`permutation`; `unforeseen` is one, too, but not torch's, so that it is followed batch by batch;
-`replacement` and `weighted` compare with offline MIN over the same
-accesses instead of the law. With `--ranks`, that many processes with a DistributedSampler each, in
-step as below DistributedDataParallel, share one daemon.
+`permutation`; `unforeseen` is also one, but not torch's, so that it is followed batch by batch;
+`replacement` and `weighted` are compared with offline MIN over the same accesses instead of the
+law. With `--ranks`, that many processes, each with a DistributedSampler, share one daemon and run
+in step, as below DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NBYTES = 4096
 
 @contextmanager
 def daemon_with(budget: int) -> Iterator[None]:
-    """Loaders made in this block use a fresh embedded daemon of `budget` bytes."""
+    """Give the loaders made in the `with` a fresh embedded daemon of `budget` bytes."""
     name = f"bench-{os.getpid()}-{time.monotonic_ns()}"
     settings = {"CREEL_SOCKET": name, "CREEL_MEMORY__BUDGET": str(budget)}
     os.environ.update(settings)
@@ -59,7 +59,7 @@ def dataset(mount: str, n: int) -> creel.FileDataset:
 
 
 class Unforeseen:
-    """A shuffle of n samples, one draw for each, from a generator that others may draw from."""
+    """A shuffle of n samples, one draw each, from a generator that others may draw from."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -91,7 +91,7 @@ def sampler_for(kind: str, data: Any, seed: int) -> Any:
 
 
 def offline_min(accesses: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
-    """(t,) whether MIN with bypass, knowing everything, misses access i."""
+    """Return (t,) whether MIN with bypass, which knows all accesses, misses access i."""
     import heapq
 
     n = int(accesses.max()) + 1
@@ -115,7 +115,7 @@ def offline_min(accesses: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]
 
 
 def ranks_opens(fs: SlowFS, n: int, ranks: int, epochs: int, batch: int) -> list[int]:
-    """Opens of each epoch of a job of several ranks on this node."""
+    """Return the opens of each epoch of a job of several ranks on this node."""
     with tempfile.TemporaryDirectory() as place:
         args = fs.mountpoint, n, ranks, epochs, batch, place
         spawn(rank_opens, args, ranks)  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ def ranks_opens(fs: SlowFS, n: int, ranks: int, epochs: int, batch: int) -> list
 def rank_opens(
     rank: int, mount: str, n: int, ranks: int, epochs: int, batch: int, place: str
 ) -> None:
-    """One rank of `ranks_opens`; rank 0 writes the opens of each epoch to the file `opens`."""
+    """Run one rank of `ranks_opens`; rank 0 writes the opens of each epoch to the file `opens`."""
     store = FileStore(f"{place}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     data = dataset(mount, n)
@@ -146,7 +146,7 @@ def rank_opens(
 def one(
     folder: Path, n: int, f: float, kind: str, epochs: int, batch: int, ranks: int
 ) -> dict[str, object]:
-    """Read `epochs` epochs at capacity f; opens and reads of each, and what theory demands."""
+    """Read `epochs` epochs at capacity f; return opens and reads of each, and those of theory."""
     with (
         SlowFS(str(folder / "data"), str(folder / "mount")) as fs,  # type: ignore[no-untyped-call]
         daemon_with(int(f * n * NBYTES)),
@@ -168,7 +168,7 @@ def one(
     if kind in {"permutation", "unforeseen"}:
         wanted = [float(n)] + [max((1 - f) * n, 0.0)] * (epochs - 1)
     else:
-        # The optimum too must not know that the run ends: it goes on for two epochs.
+        # The optimum must not know that the run ends, either: it goes on for two epochs.
         again = sampler_for(kind, data, seed=7)
         drawn = [list(again) for _ in range(epochs + 2)]
         accesses = np.array(drawn, np.int64).ravel()

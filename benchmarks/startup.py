@@ -2,8 +2,8 @@
 
 python benchmarks/startup.py [--rounds N] [--json]
 
-The gap between epochs: a training that two workers can just feed (32 ms a batch, steps of 20 ms)
-waits, in steps, for the first batch of epochs 2..; both with and without `persistent_workers`.
+The gap between epochs is the wait for the first batch of epochs 2.., in steps, of a training that
+two workers can just feed (32 ms per batch, steps of 20 ms), with and without `persistent_workers`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEP_S = 0.02
 
 
 class Decoding(Dataset[torch.Tensor]):
-    """Samples that cost 2 ms of waiting each, as a decoder in another thread would."""
+    """Samples that wait for 2 ms each, as for a decoder in another thread."""
 
     def __len__(self) -> int:
         return 320
@@ -50,9 +50,9 @@ def help_s() -> float:
 
 
 def daemon_s() -> tuple[float, float, float, float, float]:
-    """(seconds until an embedded daemon serves, MB resident without data, MB of its own).
+    """Return (seconds until an embedded daemon serves, its MB resident, its private MB).
 
-    Then, of the first dataset, which imports pyarrow: seconds to register it, MB resident with it.
+    Then, for the first dataset, which imports pyarrow: seconds to register it, MB resident with it.
     """
     os.environ["CREEL_SOCKET"] = f"startup-{os.getpid()}-{time.monotonic_ns()}"
     began = time.perf_counter()
@@ -71,7 +71,7 @@ def daemon_s() -> tuple[float, float, float, float, float]:
 
 
 def gap(loader: DataLoader[Any], epochs: int = 5) -> float:
-    """Median wait for the first batch of epochs 2.., in training steps of STEP_S."""
+    """Return the median wait for the first batch of epochs 2.., in training steps of STEP_S."""
     waits: list[float] = []
     for epoch in range(epochs):
         began = time.perf_counter()

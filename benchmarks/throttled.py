@@ -3,9 +3,9 @@
     sudo python benchmarks/throttled.py [--fraction .5] [--bandwidth 100M] [--rounds 3]
 
 Needs root and cgroup v1's memory controller. Both read the same files through a rate-limited FUSE
-file system. torch's processes live in a memory cgroup whose limit leaves `fraction` of the data to
-the kernel's page cache (the limit is what they use without page cache, plus that); creel's daemon
-has a budget of the same size and sees the file system without page cache. Epochs 2.. are measured.
+file system. torch's processes are in a memory cgroup whose limit is their use without page cache
+plus `fraction` of the data, which the kernel's page cache may take. creel's daemon has a budget of
+that same fraction and sees the file system without page cache. Epochs 2.. are measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def child(way: str, mount: str, epochs: int, batch: int, nbytes: int) -> None:
-    """Runs in a process of its own: prints the seconds of each epoch as they end."""
+    """Run in a process of its own: print the seconds of each epoch as it ends."""
     import torch
     from torch.utils.data import DataLoader
     from workloads import Files, tensor_of
@@ -58,13 +58,13 @@ def child(way: str, mount: str, epochs: int, batch: int, nbytes: int) -> None:
 
 
 def anonymous(group: Path) -> int:
-    """Bytes of a cgroup that are not page cache."""
+    """Return the bytes of a cgroup that are not page cache."""
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int(stat["total_rss"])
 
 
 def run(way: str, mount: str, o: argparse.Namespace, total: int) -> list[float]:
-    """Seconds of each measured epoch."""
+    """Return the seconds of each measured epoch."""
     group = CGROUPS / f"creel-bench-{os.getpid()}-{way}"
     group.mkdir()
     env = os.environ | {

@@ -1,12 +1,12 @@
-"""What a batch of samples with a transform costs: creel's ways and torch over np.memmap, in turn.
+"""Cost of a batch of samples with a transform: creel's ways and torch over np.memmap, in turn.
 
     python benchmarks/transforms.py [--records 40000] [--batch 64] [--rounds 5] [--json]
 
 Rows of 4 KB (1,024 int32, or 2,048 uint16), shuffled, turned into int64. `memmap` is torch's loader
-over a dataset of one np.memmap with the same transform, with `num_workers=0` and 2 (`x2`). creel's,
-through a daemon that holds all records: `transform`, `to` and `batch_transform` of RecordDataset,
-with and without workers. `torchs` is torch's own loader over the RecordDataset, with no daemon.
-All read out of memory: the page cache, or the arena. CPU is that of the whole process tree.
+over a dataset of one np.memmap with the same transform, with `num_workers=0` and 2 (`x2`). creel's
+ways are `transform`, `to` and `batch_transform` of RecordDataset, with and without workers, through
+a daemon that holds all records. `torchs` is torch's own loader over the RecordDataset, without a
+daemon. All read from memory: the page cache or the arena. CPU is that of the whole process tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = {"1,024 int32": (np.int32, 1024), "2,048 uint16": (np.uint16, 2048)}
 
 
 class Mapped(Dataset[torch.Tensor]):
-    """What a torch user writes."""
+    """A dataset as torch users write it."""
 
     def __init__(self, path: Path, dtype: Any, length: int) -> None:
         self.rows = np.memmap(path, dtype, mode="r").reshape(-1, length)
@@ -46,7 +46,7 @@ def widened(row: torch.Tensor) -> torch.Tensor:
 
 
 def loaders(path: Path, dtype: Any, length: int, batch: int) -> dict[str, DataLoader[Any]]:
-    """By way; the first two are the peers."""
+    """Return loaders by way; the first two are the peers."""
 
     def ours(**more: Any) -> creel.RecordDataset:
         return creel.RecordDataset(path, dtype, length, **more)
@@ -70,7 +70,7 @@ def loaders(path: Path, dtype: Any, length: int, batch: int) -> dict[str, DataLo
 
 
 def compare(kind: str, ways: dict[str, DataLoader[Any]], rounds: int) -> list[dict[str, object]]:
-    """A row per way: us per batch, and the ratios of the peers' time to its, round by round."""
+    """Return a row per way: us per batch, and ratios of the peers' time to its own, by round."""
     runs: dict[str, list[Round]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way, loader in ways.items():

@@ -3,10 +3,10 @@
     python benchmarks/two_commits.py COMMIT [WORKLOAD ...] [--rounds N] [--persistent] [--json]
 
 Each tree has a process of its own, with a loader of two workers and an embedded daemon that holds
-all data. In each round both run whole epochs for `--seconds`, one after the other, and the first
-of a round changes. The ratio is the commit's time over this tree's, median of the rounds; below 1
-this tree is slower. `--persistent`: with `persistent_workers=True`. A setting that only this tree
-knows is given by its environment variable (`--here CREEL_LOADER__DIRECT=never`).
+all data. In each round both run whole epochs for `--seconds`, one after the other; the order
+alternates. The ratio is the commit's time over this tree's, median of the rounds; below 1 this tree
+is slower. `--persistent`: with `persistent_workers=True`. `--here` sets an environment variable for
+this tree only, such as a setting that the commit does not know (CREEL_LOADER__DIRECT=never).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workloads import WORKLOADS
 
 HERE = Path(__file__).resolve().parent
 
-#: Runs epochs for each line of its standard input, and answers with microseconds per batch.
+#: A program that runs epochs for each line of standard input and prints microseconds per batch.
 _RUNNER = """
 import sys, time
 from pathlib import Path
@@ -82,7 +82,7 @@ class Runner:
 
 @contextlib.contextmanager
 def tree_of(commit: str) -> Iterator[Path]:
-    """A folder with the files of a commit of this repository."""
+    """Yield a folder with the files of a commit of this repository."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "-C", HERE.parent, "archive", commit], check=True, stdout=subprocess.PIPE
@@ -94,7 +94,7 @@ def tree_of(commit: str) -> Iterator[Path]:
 def compare(
     trees: dict[str, tuple[Path, dict[str, str]]], rounds: int, arguments: list[str]
 ) -> dict[str, object]:
-    """A row: microseconds per batch of both trees, and the ratio."""
+    """Return a row: microseconds per batch of both trees, and the ratio."""
     runners = {which: Runner(*tree, arguments) for which, tree in trees.items()}
     times: dict[str, list[float]] = {which: [] for which in runners}
     for number in range(rounds + 1):

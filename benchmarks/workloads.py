@@ -1,6 +1,6 @@
-"""The data of `cost_per_batch.py` and `two_commits.py`, as torch users read it and as creel does.
+"""The data of `cost_per_batch.py` and `two_commits.py`, as torch users and as creel read it.
 
-Only creel's public names are used, so that older trees run the same.
+Only creel's public names are used, so that older trees run the same code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import creel
 
 
 class MappedRecords(Dataset[torch.Tensor]):
-    """What a torch user writes for fixed-size records: one np.memmap."""
+    """A dataset of fixed-size records as torch users write it: one np.memmap."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any) -> None:
         self.rows = np.memmap(path, dtype, mode="r").reshape(-1, *shape)
@@ -32,7 +32,7 @@ class MappedRecords(Dataset[torch.Tensor]):
 
 
 class Files(Dataset[Any]):
-    """What a torch user writes for files: open, read, decode."""
+    """A dataset of files as torch users write it: open, read, decode."""
 
     def __init__(self, paths: list[str], decode: Callable[[bytes], Any]) -> None:
         self.paths, self.decode = paths, decode
@@ -79,7 +79,7 @@ class Workload:
     collate: Callable[[list[Any]], Any] | None = None
 
     def arguments(self, **more: Any) -> dict[str, Any]:
-        """What a DataLoader is given beside the dataset: shuffled, two workers."""
+        """Return the DataLoader's arguments besides the dataset: shuffled, two workers."""
         given: dict[str, Any] = {"batch_size": self.batch, "shuffle": True, "num_workers": 2}
         if self.collate is not None:
             given["collate_fn"] = self.collate
@@ -111,7 +111,7 @@ def raw(folder: Path, nbytes: int, count: int, batch: int) -> Workload:
 
 
 def jpegs(folder: Path, count: int) -> list[str]:
-    """JPEG files of about 110 KB, 500 x 375, cut from a photograph."""
+    """Write JPEG files of about 110 KB, 500 x 375, cut from a photograph; return their paths."""
     from PIL import Image
     from sklearn.datasets import load_sample_images
 

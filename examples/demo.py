@@ -2,8 +2,8 @@
 
     make demo                        or    python examples/demo.py --help
 
-Both use the same dataset class, arguments and seeds; the server is a real process on loopback with
-limited bandwidth and some latency, and counts what it is asked for. Ends with a table.
+Both use the same dataset class, arguments and seeds. The server is a real process on loopback, with
+limited bandwidth and some latency; it counts its requests. The demo ends with a table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from creel.units import format_size, parse_seconds, parse_size
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from testbed.http_server import Server  # noqa: E402  - lies with the tests, which use it too
+from testbed.http_server import Server  # noqa: E402  - is among the tests, which use it, too
 
 CACHE = ROOT / ".demo"
 PIXELS = 64
@@ -55,7 +55,7 @@ console = Console(width=None if sys.stdout.isatty() else 100)
 
 @dataclass
 class Result:
-    """What one training told us; times in seconds, one entry per epoch where it is a list."""
+    """The result of one training; times in seconds, lists have one entry per epoch."""
 
     name: str
     epochs: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Result:
 
 
 def decode(data: bytes) -> torch.Tensor:
-    """A small image as a tensor; JPEG is decoded at a fraction of its size, as Pillow can."""
+    """Return a small image as a tensor; Pillow decodes JPEG at a fraction of its size."""
     with Image.open(io.BytesIO(data)) as image:
         image.draft("RGB", (PIXELS, PIXELS))
         small = image.convert("RGB").resize((PIXELS, PIXELS))
@@ -80,7 +80,7 @@ def decode(data: bytes) -> torch.Tensor:
 
 
 def network(classes: int) -> nn.Module:
-    """Four convolutions and a linear layer: 0.1 M weights."""
+    """Return four convolutions and a linear layer: 0.1 M weights."""
     layers: list[nn.Module] = []
     for before, after in ((3, 16), (16, 32), (32, 64), (64, 96)):
         layers += [nn.Conv2d(before, after, 3, 2, 1), nn.BatchNorm2d(after), nn.ReLU()]
@@ -94,7 +94,7 @@ def train(
     args: argparse.Namespace,
     server: Server,
 ) -> None:
-    """A plain training loop with a stop-watch around `next`."""
+    """Run a plain training loop with a stop-watch around `next`."""
     model = network(classes)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     digest = xxhash.xxh3_128()
@@ -135,7 +135,7 @@ def train(
 
 
 def run(name: str, kind: Any, server: Server, args: argparse.Namespace) -> Result:
-    """Train once with one class of loader; everything else is the same."""
+    """Train once with one class of loader; all else is the same."""
     torch.manual_seed(args.seed)
     result = Result(name)
     dataset = creel.ImageFolder(server.url, decode=decode)
@@ -144,7 +144,7 @@ def run(name: str, kind: Any, server: Server, args: argparse.Namespace) -> Resul
         batch_size=args.batch_size,
         shuffle=True,
         num_workers=args.workers,
-        persistent_workers=args.workers > 0,  # torch's faster way
+        persistent_workers=args.workers > 0,  # faster with torch
     )
     train(result, loader, len(dataset.classes), args, server)
     if kind is creel.DataLoader:
@@ -153,7 +153,7 @@ def run(name: str, kind: Any, server: Server, args: argparse.Namespace) -> Resul
 
 
 def tiers() -> dict[str, Any]:
-    """Hits by tier, from the daemon that the loader started; nothing where it has gone."""
+    """Return the hits by tier, from the daemon that the loader started; {} if it has ended."""
     from creel.loader.client.client import Client
 
     try:
@@ -164,7 +164,7 @@ def tiers() -> dict[str, Any]:
 
 
 def report(ours: Result, theirs: Result, args: argparse.Namespace) -> bool:
-    """The closing table; whether both trainings were the same."""
+    """Print the final table; return whether both trainings were the same."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for heading in ("", theirs.name, ours.name, ""):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -196,7 +196,7 @@ def report(ours: Result, theirs: Result, args: argparse.Namespace) -> bool:
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[float], None]]:
-    """A progress bar; nothing where the output is no terminal."""
+    """Show a progress bar; show nothing if the output is not a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -210,13 +210,13 @@ def bar(what: str, total: int) -> Iterator[Callable[[float], None]]:
 
 
 def note(text: str) -> None:
-    """A line for a log; a terminal has the bar."""
+    """Print a line for a log; a terminal has the bar."""
     if not console.is_terminal:
         print(text, flush=True)
 
 
 def images(args: argparse.Namespace) -> Path:
-    """The folder to train on: the person's, or our own, built once."""
+    """Return the folder to train on: the user's, or the demo's own, built once."""
     if args.data:
         return checked(Path(args.data).expanduser())
     folder = CACHE / f"photos-{args.files}"
@@ -229,7 +229,7 @@ def images(args: argparse.Namespace) -> Path:
 
 
 def checked(folder: Path) -> Path:
-    """The person's folder, or one sentence that says what is wrong with it."""
+    """Return the user's folder, or exit with one sentence on what is wrong with it."""
     if not folder.is_dir():
         raise SystemExit(f"demo: there is no folder {folder}")
     classes = [p for p in sorted(folder.iterdir()) if p.is_dir()]
@@ -241,14 +241,14 @@ def checked(folder: Path) -> Path:
 
 
 def in_short(error: Exception) -> str:
-    """What it says, without the traceback that comes with it from a worker."""
+    """Return the error's message without the traceback that a worker adds."""
     _, found, traceback = str(error).partition("Original Traceback")
     said = [line for line in traceback.splitlines()[1:] if line and not line.startswith(" ")]
     return " ".join(said) if found else " ".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def arguments() -> argparse.Namespace:
-    """Flags, with the short run's numbers where asked."""
+    """Return the flags, with the numbers of the short run if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--data", help="your own folder, one subfolder per class")
     parser.add_argument("--files", type=int, help="images to make (4000)")
@@ -274,7 +274,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Build, serve, train twice, compare."""
     args = arguments()
-    os.environ["CREEL_SOCKET"] = f"demo-{os.getpid()}"  # a daemon of our own, gone with us
+    os.environ["CREEL_SOCKET"] = f"demo-{os.getpid()}"  # a daemon that ends with us
     os.environ["CREEL_MEMORY__BUDGET"] = args.memory
     try:
         Config.load()

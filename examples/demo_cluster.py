@@ -2,9 +2,10 @@
 
     make demo-cluster                or    python examples/demo_cluster.py --help
 
-The hosts are network namespaces of this machine with links of their own, the storage is a slow file
-system that counts what is opened, and each host runs a rank of `train_ddp.py`, which knows nothing
-of this. The memory of one host is too small for the data; that of all of them is not. Needs root.
+The hosts are network namespaces of this machine with links of their own. The storage is a slow file
+system that counts the files opened. Each host runs a rank of `train_ddp.py`, which knows nothing of
+the emulation. The memory of one host is too small for the data; that of all hosts together is not.
+Needs root.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rich.table import Table
 
 from creel.units import format_size, parse_size
 
-# `demo` has put the folder of the tests, which use these too, on the path.
+# `demo` has put the folder of the tests, which also use these modules, on the path.
 from testbed.cluster import Cluster, unavailable
 from testbed.slowfs import SlowFS
 
@@ -37,7 +38,7 @@ _EPOCH = re.compile(r"epoch \d+: ([\d.]+) s, loss ([\d.]+)")
 
 @dataclass
 class Result:
-    """What one training told us: seconds and files opened per epoch, and what each rank read."""
+    """The result of one training: seconds and files opened per epoch, and each rank's reads."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Result:
 
 
 def train(name: str, cluster: Any, storage: Any, memory: int, args: argparse.Namespace) -> Result:
-    """Run a rank on each host, and count what they open."""
+    """Run a rank on each host, and count the files that they open."""
     result = Result(name)
     storage.reset()
     ranks = [
@@ -73,7 +74,7 @@ def train(name: str, cluster: Any, storage: Any, memory: int, args: argparse.Nam
 def start(
     name: str, rank: int, cluster: Any, folder: str, memory: int, args: argparse.Namespace
 ) -> subprocess.Popen[str]:
-    """One rank, as torchrun would start it on its host."""
+    """Start one rank, as torchrun would on its host."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
         "RANK": str(rank),
         "WORLD_SIZE": str(args.hosts),
@@ -93,7 +94,7 @@ def start(
 
 
 def report(theirs: Result, ours: Result) -> bool:
-    """The closing table; whether both trainings were the same."""
+    """Print the final table; return whether both trainings were the same."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", theirs.name, ours.name, ""):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -110,7 +111,7 @@ def report(theirs: Result, ours: Result) -> bool:
 
 @contextmanager
 def slow(folder: Path, bandwidth: int) -> Iterator[Any]:
-    """A view of the folder as on a busy parallel file system, where the hosts see it."""
+    """Yield a view of the folder, visible to all hosts, that is as slow as a busy file system."""
     # Each host has a /tmp of its own.
     with tempfile.TemporaryDirectory(dir="/var/tmp") as mountpoint:
         speed = {"bandwidth": bandwidth, "open_latency": 3, "read_latency": 1}

@@ -1,8 +1,8 @@
 """Thousands of JPEG files, one folder per class, cut from photographs that wheels bring along.
 
-scikit-image and scikit-learn ship a dozen photographs. A file here is a random crop of one of them,
-scaled to 256 x 256 pixels with changed brightness and contrast; its class is the photograph. So the
-labels can be learnt, and nothing is downloaded.
+scikit-image and scikit-learn ship a dozen photographs. Each file is a random crop of one of them,
+scaled to 256 x 256 pixels with changed brightness and contrast; its class is the photograph. So a
+model can learn the labels, and no download is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance
 
-_SIDE = 256  # pixels: 20 to 60 KB a file
+_SIDE = 256  # pixels: 20 to 60 KB per file
 _PHOTOS = (
     "skimage/data/astronaut.png",
     "skimage/data/brick.png",
@@ -35,7 +35,7 @@ _PHOTOS = (
 
 
 def photographs() -> list[Path]:
-    """The photographs that are installed.
+    """Return the photographs that are installed.
 
     Raises:
         SystemExit: fewer than four of them are.
@@ -55,7 +55,7 @@ def photographs() -> list[Path]:
 
 
 def build(folder: Path, files: int, progress: Callable[[float], None]) -> None:
-    """Write about `files` images below `folder`, unless they are there; progress gets each count.
+    """Write about `files` images below `folder`, unless it exists; `progress` gets each count.
 
     The folder appears under its name only when it is complete.
     """
@@ -76,7 +76,7 @@ def build(folder: Path, files: int, progress: Callable[[float], None]) -> None:
 
 
 def _cut(photo: Path, folder: Path, count: int, seed: int) -> int:
-    """`count` crops of one photograph; the same ones every time."""
+    """Write `count` crops of one photograph, the same ones every time."""
     rng = np.random.default_rng(seed)
     target = folder / photo.stem
     target.mkdir(parents=True)

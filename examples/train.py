@@ -19,7 +19,7 @@ from creel import DataLoader, ImageFolder  # was: torch.utils.data, torchvision.
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
-    """(3, 64, 64) float32 in [0, 1]."""
+    """Return (3, 64, 64) float32 in [0, 1]."""
     small = np.array(image.resize((64, 64)))
     return torch.from_numpy(small).permute(2, 0, 1).float().div_(255)
 

@@ -1,10 +1,10 @@
-"""The smallest DistributedDataParallel loop with creel: on several nodes their memories are one.
+"""The smallest DistributedDataParallel loop with creel: the nodes share their memories.
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         examples/train_ddp.py /shared/images
 
-Nothing names the nodes: the loaders find each other through the store of the process group, which
-is there anyway. With `--loader torch` the same trains with torch's DataLoader.
+No setting names the nodes: the loaders find each other through the store of the process group,
+which exists anyway. `--loader torch` trains with torch's DataLoader.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LOADERS = {"creel": creel.DataLoader, "torch": torch.utils.data.DataLoader}
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
-    """(3, 64, 64) float32 in [0, 1]."""
+    """Return (3, 64, 64) float32 in [0, 1]."""
     small = np.array(image.resize((64, 64)))
     return torch.from_numpy(small).permute(2, 0, 1).float().div_(255)
 
 
 def main() -> None:
-    """Train for a few epochs; the first rank says how it went."""
+    """Train for a few epochs; the first rank prints the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("images", help="a folder that all nodes see, one subfolder per class")
     parser.add_argument("--epochs", type=int, default=3)
