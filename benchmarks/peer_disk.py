@@ -45,7 +45,7 @@ PART_NBYTES = 4 << 20  # bytes read at once, as in `peers.py`
 
 
 def hold(host: str, folder: str, nbytes: int, memory: int) -> None:
-    """Fill the disk tier and serve; print how to ask, and the disk's counters for each line read."""
+    """Fill the disk tier and serve; print how to ask, and disk counters for each line read."""
     count = OBJECTS_NBYTES // nbytes
     data = creel.FileDataset(files(folder, count, nbytes), nbytes=[nbytes] * count)
     os.environ |= {

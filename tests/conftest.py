@@ -1,4 +1,4 @@
-"""Fixtures every test may use."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from daemons import Running
     from testbed.slow_files import SlowFiles
 
-#: A busy machine is slow, which is no failure; and who runs a test again sees the same examples.
+#: No deadline, as a slow machine is no failure; a repeated test sees the same examples.
 hypothesis.settings.register_profile("creel", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("creel")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the tests the same wherever they run.
+    """Make the tests behave the same wherever they run.
 
-    A shell's background jobs ignore Ctrl-C, and so do their children: ours must not. torch warns of
-    more workers than cores, and which are too many is this machine's affair. From Python 3.14 on
-    workers are born of a fork server and import torch anew, seconds each: tests that are about a
+    A shell's background jobs and their children ignore Ctrl-C: the tests' processes must not. torch
+    warns of more workers than the machine has cores, which is no concern of a test. From Python
+    3.14 on a fork server starts workers, which import torch again, seconds each: only tests about a
     start method name it.
     """
     multiprocessing.set_start_method("fork", force=True)
@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-#: Files that begin first, as they take longest. Emulated hosts mostly wait: beside the second file,
-#: which only computes, a process that runs the first and the third leaves no core idle.
+#: The longest files, which begin first. Emulated hosts mostly wait: while one process runs the
+#: first and the third file and another the second, which only computes, no core is idle.
 LONGEST = (
     "faults/test_lost_nodes.py",
     "sim/test_laws_of_clusters.py",
@@ -58,7 +58,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first, so that no process ends a minute after the others."""
+    """Move long files to the front, so that no process ends a minute after the others."""
 
     def place(item: pytest.Item) -> int:
         name = item.nodeid.split("::")[0]
@@ -68,22 +68,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What imports made stays for good: a collection in a test takes 1 ms instead of 300."""
+    """Freeze objects made by imports, so that a collection in a test takes 1 ms, not 300."""
     forked = {"served", "daemon"}
     if any(forked & set(getattr(item, "fixturenames", ())) for item in session.items):
-        import daemons  # noqa: F401  starts a process that stays: no test shall miss or count it
+        import daemons  # noqa: F401  starts a process that stays: before any test counts processes
     gc.collect()
     gc.freeze()
 
 
-#: Files of tests lie in the page cache, where no daemon would be asked for them. Here it reads all,
-#: but in tests that say otherwise.
+#: Files of tests are in the page cache, so loaders would not ask a daemon for them. By default the
+#: daemon reads all files in tests.
 os.environ["CREEL_LOADER__DIRECT"] = "never"
 
 
 @pytest.fixture
 def daemon_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Loaders and clients of this test meet at a daemon of their own."""
+    """Name of a daemon that only loaders and clients of this test use."""
     name = unique_name()
     monkeypatch.setenv("CREEL_SOCKET", name)
     return name
@@ -91,7 +91,7 @@ def daemon_name(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def embedded(daemon_name: str) -> Iterator[str]:
-    """The name of a daemon that the first loader of the test starts; ended afterwards."""
+    """Name of a daemon that the first loader of the test starts; it is ended afterwards."""
     yield daemon_name
     with contextlib.suppress(CreelError, psutil.Error):
         daemon = daemon_of(daemon_name)
@@ -103,7 +103,7 @@ def embedded(daemon_name: str) -> Iterator[str]:
 
 @pytest.fixture
 def served(embedded: str) -> Iterator[str]:
-    """The name of a daemon of this test alone, which serves already and stays to the end.
+    """Name of a daemon for this test alone, which already serves and stays to the end.
 
     It is forked; `embedded` takes half a second of a core longer.
     """
@@ -115,7 +115,7 @@ def served(embedded: str) -> Iterator[str]:
 
 @pytest.fixture
 def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A daemon of this test alone, as `served`, with its clients; loaders start none."""
+    """A daemon for this test alone, as in `served`, with its clients; loaders start none."""
     from creel.loader.client import connections
     from daemons import Running
 
@@ -137,35 +137,35 @@ def slow(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlowFiles]:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """What the test opens, closed in reverse order at its end."""
+    """A stack for what the test opens, closed in reverse order at its end."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 def clean() -> Iterator[None]:
-    """Nothing may be left behind: descriptors, threads, processes."""
+    """Check that no descriptor, thread or process is left over."""
     with nothing_left():
         yield
 
 
 @pytest.fixture
 def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No child process, and no descriptor, outlives a loader."""
+    """Check that no child process and no descriptor outlives a loader."""
     if "slow" in request.keywords:  # python's own two helpers stay
         multiprocessing.resource_tracker.ensure_running()
         multiprocessing.forkserver.ensure_running()
     before = len(descriptors())
     yield
     gc.collect()
-    # A thread that was collecting a loader itself may still be at it.
+    # A thread that collects a loader may still be running.
     until(lambda: not multiprocessing.active_children(), what="no child process")
     until(lambda: len(descriptors()) <= before, what=f"{before} descriptors again")
 
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
-    """A web server of tmp_path that lists folders."""
+    """URL of a web server for tmp_path that lists folders."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Real daemons for system tests: started, watched, ended, each under a name of its own."""
+"""Real daemons for system tests: each has a name of its own, is started, watched and ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Running:
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
     ) -> None:
-        """`fresh`: born, not forked: its memory is its own (see forks.py)."""
+        """`fresh`: start a new process instead of a fork, with its own memory (see forks.py)."""
         self.name = name
         arguments = ["--name", name, "--memory", memory, *flags]
         env = {**os.environ, **(env or {})}
@@ -62,17 +62,17 @@ class Running:
         self.process.send_signal(number)
 
     def log(self) -> str:
-        """What it has said so far."""
+        """Return what the daemon has logged so far."""
         return os.pread(self._log.fileno(), 1 << 24, 0).decode()
 
     def end(self) -> str:
-        """SIGTERM; what it logged. It must end by itself, and well."""
+        """Send SIGTERM and wait for a clean exit; return the log."""
         self.process.terminate()
         assert self.process.wait(30) == 0, self.log()
         return self.log()
 
     def kill(self) -> None:
-        """End it now, if it has not ended; pytest shows what it said when a test fails."""
+        """Kill the daemon if it has not ended; pytest shows its log if a test fails."""
         if self.process.poll() is None:
             self.process.kill()
         else:
@@ -99,19 +99,19 @@ class Running:
         return True
 
 
-#: What Python runs; this very command has been prepared.
+#: Arguments of Python; if they are these, a prepared process is forked instead.
 COMMAND = _PREPARED = ("-m", "creel.daemon")
 _LINE = prepare("daemon")
 
 
 def status(daemon: Running) -> dict[str, object]:
-    """What the daemon answers to `creel status`."""
+    """Return the daemon's answer to `creel status`."""
     with daemon.client("cli") as client:
         return client.ask("status")
 
 
 def folder(path: Path, sizes: Sequence[int], *, known: bool = True) -> Manifest:
-    """Files of random bytes, `path/0000`, ..., and their manifest."""
+    """Write files of random bytes, `path/0000`, ...; return their manifest."""
     rng = np.random.default_rng(len(sizes))
     for i, size in enumerate(sizes):
         (path / f"{i:04}").write_bytes(rng.bytes(size))
@@ -135,14 +135,14 @@ def opened(
 def plan(
     session: Session, ids: NDArray[np.integer], batch: int, epoch: int = 0, at: int = 0
 ) -> int:
-    """Extend by one epoch of batches; the step after it."""
+    """Extend the plan by one epoch of batches; return the step after it."""
     ends = np.append(np.arange(batch, len(ids), batch), len(ids))
     assert session.extend(epoch, at, ids, ends)
     return at + len(ends)
 
 
 def content(session: Session, object_id: int) -> bytes | None:
-    """An object's bytes in the arena, None where it is not there."""
+    """Return an object's bytes in the arena, or None if it is not there."""
     pieces = session.pieces(np.array([object_id])).get(object_id)
     return None if pieces is None else b"".join(pieces)
 
@@ -150,7 +150,7 @@ def content(session: Session, object_id: int) -> bytes | None:
 def read_steps(
     session: Session, manifest: Manifest, ids: NDArray[np.integer], batch: int, at: int = 0
 ) -> int:
-    """Read all batches as a trainer does, checking every byte; how many came from the arena."""
+    """Read all batches as a trainer does, check every byte; return how many came from the arena."""
     hits = 0
     for step, start in enumerate(range(0, len(ids), batch), at):
         assert session.wait(step, 20), f"step {step} is not ready"

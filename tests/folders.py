@@ -1,8 +1,8 @@
-"""torchvision's real image folders, the oracle of creel's.
+"""torchvision's own image folders, the oracle for creel's.
 
-They are imported without the models and operators that `import torchvision` brings along. Those
-import torch's compiler: a second of CPU, and 85 MB more, so that a fork takes 8 ms instead of 5.7.
-Also, the operators of a torchvision that was built for another torch cannot be registered.
+They are imported without the models and operators of torchvision, which import torch's compiler:
+this takes a second of CPU and 85 MB, so that a fork takes 8 ms instead of 5.7. Also, the operators
+of a torchvision that was built for another torch cannot be registered.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ except ImportError:
     pytest.skip("torchvision is not installed", allow_module_level=True)
 finally:
     for _name in _empty:
-        del sys.modules[_name]  # whoever imports one later gets the real one
+        del sys.modules[_name]  # a later import gets the real module
 
 __all__ = ["folder"]

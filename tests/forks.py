@@ -1,8 +1,8 @@
-"""Processes forked by one that has imported their modules already: no second or two of imports.
+"""Processes forked from one that has already imported their modules, which saves a second or two.
 
-Each is a process of its own with its own environment, and runs what `python -m creel.daemon` or
-`python -c ...` would run, of which only the imports are shared. Start the process that forks when
-nothing is tested yet: it stays for good.
+Each is a process of its own with its own environment. It runs what `python -m creel.daemon` or
+`python -c ...` would run; only the imports are shared. Start the process that forks before any
+test: it stays for good.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 
 class Forked:
-    """Such a process, with what the tests use of a `subprocess.Popen`."""
+    """A forked process, with those methods of `subprocess.Popen` that the tests use."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Forked:
         """Start it.
 
         Args:
-            line: of `prepare`.
-            fds: its standard input, output and error.
-            inside: a process in whose namespaces it lives; 0: in ours.
+            line: the result of `prepare`.
+            fds: the standard input, output and error.
+            inside: pid of a process in whose namespaces it runs; 0: in this process's.
         """
         self.returncode: int | None = None
         self._ended, ended = os.pipe()
@@ -51,7 +51,7 @@ class Forked:
         self.pid = int(line.recv(20))
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """As that of Popen."""
+        """As Popen.wait."""
         if self.returncode is None:
             if not select.select([self._ended], [], [], timeout_s)[0]:
                 raise subprocess.TimeoutExpired("a forked process", timeout_s or 0)
@@ -60,40 +60,40 @@ class Forked:
         return self.returncode
 
     def poll(self) -> int | None:
-        """As that of Popen."""
+        """As Popen.poll."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def send_signal(self, number: int) -> None:
-        """As that of Popen; who forked it has waited for it where it has ended."""
+        """As Popen.send_signal; the process that forked it waits for it if it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """As that of Popen."""
+        """As Popen.terminate."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As that of Popen."""
+        """As Popen.kill."""
         self.send_signal(signal.SIGKILL)
 
 
 def prepare(what: str) -> socket.socket:
-    """Start the process that forks "daemon"s or "program"s; it ends when nobody holds the line."""
+    """Start the process that forks "daemon"s or "program"s; it ends when the line is closed."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         command = [sys.executable, __file__, what, str(its.fileno())]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch reads it once
         process = subprocess.Popen(command, pass_fds=[its.fileno()], env=env)
-    process.returncode = 0  # nobody waits for it: no warning
+    process.returncode = 0  # no warning that it was not waited for
     return ours
 
 
 def fork_on_request(line: socket.socket) -> bool:
-    """Fork for each request and tell how each child ended; True in a child, False at the end."""
-    children: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, where its status is awaited)
+    """Fork for each request and report how each child ended; True in a child, else False."""
+    children: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, descriptor for its status)
     while True:
         for ready in select.select([line.fileno(), *children], [], [])[0]:
             if ready in children:
@@ -125,7 +125,7 @@ def fork_on_request(line: socket.socket) -> bool:
 
 
 def _fork(inside: int) -> int:
-    """`os.fork`; the child lives in the namespaces of process `inside`, if that is not 0."""
+    """Fork; the child runs in the namespaces of process `inside`, if that is not 0."""
     if not inside:
         return os.fork()
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
@@ -133,7 +133,7 @@ def _fork(inside: int) -> int:
         os.open(f"/proc/{inside}/ns/{kind}", os.O_RDONLY)
         for kind in ("pid", "net", "uts", "ipc", "mnt")
     )
-    _enter(born)  # of PID namespaces only that of children changes
+    _enter(born)  # the PID namespace changes for children only
     pid = os.fork()
     for fd in [own] if pid else others:
         _enter(fd)
@@ -159,7 +159,7 @@ def become(arguments: list[str], env: dict[str, str], folder: str, fds: list[int
 
 
 def run_program() -> int:
-    """As `python -c CODE ARGUMENTS...` does."""
+    """Do what `python -c CODE ARGUMENTS...` does."""
     code = sys.argv.pop(0)
     sys.argv.insert(0, "-c")
     module = sys.modules["__main__"] = types.ModuleType("__main__")

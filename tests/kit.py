@@ -1,4 +1,4 @@
-"""Helpers of the tests: temporary daemons' names, processes, leak checks."""
+"""Helpers of the tests: names of temporary daemons, processes, leak checks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from creel.settings import FetchSettings, WindowSettings
 
 
 def unique_name() -> str:
-    """A daemon name no other test (and no person on this machine) uses."""
+    """Return a daemon name that no other test (and no user of this machine) uses."""
     return f"test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 def seeds(count: int) -> range:
-    """Seeds of a random test: `count`, and as many times more as SEEDS says (`make stress`)."""
+    """Return the seeds of a random test: `count` times the variable SEEDS (`make stress`)."""
     return range(count * int(os.environ.get("SEEDS", "1")))
 
 
@@ -45,14 +45,14 @@ def lengths_of(length: NDArray[np.integer]) -> Lengths:
 
 
 def default_window(**changes: int) -> Window:
-    """The limits of a daemon whose user sets nothing, except for `changes`."""
+    """Return the limits of a daemon with default settings, except for `changes`."""
     return replace(Window.of(WindowSettings(), FetchSettings()), **changes)
 
 
 def cluster_view(
     origin: Sequence[int] | Ints, nbytes: int, by_hash: frozenset[str] = frozenset()
 ) -> ClusterView:
-    """Node 0's view of a cluster of one rank a node, each with `nbytes` of memory and no disk."""
+    """Return node 0's view of a cluster: one rank and `nbytes` of memory per node, no disk."""
     n = len(origin)
     disk, names = np.array([(0, 1)] * n, np.int64), tuple(map(str, range(n)))
     columns = np.arange(n), np.full(n, nbytes), np.asarray(origin), disk
@@ -60,9 +60,9 @@ def cluster_view(
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
-    """Wait for a condition that another process will make true; fail by name when it never does.
+    """Wait for a condition that another process will make true; fail with `what` otherwise.
 
-    The deadline is no part of what is tested: a busy machine may take seconds for milliseconds.
+    The deadline is not part of the test: a busy machine may take seconds instead of milliseconds.
     """
     deadline, pause_s = time.monotonic() + timeout_s, 0.0005
     while not condition():
@@ -73,22 +73,22 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = ""
 
 
 def forget_stores(patch: pytest.MonkeyPatch, settings: FetchSettings | None = None) -> None:
-    """Until the patch ends this process has used no store yet, and was told these settings."""
-    patch.setattr(storage, "_stores", {})  # no program forgets: there is no call for it
+    """Until the patch ends, make this process one that has used no store yet, with `settings`."""
+    patch.setattr(storage, "_stores", {})  # there is no public function for this
     patch.setattr(storage, "_settings", settings)
 
 
 def daemon_of(name: str) -> psutil.Process:
-    """The daemon of that name, which serves."""
+    """Return the process of the running daemon of that name."""
     with Client.connect(name, "cli") as client:
         return psutil.Process(int(client.ask("status")["pid"]))
 
 
 def knock(address: str, timeout_s: int = 30) -> socket.socket:
-    """A raw connection to a desk, of which no step takes longer than `timeout_s`.
+    """Return a raw connection to a control socket; no operation on it exceeds `timeout_s`.
 
-    The kernel waits for room in the backlog only where the socket blocks; Python's time limits make
-    it non-blocking.
+    The kernel waits for room in the backlog only if the socket blocks; Python's timeouts make it
+    non-blocking.
     """
     s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -102,17 +102,17 @@ def knock(address: str, timeout_s: int = 30) -> socket.socket:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet has, too."""
+    """Whether a process has ended, even if its parent has not waited for it."""
     return state(pid) in {"gone", psutil.STATUS_ZOMBIE}
 
 
 def stopped(pid: int) -> bool:
-    """Whether SIGSTOP has reached all of a process."""
+    """Whether SIGSTOP has stopped all of a process."""
     return state(pid) == psutil.STATUS_STOPPED
 
 
 def state(pid: int) -> str:
-    """psutil's word for what a process is doing, or "gone"."""
+    """Return psutil's status of a process, or "gone"."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
@@ -120,35 +120,35 @@ def state(pid: int) -> str:
 
 
 def drop(path: Path) -> None:
-    """Ask the kernel to take the file's pages out of the page cache."""
+    """Ask the kernel to drop the file's pages from the page cache."""
     with path.open("rb") as file:
         os.fsync(file)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def dropped(path: Path) -> bool:
-    """`drop`, and whether the kernel does that."""
+    """Call `drop`; return whether the kernel did so."""
     drop(path)
     with path.open("rb") as file:
         try:
             os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
         except OSError as error:
-            file.read()  # to ask has made the kernel begin with that
+            file.read()  # the test read has brought pages back
             drop(path)
             return error.errno == errno.EAGAIN
     return False
 
 
 def descriptors(pid: int | str = "self", *, eventfds: bool = False) -> frozenset[tuple[str, str]]:
-    """(number, what it is) of all that a process has open; `after - before` is what a test opened.
+    """Return (number, target) of all descriptors of a process; use it as `after - before`.
 
-    Compare them no other way: an earlier test's garbage is collected first, but a thread of it may
-    still close something; or wait for its daemon, which takes an eventfd each time.
+    Other comparisons fail: an earlier test's garbage is collected first, but one of its threads may
+    still close something, or wait for its daemon, which takes an eventfd each time.
     """
     gc.collect()
     found = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # the listing itself, and what is closed meanwhile
+        with suppress(OSError):  # the listing's own descriptor, and any closed meanwhile
             what = str(fd.readlink())
             if eventfds or not what.startswith("anon_inode:[eventfd"):
                 found.add((fd.name, what))
@@ -157,7 +157,7 @@ def descriptors(pid: int | str = "self", *, eventfds: bool = False) -> frozenset
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds that outlives a careless test."""
+    """Resources of a process that a careless test leaves behind."""
 
     fds: int
     threads: int
@@ -173,7 +173,7 @@ class Holdings:
 
 @contextmanager
 def nothing_left(timeout_s: float = 30.0) -> Iterator[None]:
-    """Fail unless descriptors, threads and children are back to what they were at the start."""
+    """Fail unless descriptors, threads and children are back to those at the start."""
     before = Holdings.now()
     yield
 

@@ -1,6 +1,6 @@
-"""Training programs of tests, each in a process of its own, which has imported torch and creel.
+"""Training programs of tests, each in a process of its own that has imported torch and creel.
 
-Importing a second of modules is what most of them would do most of the time (see forks.py).
+Most programs would spend most of their time on a second of imports (see forks.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Program(Forked):
         inside: int = 0,
         new_session: bool = False,
     ) -> None:
-        """env: all of its variables, ours by default; inside: see `Forked`."""
+        """`env`: all its variables, by default those of this process; `inside`: see `Forked`."""
         (in_, stdin), (stdout, out), (stderr, err) = (os.pipe() for _ in range(3))
         self.stdin = os.fdopen(stdin, "w")
         self.stdout = os.fdopen(stdout)
@@ -41,7 +41,7 @@ class Program(Forked):
                 os.close(fd)
 
     def communicate(self, said: str = "") -> tuple[str, str]:
-        """As that of Popen."""
+        """As Popen.communicate."""
         with self.stdin, self.stdout, self.stderr, ThreadPoolExecutor(1) as beside:
             errors = beside.submit(self.stderr.read)
             self.stdin.write(said)

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002  the global generators are what is compared
-"""What a use of a loader shows, in forms that compare to the bit."""
+"""Observable results of a loader, in forms that compare to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def plain(value: Any) -> Any:
-    """A value as nested tuples of plain things, with classes, dtypes, shapes and bits."""
+    """Return a value as nested tuples of plain values, with classes, dtypes, shapes and bits."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().reshape(-1).contiguous()
         bits = flat.view(torch.uint8).numpy().tobytes() if value.numel() else b""
@@ -26,7 +26,7 @@ def plain(value: Any) -> Any:
 
 
 def states(loader: Any) -> Any:
-    """Digest of all random generators a use can see; equal in processes forked from one."""
+    """Return a digest of all random generators; equal in processes forked from one."""
     generator = loader.generator
     state = np.random.get_state()
     return (

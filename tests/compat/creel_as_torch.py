@@ -1,6 +1,6 @@
-"""A pytest plugin that puts creel's DataLoader in the place of torch's: `pytest -p creel_as_torch`.
+"""A pytest plugin that replaces torch's DataLoader by creel's: `pytest -p creel_as_torch`.
 
-For running torch's own test-suite against creel (see run_torch_suite.py beside this file).
+It runs torch's own test-suite against creel (see run_torch_suite.py).
 """
 
 from __future__ import annotations

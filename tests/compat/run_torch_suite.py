@@ -5,8 +5,8 @@ source package `pytorch`), then:
 
     python tests/compat/run_torch_suite.py path/to/test_dataloader.py [-k EXPRESSION]
 
-Prints the tests that pass with torch's class and fail with creel's, and exits 1 if there are any
-that KNOWN does not explain.
+Prints the tests that pass with torch's class and fail with creel's; exits 1 if KNOWN does not
+explain all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KNOWN: dict[str, str] = {
 
 
 def outcomes(suite: Path, plugin: list[str], extra: list[str]) -> dict[str, str]:
-    """Test name -> PASSED, FAILED, ERROR or SKIPPED of one run."""
+    """Return test name -> PASSED, FAILED, ERROR or SKIPPED of one run."""
     command = [
         sys.executable,
         "-m",

@@ -1,7 +1,7 @@
-"""The formats in which people have their data, read by the real libraries: torch's batches.
+"""Common data formats, read by their own libraries: creel gives torch's batches.
 
-What CI installs is in the group `frameworks`, the rest in `shards`; what is not installed is
-skipped. docs/datasets.md says what creel gains for each.
+CI installs the libraries of the groups `frameworks` and `shards`; missing ones are skipped.
+docs/datasets.md says what creel gains for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from testbed.same import same
 pytestmark = [
     pytest.mark.system,
     pytest.mark.timeout(90),
-    pytest.mark.filterwarnings("ignore"),  # the libraries' own
+    pytest.mark.filterwarnings("ignore"),  # the libraries' own warnings
 ]
 
 N, LENGTH, BATCH = 24, 4000, 5
@@ -35,12 +35,12 @@ IN_CI = {"datasets", "h5py", "lmdb", "pandas", "pyarrow.parquet", "zarr"}
 
 
 def library(name: str) -> Any:
-    """A module; without it the test is skipped, or fails where all of CI's must be there."""
+    """Import a module; without it the test is skipped, or fails if CI should have it."""
     if name in IN_CI and os.environ.get("FRAMEWORKS") == "required":
         return importlib.import_module(name)
     try:
         return importlib.import_module(name)
-    except (ImportError, RuntimeError) as e:  # the latter: torchvision, made for another torch
+    except (ImportError, RuntimeError) as e:  # RuntimeError: a torchvision for another torch
         pytest.skip(f"{name}: {e}")
 
 
@@ -49,7 +49,7 @@ def row(i: int, n: int = LENGTH) -> Any:
 
 
 class Samples(Dataset[Any]):
-    """N samples; a subclass says how one is read."""
+    """N samples; a subclass reads them."""
 
     def __len__(self) -> int:
         return N
@@ -157,7 +157,7 @@ class Lmdb(Samples):
 
 
 class Tokens(Samples):
-    """As nanoGPT reads them: a memmap made anew for each sample, and its tokens shifted by one."""
+    """nanoGPT's way: a new memmap for each sample, and its tokens shifted by one."""
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "train.bin")
@@ -170,7 +170,7 @@ class Tokens(Samples):
 
 
 class Megatron(Samples):
-    """Megatron's and NeMo's indexed tokens: a .bin with the documents, and an .idx."""
+    """Indexed tokens of Megatron and NeMo: a .bin with the documents, and an .idx."""
 
     def __init__(self, folder: Path) -> None:
         indexed = library("megatron.core.datasets.indexed_dataset")
@@ -186,7 +186,7 @@ class Megatron(Samples):
 
 
 def hugging_face(folder: Path) -> Any:
-    """Map-style, of Arrow files that are mapped."""
+    """Return a map-style dataset of mapped Arrow files."""
     datasets = library("datasets")
     datasets.disable_progress_bars()
     made = datasets.Dataset.from_dict({"x": [row(i).tolist() for i in range(N)]})
@@ -225,7 +225,7 @@ class Lit(Samples):
         return torch.tensor(self.chunks[i]["x"])
 
 
-#: How each is made, and whether `creel.wrap` caches its files; None: an index, and small shards.
+#: How to make each, and whether `creel.wrap` caches its files; None: only an index or small shards.
 KINDS: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
     "HDF5, a file for each sample": (Hdf5Files, True),
     "Parquet, a file for each sample": (ParquetFiles, True),
@@ -242,7 +242,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
 
 
 def batches(kind: Any, dataset: Any, workers: int) -> list[Any]:
-    """Those of three epochs, and the next number of the generator."""
+    """Return the batches of three epochs, and the next number of the generator."""
     torch.manual_seed(7)
     loader = kind(dataset, BATCH, shuffle=True, num_workers=workers)
     return [copy.deepcopy(batch) for _ in range(3) for batch in loader] + [torch.rand(1)]
@@ -254,11 +254,11 @@ def test_batches_are_torchs_whatever_the_format(
     name: str, workers: int, tmp_path: Path, daemon: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, cached = KINDS[name]
-    # A file whose open takes long is cached even if little of it is read: not so on a busy machine.
+    # A file that opens slowly is cached even if little of it is read; a busy machine is no reason.
     monkeypatch.setattr(ObservedReads, "QUICK_OPEN_NS", sys.maxsize)
 
     def made(kind: str) -> Any:
-        """Anew: it may keep files open."""
+        """Return a new dataset each time, as it may keep files open."""
         (tmp_path / kind).mkdir()
         return make(tmp_path / kind)
 

@@ -1,8 +1,8 @@
-"""The frameworks that take a DataLoader, run for real: with creel's they see torch's batches.
+"""Frameworks that take a DataLoader, run for real: with creel's they see torch's batches.
 
-They have an environment of their own: `make frameworks` installs them all, and skips none. In any
-other, what is not installed is skipped. What was run by hand, and what to do for each framework,
-is in docs/frameworks.md.
+They have an environment of their own: `make frameworks` installs them all, and skips none. In other
+environments missing ones are skipped. docs/frameworks.md says what was run by hand, and how to use
+each framework.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import creel
 pytestmark = [
     pytest.mark.system,
     pytest.mark.timeout(90),
-    pytest.mark.filterwarnings("ignore"),  # the frameworks' own, which are many
+    pytest.mark.filterwarnings("ignore"),  # the frameworks' own warnings, which are many
 ]
 
 Batches = list[torch.Tensor]
@@ -37,14 +37,14 @@ CLASSES = [DataLoader, creel.DataLoader]
 
 
 def framework(name: str) -> Any:
-    """A module of a framework; without it the test is skipped, or fails where all must be there."""
+    """Import a module of a framework; a test without it is skipped, or fails where it should be."""
     if os.environ.get("FRAMEWORKS") == "required":
         return importlib.import_module(name)
     return pytest.importorskip(name, reason=f"{name} is not installed")
 
 
 def noisy(x: torch.Tensor) -> torch.Tensor:
-    """Random augmentation, so that the workers' seeds are compared, too."""
+    """Augment randomly, so that the workers' seeds are compared, too."""
     return x.float() + torch.rand(1) + random.random()
 
 
@@ -61,7 +61,7 @@ def data(tmp_path: Path, daemon_name: str) -> Any:
 
 
 class Opaque(Dataset[Any]):
-    """What people write: it opens its files itself."""
+    """A dataset as users write it, which opens its files itself."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = [folder / f"{i}.npy" for i in range(50)]
@@ -85,7 +85,7 @@ def opaque(tmp_path: Path, daemon_name: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def state() -> Iterator[None]:
-    """Frameworks seed generators, set variables and change the number of threads."""
+    """Restore what frameworks change: seeds, variables and the number of threads."""
     before, threads = dict(os.environ), torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -98,7 +98,7 @@ def state() -> Iterator[None]:
 def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
-    np.random.seed(number)  # noqa: NPY002  (the frameworks' own)
+    np.random.seed(number)  # noqa: NPY002  (used by the frameworks)
 
 
 def assert_same(ours: Batches, theirs: Batches) -> None:
@@ -144,13 +144,13 @@ def test_accelerate_has_torchs_batches_with_its_own_loader_and_with_ours(
 
     dropped, base = accelerated(creel.DataLoader, data, options, workers)
     assert_same(dropped, theirs)
-    assert type(base) is DataLoader  # accelerate builds its own: docs/frameworks.md tells
+    assert type(base) is DataLoader  # accelerate builds its own: see docs/frameworks.md
 
     monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
     kept, base = accelerated(creel.DataLoader, data, options, workers)
     assert_same(kept, theirs)
     assert type(base) is creel.DataLoader
-    assert base.stats()["batches"] == 26  # the epoch between was `skip_first_batches`' loader
+    assert base.stats()["batches"] == 26  # `skip_first_batches` made a loader for the epoch between
 
 
 def test_accelerate_has_torchs_batches_with_a_wrapped_dataset(data: Any) -> None:
@@ -336,7 +336,7 @@ def test_the_trainer_of_transformers_has_torchs_batches(
 # --- Lightning ------------------------------------------------------------------------------------
 
 
-def lightning_fit(  # noqa: C901  (one framework's way of being called)
+def lightning_fit(  # noqa: C901  (the calls of one framework)
     make: Callable[[], Any],
     *,
     checkpoint: Any = None,

@@ -20,14 +20,14 @@ from creel.errors import ConfigError
 pytestmark = [
     pytest.mark.system,
     pytest.mark.timeout(90),
-    pytest.mark.filterwarnings("ignore"),  # torch's own
+    pytest.mark.filterwarnings("ignore"),  # torch's own warnings
 ]
 
 
 CLASSES = [DataLoader, creel.DataLoader]
 
 
-NUMBERS: Any = list(range(40))  # torch takes a list for a dataset, its types do not
+NUMBERS: Any = list(range(40))  # torch accepts a list as a dataset, its types do not
 
 
 def resumable(workers: int = 0) -> Any:
@@ -121,4 +121,4 @@ def test_pinning_without_an_accelerator_warns_as_torch_does() -> None:
             warnings.simplefilter("always")
             list(cls(NUMBERS, pin_memory=True))
         said.append([str(w.message) for w in caught])
-    assert said[0] == said[1]  # some releases of torch say nothing
+    assert said[0] == said[1]  # some releases of torch do not warn

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002  the global generators are what is compared
-"""Random uses of a DataLoader, and a record of everything that a use can show."""
+"""Random uses of a DataLoader, and records of all their observable results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from shown import plain, states
 
-#: Read by `Knob`; the trainer turns it between epochs and forked workers must see that.
+#: Read by `Knob`; the trainer changes it between epochs, which forked workers must see.
 KNOB = {"value": 0}
 
 
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 class OddError(Exception):
-    """Cannot be built from one string."""
+    """An exception that cannot be made from one string."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(a, b)
@@ -110,14 +110,14 @@ class Raising(Plain):
 
 
 class Ragged(Plain):
-    """default_collate cannot stack these."""
+    """Samples that default_collate cannot stack."""
 
     def __getitem__(self, i: int) -> Any:
         return torch.zeros(1 + i % 2)
 
 
 class Nones(Plain):
-    """Needs a collate_fn of its own."""
+    """Samples that need a collate_fn of their own."""
 
     def __getitem__(self, i: int) -> Any:
         return None if i % 2 else (i, "s")
@@ -139,7 +139,7 @@ class Unpicklable(Plain):
 
 
 class SharedTensor(Plain):
-    """Workers write where the trainer reads."""
+    """Workers write to memory that the trainer reads."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -167,7 +167,7 @@ DATASETS = (
 
 
 class NumpySampler(Sampler[int]):
-    """Draws from numpy's global generator, not lazily."""
+    """Draws from numpy's global generator, all at once."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -258,7 +258,7 @@ class Case:
         workers = r.choice((0, 1, 2, 2, 3))
         dataset = r.choice(DATASETS)
         in_order = workers == 0 or r.random() < 0.85 or not IN_ORDER_KNOWN
-        if not in_order:  # who makes a batch is a race then: only what does not depend on it
+        if not in_order:  # then workers race for batches: only samples that do not depend on it
             dataset = r.choice((Plain, Mixed, Batched, Ragged))
         order = r.choice(
             (
@@ -306,7 +306,7 @@ class Case:
         )
 
     def loader(self, cls: type[torch.utils.data.DataLoader[Any]]) -> Any:
-        """A loader of class `cls` for this case."""
+        """Return a loader of class `cls` for this case."""
         dataset: Any = self.dataset(self.n)
         generator = torch.Generator().manual_seed(self.seed + 7) if self.generator else None
         keywords: dict[str, Any] = {
@@ -351,12 +351,12 @@ class Case:
 
 
 def _script(r: random.Random, predictable: bool) -> tuple[tuple[str, int], ...]:
-    """What the training does, epoch by epoch."""
+    """Return what the training does, epoch by epoch."""
     steps: list[tuple[str, int]] = []
     for epoch in range(r.choice((1, 2, 3, 4))):
         kind = r.choice(("full", "full", "full", "break", "two", "past"))
         if kind in ("break", "two") and not predictable:
-            kind = "full"  # what workers had done by the break is a race
+            kind = "full"  # how far workers are at a break is a race
         steps.append((kind, r.randrange(4)))
         between = r.choice(("nothing", "nothing", "mutate", "draw", "knob", "len"))
         steps += [(between, epoch), ("set_epoch", epoch + 1)]
@@ -365,7 +365,7 @@ def _script(r: random.Random, predictable: bool) -> tuple[tuple[str, int], ...]:
 
 @dataclass
 class Record:
-    """All that a use of a loader showed: batches, errors, warnings, states of all generators."""
+    """All observable results of a loader: batches, errors, warnings, states of all generators."""
 
     shown: list[Any] = field(default_factory=list)
     unordered: list[Any] = field(default_factory=list)
@@ -379,7 +379,7 @@ def play(case: Case, cls: type[torch.utils.data.DataLoader[Any]]) -> Record:
     random.seed(case.seed)
     KNOB["value"] = 0
     Counting.seen = 0
-    gc.collect()  # what an earlier test left may warn when it goes
+    gc.collect()  # garbage of earlier tests may warn when it is collected
     record = Record()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -431,10 +431,10 @@ def _epoch(case: Case, loader: Any, step: str, k: int, record: Record) -> None:
 
 
 def _outcome(act: Callable[[], Any]) -> Any:
-    """What an action gives, in a form that compares; ("error", class, text) when it raises."""
+    """Return the result of an action in comparable form; ("error", class, text) if it raises."""
     try:
         value = act()
-    except Exception as e:  # noqa: BLE001  whatever it is, both must raise it
+    except Exception as e:  # noqa: BLE001  both loaders must raise the same
         e.__traceback__ = None  # torch's `reraise` leaves a cycle that would keep the iterator
         lines = [line for line in str(e).splitlines() if line.strip()]
         return ("error", type(e).__name__, lines[0] if lines else "", lines[-1] if lines else "")

@@ -1,4 +1,4 @@
-"""What a person changes between two epochs is seen in the next one as under torch."""
+"""Changes that a user makes between two epochs are seen in the next one, as under torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = 128
 
 
 class Asking(Dataset[Any]):
-    """A sample is its number and what `ask` says at that moment."""
+    """A sample is its number and the present result of `ask`."""
 
     size = 128
 
@@ -40,7 +40,7 @@ class Asking(Dataset[Any]):
         return i, self.ask(), torch.rand(1)
 
 
-#: A person's own installed package: its code reads a global and a class attribute of its own.
+#: A user's installed package: its code reads a global and a class attribute of its own.
 PACKAGE = """
 from torch.utils.data import Dataset
 
@@ -56,7 +56,7 @@ def ask():
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module that lies where pip installs them."""
+    """A module in a folder where pip installs modules."""
     site = tmp_path / "site-packages"
     (site / "creel_test_sizes").mkdir(parents=True)
     (site / "creel_test_sizes" / "__init__.py").write_text(PACKAGE)
@@ -107,7 +107,7 @@ def enter_folder(path: Path, size: int) -> None:
     os.chdir(path / str(size))
 
 
-#: What reads a setting below a folder, and what turns it; all that reads can be pickled.
+#: Functions that read a setting below a folder, and change it; the former can be pickled.
 KINDS: dict[str, Callable[[Path], tuple[Callable[[], int], Callable[[int], object]]]] = {
     "file": lambda p: (partial(in_file, p / "f"), lambda n: (p / "f").write_text(str(n))),
     "row": lambda p: (partial(in_row, p / "db"), partial(write_row, p / "db")),
@@ -120,12 +120,12 @@ KINDS: dict[str, Callable[[Path], tuple[Callable[[], int], Callable[[int], objec
     "folder": lambda p: (in_folder, partial(enter_folder, p)),
     "library": lambda _: (in_library, lambda n: setattr(importlib.abc, "creel_test_size", n)),
 }
-#: How many workers, and whether they live on.
+#: Number of workers, and whether they are persistent.
 WAYS = [(0, False), (2, False), (2, True)]
 
 
 def epochs(cls: Any, ask: Any, turn: Any, workers: int, persistent: bool, **more: Any) -> list[Any]:
-    """Three epochs, before each of which the setting is turned; one is left early."""
+    """Run three epochs, changing the setting before each; one is left early."""
     torch.manual_seed(1)
     turn(SIZES[0])
     loader = cls(Asking(ask), 4, True, num_workers=workers, persistent_workers=persistent, **more)
@@ -134,14 +134,14 @@ def epochs(cls: Any, ask: Any, turn: Any, workers: int, persistent: bool, **more
         turn(size)
         for i, batch in enumerate(loader):
             out.append([part.tolist() for part in batch])
-            if size == SIZES[1] and i == 1 and workers == 0:  # else what workers did is a race
+            if size == SIZES[1] and i == 1 and workers == 0:  # workers would race
                 break
     return out
 
 
 @pytest.fixture
 def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path.cwd())  # and back again
+    monkeypatch.chdir(Path.cwd())  # restored at the end
     monkeypatch.setenv("CREEL_TEST_SIZE", "")
 
 
@@ -190,7 +190,7 @@ def test_nor_is_a_collate_fn(workers: int, persistent: bool) -> None:
 
 
 class Logging(Asking):
-    """Writes down each sample that is made."""
+    """Writes a line for each sample that is made."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(nothing)
@@ -223,7 +223,7 @@ def noisy(ask: Callable[[], int], row: torch.Tensor) -> Any:
 def test_nor_is_a_transform_of_creels_own_dataset(
     tmp_path: Path, workers: int, persistent: bool
 ) -> None:
-    """The daemon knows the order and has the bytes: still no transform runs ahead of its time."""
+    """The daemon knows the order and has the bytes, but no transform runs ahead of time."""
     (tmp_path / "rows").write_bytes(bytes(range(24)) * 8)
     ask, turn = KINDS["file"](tmp_path)
     rows = creel.RecordDataset(tmp_path / "rows", torch.uint8, 8, transform=partial(noisy, ask))

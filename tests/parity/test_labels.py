@@ -1,4 +1,4 @@
-"""Labels that are changed reach batches when torch's loader over the same dataset shows them."""
+"""Changed labels reach batches whenever torch's loader over the same dataset shows them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_labels_are_copied_when_they_are_given(
 def test_labels_that_are_assigned_are_seen_as_under_torch(
     make: Callable[..., Any], kind: str, workers: int, persistent: bool, when: str
 ) -> None:
-    """To others, of another type, to none, and back again; amid an epoch by its own reader."""
+    """Labels change to others, to another type, to None, and back; also during an epoch."""
 
     def seen(cls: Any) -> list[Any]:
         data = make(kind, range(N))

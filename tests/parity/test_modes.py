@@ -1,4 +1,4 @@
-"""The modes of torch, numpy and Python that are set between epochs reach the workers."""
+"""Modes of torch, numpy and Python that are set between epochs reach the workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _deterministic: Any = torch.utils.deterministic
 
 
 class Modes(Dataset[Any]):
-    """A sample of whatever a mode can change."""
+    """A sample has everything that a mode can change."""
 
     def __len__(self) -> int:
         return 4
@@ -52,7 +52,7 @@ class Passing(TorchFunctionMode):
 
 
 class Undone(ExitStack):
-    """Does something, and undoes it."""
+    """Do something, and undo it at exit."""
 
     def __init__(self, do: Callable[[], object], undo: Callable[[], object]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _outcome(what: Callable[[], object]) -> str:
 
 
 def _shown(cls: Any, mode: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
-    """Samples from outside the mode, from inside and from outside again."""
+    """Return samples from before the mode, from inside it, and from after it."""
     loader = cls(Modes(), batch_size=None, num_workers=1)
     shown = list(loader)
     with mode():

@@ -1,4 +1,4 @@
-"""creel.DataLoader shows what torch's shows: batches, errors, warnings, random states."""
+"""creel.DataLoader shows the same as torch's: batches, errors, warnings, random states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""RecordDataset's transform, to and batch_transform: torch's batches, whoever makes them and where.
+"""RecordDataset's transform, to and batch_transform: torch's batches, in any process.
 
-The same dataset object under torch's own loader is one oracle; a plain torch dataset over the same
-bytes, whose samples go through the same code one by one, is the other.
+One oracle is the same dataset object under torch's own loader. The other is a plain torch dataset
+over the same bytes, whose samples go through the same code one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 def same_memory(x: torch.Tensor) -> torch.Tensor:
-    """The person writes all batches to one buffer."""
+    """Write all batches to one buffer."""
     return torch.mul(x, 2, out=_BUFFER[: x.numel() // _LENGTH].view(x.shape))
 
 
@@ -72,7 +72,7 @@ def with_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 class Mapped(Dataset[Any]):
-    """What a torch user writes."""
+    """A dataset as torch users write it."""
 
     def __init__(self, path: Path, fn: Callable[[torch.Tensor], Any], labels: Any) -> None:
         self.rows = np.memmap(path, np.int32, mode="r").reshape(-1, _LENGTH)
@@ -86,7 +86,7 @@ class Mapped(Dataset[Any]):
         return sample if self.labels is None else (sample, self.labels[index])
 
 
-#: Arguments of RecordDataset, and what a torch user's `__getitem__` does to a record.
+#: Arguments of RecordDataset, and the code of a torch user's `__getitem__` for a record.
 WAYS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Any]]] = {
     "transform": ({"transform": widen}, widen),
     "transform in place": ({"transform": add_in_place}, add_in_place),
@@ -123,7 +123,7 @@ def records(path: Path, **more: Any) -> RecordDataset:
 
 
 def told(batch: Any) -> Any:
-    """All that can be seen of a batch: types, dtypes, shapes, strides and bits."""
+    """Return everything observable of a batch: types, dtypes, shapes, strides and bits."""
     if isinstance(batch, torch.Tensor):
         seen = batch.detach()
         return str(seen.dtype), batch.stride(), batch.requires_grad, seen.tolist()
@@ -135,7 +135,7 @@ def told(batch: Any) -> Any:
 
 
 def epochs(cls: Any, data: Any, **more: Any) -> list[Any]:
-    """Two epochs, kept until the end: so that memory used again too early shows."""
+    """Return two epochs; all batches are kept until the end, so that reuse of memory shows."""
     torch.manual_seed(3)
     loader = cls(data, **more)
     kept = [list(loader) for _ in range(2)]
@@ -157,7 +157,7 @@ def test_batches_are_those_of_a_plain_dataset_and_of_torchs_loader(
     more: dict[str, Any] = {"batch_size": 7, "shuffle": True, "num_workers": workers}
     ours = epochs(creel.DataLoader, data, creel=shared, **more)
     assert ours == epochs(torch.utils.data.DataLoader, data, **more)
-    if way not in {"batch to arrays", "batch to a dict"}:  # of which default_collate makes others
+    if way not in {"batch to arrays", "batch to a dict"}:  # default_collate differs
         assert ours == epochs(torch.utils.data.DataLoader, Mapped(path, fn, labels), **more)
 
 
@@ -245,7 +245,7 @@ def test_random_numbers_are_drawn_where_and_when_torch_draws_them(
 
 
 def assigned(path: Path) -> Iterator[tuple[RecordDataset, Callable[[], None]]]:
-    """Datasets, and what the person assigns to them in the middle of an epoch."""
+    """Yield datasets, and functions that assign to them in the middle of an epoch."""
     for name, before, after in [
         ("to", torch.int64, torch.float32),
         ("to", None, torch.float32),
@@ -276,7 +276,7 @@ def test_what_is_assigned_within_an_epoch_is_seen_where_torch_sees_it(
 
 
 def test_a_sample_changed_in_place_changes_no_other(path: Path, shared: dict[str, Any]) -> None:
-    """Neither its neighbours in the batch nor what a later batch or epoch reads."""
+    """Neither its neighbours in the batch nor later batches and epochs change."""
     data = records(path)
     loader = creel.DataLoader(data, 9, collate_fn=list, creel=shared)
     truth = np.fromfile(path, np.int32).reshape(-1, _LENGTH)

@@ -1,4 +1,4 @@
-"""With a daemon batches are torch's too: by rows, by samples, resumed, and when it is killed."""
+"""With a daemon batches also equal torch's: by rows, by samples, resumed, and if it is killed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 def embedded() -> Iterator[dict[str, Any]]:
-    """A daemon that the first loader starts, gone afterwards."""
+    """A daemon that the first loader starts; it is ended afterwards."""
     name = unique_name()
     yield {"daemon.name": name, "memory.budget": "64MB", "daemon.linger_s": "0.2"}
     connections.disconnect(name)
 
 
-#: One for all tests that leave it alone, and one for each that does not.
+#: One daemon for all tests that do not disturb it, and one for each other test.
 shared = pytest.fixture(scope="module")(embedded)
 options = pytest.fixture(embedded)
 
@@ -157,7 +157,7 @@ def test_a_worker_that_remembers_is_no_new_one(shared: dict[str, Any]) -> None:
 def test_what_torch_says_of_a_batch_it_cannot_collate(
     labels: Any, workers: int, folder: Path, shared: dict[str, Any]
 ) -> None:
-    """No samples at all, and numbers that are no tensors."""
+    """Batches without samples, and numbers that are not tensors."""
 
     def told(cls: Any, **more: Any) -> list[str]:
         data = RecordDataset(folder / "records.bin", "u1", 96, labels=labels)
@@ -169,7 +169,7 @@ def test_what_torch_says_of_a_batch_it_cannot_collate(
                 out.append(repr(next(it)))
             except Exception as e:  # noqa: BLE001, PERF203  whatever torch makes of it
                 out.append(f"{type(e).__name__}: {str(e).splitlines()[-1]}")
-        assert next(it, None) is None  # else torch's workers are waited for, for 10 s
+        assert next(it, None) is None  # otherwise torch waits 10 s for its workers
         return out
 
     assert told(creel.DataLoader, creel=shared) == told(torch.utils.data.DataLoader)

@@ -1,4 +1,4 @@
-"""Classic cache policies on a plain trace, object by object, that creel is compared with."""
+"""Classic cache policies on a plain trace, object by object, to compare creel with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def lru(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
-    """(t,) hits of least recently used.
+    """Return (t,) hits of least recently used.
 
     >>> lru(np.array([1, 2, 1, 3, 2]), 2).tolist()
     [False, False, True, False, False]
@@ -20,7 +20,7 @@ def lru(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
 
 
 def fifo(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
-    """(t,) hits of first in, first out."""
+    """Return (t,) hits of first in, first out."""
     return _recency(trace, capacity, renew=False)
 
 
@@ -40,7 +40,7 @@ def _recency(trace: NDArray[np.integer], capacity: int, *, renew: bool) -> NDArr
 
 
 def pin(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
-    """(t,) hits when the first `capacity` objects stay for ever (MinIO in CoorDL, VLDB 2021)."""
+    """Return (t,) hits if the first `capacity` objects always stay (MinIO in CoorDL, VLDB 2021)."""
     ids, first = np.unique(trace, return_index=True)
     kept = ids[first.argsort()[:capacity]]
     hit = np.isin(trace, kept)
@@ -51,7 +51,7 @@ def pin(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
 def chance(
     trace: NDArray[np.integer], capacity: int, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """(t,) hits of random eviction."""
+    """Return (t,) hits of random eviction."""
     place: dict[int, int] = {}
     held: list[int] = []
     victims = rng.integers(0, max(capacity, 1), len(trace)).tolist()
@@ -70,7 +70,7 @@ def chance(
 
 
 def min_reads(trace: list[int], capacity: int, epoch: int) -> NDArray[np.int64]:
-    """Reads per epoch of offline MIN with bypass that sees its epoch and the next, no more."""
+    """Return reads per epoch of offline MIN with bypass that knows only this epoch and the next."""
     never = 1 << 60
     after, last = [never] * len(trace), dict[int, int]()
     for t in range(len(trace) - 1, -1, -1):
@@ -104,7 +104,7 @@ def min_reads(trace: list[int], capacity: int, epoch: int) -> NDArray[np.int64]:
 
 
 def lru_hits(f: float) -> float:
-    """Hit ratio of LRU over shuffled epochs, a share f of the dataset held.
+    """Return the hit ratio of LRU over shuffled epochs if a share f of the dataset fits.
 
     >>> round(lru_hits(0.5), 3)
     0.153

@@ -53,16 +53,16 @@ _VERSION = 5 << 40 | 1
 _CLUSTER = "c"
 _STEP_S = 0.1
 _APART_S = 1000.0
-#: At most as many reads, writes and plans follow from what happens at one moment: a tenth is usual.
+#: Most reads, writes and plans that may follow from the events of one moment; usual is a tenth.
 _MOST_ACTIONS = 10_000
 
 
 class Nodes:
-    """One rank on each node reads epochs of equal objects, all in step.
+    """One rank on each node reads epochs of equal objects; all ranks run in step.
 
     Attributes:
-        counts: "source", "disk", "peer", "refused", "checked" and "shared" objects, of this epoch;
-            "empty": asked of a daemon that holds nothing.
+        counts: "source", "disk", "peer", "refused", "checked" and "shared" objects of this epoch;
+            "empty": objects asked of a daemon that holds none.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Nodes:
         remote: bool = False,
         recheck: str = "never",
     ) -> None:
-        """held: objects that all memories together hold, in datasets; disk: that each disk does.
+        """`held`: objects that all memories together hold, in datasets; `disk`: those of each disk.
 
-        remote: the objects' addresses are no paths; recheck: as in `messages.Open`.
+        `remote`: the objects' addresses are not paths; `recheck`: as in `messages.Open`.
         """
         self.order, self.size = order, size
         self.capacity = int(held * order.samples * size / nodes)
@@ -86,19 +86,19 @@ class Nodes:
         self.counts: Counter[str] = Counter()
         self.version = np.full(order.samples, _VERSION)  # of each object at its source
         self._remote, self._recheck = remote, recheck
-        self.gone: set[int] = set()  # nodes that answer nobody
-        self.late: set[int] = set()  # nodes that are told nothing of the others
+        self.gone: set[int] = set()  # nodes that answer no peer
+        self.late: set[int] = set()  # nodes that hear nothing of the others
         self.dead: set[int] = set()  # nodes that do nothing at all
-        self.chance: np.random.Generator | None = None  # what happens next; None: in turn
+        self.chance: np.random.Generator | None = None  # draws the next action; None: in order
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
-        #: By request: who waits for what, and since when.
+        #: By request: the node that waits, its fetch, and since when.
         self._asked: dict[int, tuple[int, FetchObjects, float]] = {}
         self._plans: dict[int, SharePlan] = {}
         self.ready = [0] * nodes
         self.places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * nodes
         self.cores: list[Core] = []
-        self._known = 0  # epochs
+        self._known = 0  # epochs that the nodes know
         self._began = [0] * nodes  # the epoch with which each core began
         self._limits = SilenceLimits.among(nodes, ClusterSettings().lost_s)
         self.members = [Members(node, nodes, -10.0, self._limits) for node in range(nodes)]
@@ -121,13 +121,13 @@ class Nodes:
         self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores), self._recheck))
 
     def _lengths(self) -> NDArray[np.int64]:
-        """(samples,) bytes of each object."""
+        """Return (samples,) bytes of each object."""
         return np.broadcast_to(np.int64(self.size), (self.order.samples,))
 
     def run(
         self, epochs: int, then: Callable[[], None] = lambda: None, part: float = 0.5
     ) -> list[Counter[str]]:
-        """Run further epochs; the counts of each. After `part` of each comes `then`."""
+        """Run further epochs, with `then` after `part` of each; return the counts of each."""
         out = []
         for _ in range(epochs):
             self.counts.clear()
@@ -165,7 +165,7 @@ class Nodes:
         return [node for node in range(len(self.cores)) if node not in self.dead]
 
     def lose(self, node: int) -> None:
-        """A node is gone, and the others notice."""
+        """Let a node disappear, and the others notice."""
         self.gone.add(node)
         self.dead.add(node)
         for other in self.alive:
@@ -173,7 +173,7 @@ class Nodes:
         self._agree()
 
     def restart(self, node: int) -> None:
-        """A node is there again, with a daemon that holds nothing."""
+        """Bring a node back, with a daemon that holds nothing."""
         epoch = self._known - 2
         self.gone.discard(node)
         self.dead.discard(node)
@@ -191,7 +191,7 @@ class Nodes:
         self._settle()
 
     def lose_disk(self, node: int) -> None:
-        """The disk of a node fails with all that was on it, and all hear of that."""
+        """Let the disk of a node fail with all its contents; all nodes hear of it."""
         self._disks[node] = 0
         self._feed(node, DiskOpened(0, 1))
         for one in self.alive:
@@ -199,7 +199,7 @@ class Nodes:
         self._settle()
 
     def _compare(self) -> None:
-        """Each node sees what the others take for granted, as heartbeats tell it."""
+        """Compare each node's inputs of plans with those of the others, as heartbeats do."""
         plans = [core.plans.digests(_CLUSTER) for core in self.cores]
         for node in self.alive:
             first = authority(self.members[node].log)
@@ -209,7 +209,7 @@ class Nodes:
         self._settle()
 
     def _agree(self) -> None:
-        """Write a change where there is one, and spread it."""
+        """Write a change of members if there is one, and spread it."""
         for node in self.alive:
             for other in self.alive:
                 self.members[node].heard(other, self._now)
@@ -227,7 +227,7 @@ class Nodes:
     def _view(self, node: int) -> ClusterView:
         nodes = len(self.cores)
         reachable = self.members[node].reachable(self._now)
-        reachable[list(self.gone - self.dead)] = True  # nobody has noticed these
+        reachable[list(self.gone - self.dead)] = True  # no node has noticed yet
         origin = np.where(reachable, np.arange(nodes), SOURCE)
         origin[node] = SOURCE
         capacity = np.full(nodes, self.capacity)
@@ -252,7 +252,7 @@ class Nodes:
 
     def _feed(self, node: int, event: Event) -> None:
         self._now += 1e-4
-        now = self._now + _APART_S * node  # no two clocks agree
+        now = self._now + _APART_S * node  # clocks of nodes differ
         for action in self.cores[node].handle(event, now):
             self._do(node, action)
 
@@ -271,7 +271,7 @@ class Nodes:
             self._plans[action.request] = action
 
     def _settle(self) -> None:
-        """Until nothing is under way."""
+        """Run until no read, write or request is under way."""
         left = _MOST_ACTIONS
         while self._queue:
             left -= 1
@@ -300,15 +300,15 @@ class Nodes:
                 self._from_peer(node, action)
 
     def _read(self, action: FetchObjects) -> NDArray[np.int64]:
-        """(k,) bytes that source or disk gives of each object, -1 where it cannot be read."""
+        """Return (k,) bytes of each object from source or disk, or -1 if it cannot be read."""
         return action.length.copy()
 
     def _write(self, action: SpillObjects) -> NDArray[np.bool_]:
-        """(k,) whether each object could be written to disk."""
+        """Return (k,) whether each object could be written to disk."""
         return np.ones(len(action.ids), np.bool_)
 
     def _next(self) -> tuple[int, Action]:
-        """What happens next: in order, or whatever `chance` says."""
+        """Return the next action: in order, or as drawn by `chance`."""
         first = self._queue[0][1]
         if self.chance is not None and not isinstance(first, ServeObjects):
             self._queue.rotate(-int(self.chance.integers(len(self._queue))))
@@ -341,7 +341,7 @@ class Nodes:
         self._feed(peer, PeerAsked(self._requests, action.dataset, action.ids, 1.0))
 
     def _served(self, node: int, answer: ServeObjects) -> None:
-        """The answer of `node` goes to whoever asked it, before anything else happens there."""
+        """Deliver the answer of `node` to the node that asked, before any other event there."""
         self._queue.appendleft((node, answer))
 
     def _arrive(self, origin: int, answer: ServeObjects) -> None:

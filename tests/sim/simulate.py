@@ -1,4 +1,4 @@
-"""Simulation of a training job on a virtual clock: nodes are the daemon's own core."""
+"""Simulate a training job on a virtual clock; each node is the daemon's own core."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class CoreNode:
     Args:
         lengths: (n,) bytes of each object of the dataset, all known.
         capacity: bytes of memory.
-        ranks: those of `world` on this node.
-        jobs: the job of each rank; empty: all are of one job.
-        disk: bytes of disk, which takes no time.
+        ranks: the ranks on this node, of `world`.
+        jobs: the job of each rank; empty: all ranks are of one job.
+        disk: bytes of disk, whose reads and writes take no time.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CoreNode:
         self._steps = dict.fromkeys(ranks, 0)
         self._fetches: dict[int, Ints] = {}
         self._plans: list[events.PlanRetention] = []
-        self._answers: list[events.Event] = []  # of the disk
+        self._answers: list[events.Event] = []  # of the disk, not handled yet
         self.disk_reads = self.spilled = 0
         self._offset = np.full(len(lengths), -1, np.int64)
         length = lengths.astype(np.int64)
@@ -77,20 +77,20 @@ class CoreNode:
         )
 
     def progress(self, rank: int, done: int, wanted: int, now: float) -> list[Started]:
-        """A rank has done `done` steps and waits for step wanted-1 (or for none)."""
+        """Note that a rank has done `done` steps and waits for step wanted-1 (or for none)."""
         return self._feed(events.Progressed(rank, done, wanted), now)
 
     def landed(self, fetch: int, now: float) -> list[Started]:
-        """A fetch ended."""
+        """Note that a fetch ended."""
         nbytes = self._fetches.pop(fetch)
         return self._feed(events.Fetched(fetch, nbytes, np.ones(len(nbytes), np.int64)), now)
 
     def ready(self, rank: int) -> int:
-        """Number of steps that a rank may read."""
+        """Return the number of steps that a rank may read."""
         return self._ready[rank]
 
     def failed(self) -> int:
-        """Number of objects given up so far."""
+        """Return the number of objects given up so far."""
         return sum(self._failed.values())
 
     def _feed(self, event: events.Event, now: float) -> list[Started]:
@@ -130,14 +130,14 @@ class Job:
     """The job to simulate.
 
     Args:
-        epochs: for each epoch (ranks, k) object ids: what each rank reads, in order.
+        epochs: for each epoch, (ranks, k) ids of the objects that each rank reads, in order.
         batch: objects per step and rank.
         ranks_per_node: ranks r*n .. r*n+n-1 are on node r.
         nbytes: bytes of one object.
         step_s: compute time of a step; all ranks begin a step together.
-        bandwidth_Bps, latency_s: of the source, shared by all nodes.
-        held: steps whose bytes readers hold beyond the current one (workers decode ahead).
-        ahead: epochs published beyond the current one.
+        bandwidth_Bps, latency_s: of the source, which all nodes share.
+        held: steps after the current one whose bytes readers hold (workers decode ahead).
+        ahead: epochs published after the current one.
     """
 
     epochs: Sequence[Ids]
@@ -145,7 +145,7 @@ class Job:
     ranks_per_node: int = 1
     nbytes: int = 1
     step_s: float = 1.0
-    bandwidth_Bps: float = math.inf  # noqa: N815  the unit's own spelling
+    bandwidth_Bps: float = math.inf  # noqa: N815  the spelling of the unit
     latency_s: float = 0.0
     held: int = 1
     ahead: int = 1
@@ -158,9 +158,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of one epoch: reads by daemons and directly by readers, total and waiting time.
+    """Results of one epoch: reads by daemons and by readers, total time and waiting time.
 
-    `nbytes` is what the daemons read.
+    `nbytes` are the bytes that the daemons read.
     """
 
     reads: int
@@ -184,7 +184,7 @@ class Replay:
         self._job = job
         self._nodes = nodes
         self._watch = watch
-        self._free = 0.0  # when the source has read all that was requested
+        self._free = 0.0  # when the source has read all objects requested so far
         self._landings: list[tuple[float, int, int, int]] = []  # time, number, node, fetch
         self._number = 0
         self._reads = 0
@@ -239,7 +239,7 @@ class Replay:
             self._began(node, self._nodes[node].progress(rank, done, wanted, self._now))
 
     def _until(self, time: float) -> None:
-        """Handle all landings up to `time`, and start what each leads to."""
+        """Handle all landings up to `time`, and start the fetches that each leads to."""
         while self._landings and self._landings[0][0] <= time:
             self._now, _, node, fetch = heapq.heappop(self._landings)
             self._began(node, self._nodes[node].landed(fetch, self._now))

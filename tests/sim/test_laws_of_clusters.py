@@ -1,4 +1,4 @@
-"""Several nodes with one memory: who reads the source, and how much moves between them.
+"""Several nodes as one memory: which node reads the source, and how much moves between nodes.
 
 `nodes.Nodes` runs the cores of all nodes; the bounds are those of docs/architecture.md.
 """
@@ -20,7 +20,7 @@ def job(nodes: int, samples: int = 1920, batch: int = 8) -> JobOrder:
 def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: float) -> None:
     order = job(nodes, 3840)
     first, *later = Nodes(nodes, order, held).run(5)
-    # Each node reads ahead into the next epoch before it has ended this one.
+    # Each node reads ahead into the next epoch before it ends this one.
     ahead = 0.005 * order.samples
     assert first["source"] <= order.samples + ahead
     assert not first["peer"]
@@ -32,7 +32,7 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
-    """Also what lies on a peer's disk: from the second epoch on nothing comes from the source."""
+    """Peers also send objects from disk: from the second epoch on the source is not read."""
     order = job(nodes)
     runs = Nodes(nodes, order, 0.4, disk=0.8 / nodes).run(5)
     assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
@@ -63,7 +63,7 @@ def test_a_disk_that_fails_costs_what_it_held_and_is_not_planned_with() -> None:
 def test_memories_that_hardly_hold_a_step_wait_for_nothing_but_reads_and_writes(
     samples: int, batch: int, held: float, disk: float, part: float, seed: int
 ) -> None:
-    """Neither for each other's readers nor in writes without end; also where a disk fails."""
+    """No node waits for another's readers or writes endlessly, even if a disk fails."""
     nodes = Nodes(4, job(4, samples, batch), held, disk=disk)
     nodes.chance = np.random.default_rng(seed)
     nodes.run(2)
@@ -90,7 +90,7 @@ def test_with_room_for_all_the_source_is_read_once(nodes: int, moved: float) -> 
 
 
 def test_one_percent_of_room_is_enough_for_the_steps_in_use() -> None:
-    """A node that is full of what stays would give up some of it for each step."""
+    """A node full of objects that stay would have to evict some of them in each step."""
     order = job(4, 7680)
     runs = Nodes(4, order, 1.01).run(4)
     assert sum(counts["source"] for counts in runs) <= 1.005 * order.samples
@@ -98,7 +98,7 @@ def test_one_percent_of_room_is_enough_for_the_steps_in_use() -> None:
 
 
 def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
-    """By chance a quarter of them would be: what fits on one of 8 nodes."""
+    """By chance a quarter of the reads would be local: the part that fits on one of 8 nodes."""
     order = job(8, 1024)
     runs = Nodes(8, order, 2.0).run(12)
     assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
@@ -108,7 +108,7 @@ def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
 
 @pytest.mark.parametrize("nodes, held", [(2, 1.1), (4, 0.5), (4, 0.9)])
 def test_ranks_that_exchange_samples_move_few(nodes: int, held: float) -> None:
-    """At most .03 of them, with 256 samples of a node in a step."""
+    """At most .03 of the samples move, with 256 samples of a node in a step."""
     order = job(nodes, 16 * 256 * nodes, 256)._replace(remapped=True)
     runs = Nodes(nodes, order, held).run(6)
     for counts in runs[2:]:
@@ -128,7 +128,7 @@ def test_a_peer_that_is_gone_costs_what_it_held() -> None:
 
 
 def test_what_a_lost_node_held_is_read_once_again() -> None:
-    """In the middle of an epoch; the others together hold it all."""
+    """The node is lost in mid-epoch; the others together hold all objects."""
     order = job(4)
     nodes = Nodes(4, order, 1.4)
     nodes.run(3)
@@ -148,7 +148,7 @@ def test_what_a_lost_node_held_is_read_once_again() -> None:
 
 @pytest.mark.parametrize("held, node", [(0.6, 0), (1.4, 3)])
 def test_a_daemon_that_is_restarted_follows_the_others_again(held: float, node: int) -> None:
-    """Also the one that writes the changes."""
+    """Also the daemon of the node that writes the changes."""
     order = job(4)
     nodes = Nodes(4, order, held)
     nodes.run(3)

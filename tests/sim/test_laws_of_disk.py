@@ -1,4 +1,4 @@
-"""The laws of memory and disk together, on the real core and a virtual clock."""
+"""The laws for memory and disk together, on the real core and a virtual clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shuffled(epochs: int, ranks: int = 1) -> list[NDArray[np.int32]]:
 def replay(
     lengths: NDArray[np.int64], memory: float, disk: float, epochs: int = 4, ranks: int = 1
 ) -> tuple[list[Outcome], CoreNode]:
-    """`memory`, `disk`: as parts of the data; a record has 64 bytes more than its object."""
+    """`memory`, `disk`: parts of the data; a record on disk is 64 bytes longer than its object."""
     total = int(lengths.sum())
     room = int(disk * (total + 64 * N))
     node = CoreNode(lengths, int(memory * total), range(ranks), ranks, disk=room)
@@ -50,7 +50,7 @@ def test_what_memory_and_disk_hold_together_is_read_once(
 
 @pytest.mark.parametrize(("memory", "disk"), [(0.3, 0.3), (0.05, 0.7)])
 def test_what_does_not_fit_into_both_is_all_that_is_read(memory: float, disk: float) -> None:
-    """L1 for the sum; what is on its way between the two takes a sixteenth of the memory twice."""
+    """L1 for the sum of both; objects on their way between them use 1/16 of the memory twice."""
     out, _ = replay(np.full(N, 10_000), memory, disk)
     f = memory + disk
     for epoch in out[2:]:
@@ -59,7 +59,7 @@ def test_what_does_not_fit_into_both_is_all_that_is_read(memory: float, disk: fl
 
 
 def test_a_disk_that_holds_all_is_written_once() -> None:
-    """Whatever memory holds: objects that come back from disk are there already."""
+    """Whatever memory holds, objects read from disk are not written again."""
     _, node = replay(np.full(N, 10_000), 0.2, 1.05, epochs=5)
     assert node.spilled == N
 
@@ -76,9 +76,9 @@ def test_without_a_disk_nothing_is_written() -> None:
 
 @pytest.mark.parametrize(("memory", "disk"), [(0.2, 1.05), (0.3, 0.85), (0.5, 0.65)])
 def test_memory_serves_its_share_of_the_reads(memory: float, disk: float) -> None:
-    """Between two reads of an object the best that any policy gives is the part that memory holds.
+    """The best that any policy achieves between two reads is the part that memory holds.
 
-    What is on disk is not read so far ahead that it takes the room of what is read again soon.
+    Objects on disk are not read so far ahead that they take the room of objects read again soon.
     """
     epochs = 4
     _, node = replay(np.full(N, 10_000), memory, disk, epochs)

@@ -1,4 +1,4 @@
-"""Nodes that do not know how the others read: each object is read once where all fit together."""
+"""Nodes without each other's orders: each object is read once if all fit together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SAMPLES, BATCH = 840, 4
 
 
 class Followers(Nodes):
-    """Nodes whose ranks each read in an order of their own, of which no other node knows.
+    """Nodes whose ranks each read in an order of their own, which no other node knows.
 
-    `shares`: together they read each object once in an epoch; else each of them does.
+    `shares`: together the ranks read each object once per epoch; otherwise each rank reads all.
     """
 
     def __init__(self, nodes: int, held: float, *, shares: bool, disk: float = 0.0) -> None:
@@ -63,7 +63,7 @@ def test_what_they_hold_of_it_is_not_read_again(held: float, *, shares: bool) ->
 def test_memories_and_disks_hold_what_is_at_home_there(
     nodes: int, held: float, disk: float, *, shares: bool
 ) -> None:
-    """A disk has what its node is home of: each object once, not what each node came across."""
+    """A disk has the objects that its node is home of: each object is on one disk only."""
     first, *later = runs = Followers(nodes, held, shares=shares, disk=disk).run(4)
     assert first["source"] <= 1.005 * SAMPLES
     assert sum(counts["source"] for counts in later) <= 0.002 * SAMPLES
@@ -76,9 +76,9 @@ def test_memories_and_disks_hold_what_is_at_home_there(
 def test_no_node_waits_for_what_only_another_reader_could_end(
     held: float, disk: float, *, shares: bool
 ) -> None:
-    """Whatever comes first: a node awaits reads, writes and what is being sent, nothing else.
+    """In any order of events a node waits only for reads, writes and objects being sent.
 
-    `_step` finds each step ready once all of these are done, without a look at the clock.
+    Once all of these are done, `_step` finds each step ready, without a look at the clock.
     """
     nodes = Followers(2, held, shares=shares, disk=disk)
     nodes.chance = np.random.default_rng(3)
@@ -104,7 +104,7 @@ def test_what_a_lost_node_was_home_of_is_read_once_again() -> None:
 
 
 def test_homes_are_shared_out_evenly_and_move_only_where_they_must() -> None:
-    ids = np.arange(0, 40_000, 2)  # every second object, say the images of pairs
+    ids = np.arange(0, 40_000, 2)  # every second object, such as the images of pairs
     origin = np.array([-1, 5, 6, 7])
 
     def homes(origin: NDArray[np.int64]) -> NDArray[np.int64]:

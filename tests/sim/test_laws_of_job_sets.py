@@ -1,4 +1,4 @@
-"""Jobs on one dataset that have some nodes in common, not all: none costs another a read."""
+"""Jobs on one dataset whose node sets overlap: none costs another a read."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from creel.policies.cluster.members import differing
 
 SAMPLES, BATCH = 960, 4
 _STEP_S = 0.1
-#: Steps that are an epoch of a job of two nodes.
+#: Steps in an epoch of a job of two nodes.
 EPOCH = SAMPLES // BATCH // 2
-#: Each job's peers have numbers of their own as origins.
+#: Offset between the origin numbers of two jobs' peers.
 _ORIGINS = 1000
 
 
@@ -40,12 +40,12 @@ class JobSets(Nodes):
     """Job j runs a rank on each of the nodes `sets[j]`; each job takes a step at each tick.
 
     Attributes:
-        following: jobs that tell no node how all ranks read.
-        by_hash: what the nodes of each job have heard in beats.
+        following: jobs whose ranks' orders no node knows.
+        by_hash: for each job, the datasets to place by hash, as heard in heartbeats.
     """
 
     def __init__(self, sets: list[list[int]], memory: float, disk: float = 0.0) -> None:
-        """memory, disk: what each node holds of the dataset."""
+        """`memory`, `disk`: parts of the dataset that each node holds."""
         self.sets = sets
         self.ready_of: dict[tuple[int, int], int] = {}
         self.told = [0] * len(sets)  # epochs of each job
@@ -66,7 +66,7 @@ class JobSets(Nodes):
         self._feed(node, SessionClosed(1))
 
     def view_of(self, job: int, node: int) -> ClusterView:
-        """The nodes of a job, as one of them sees them."""
+        """Return the nodes of a job, as one of them sees them."""
         nodes = self.sets[job]
         me, count = nodes.index(node), len(nodes)
         origin = np.array(nodes) + _ORIGINS * job
@@ -78,7 +78,7 @@ class JobSets(Nodes):
         return ClusterView(me, np.arange(count), capacity, origin, *rest)
 
     def go(self, ticks: int) -> Counter[str]:
-        """Let all running jobs take as many steps; what was counted."""
+        """Let all running jobs take as many steps; return the counts."""
         self.counts.clear()
         for _ in range(ticks):
             self._now += _STEP_S
@@ -101,7 +101,7 @@ class JobSets(Nodes):
         return self.counts.copy()
 
     def hear(self, job: int) -> None:
-        """The nodes of a job hear of its present epoch and the next."""
+        """Tell the nodes of a job its present epoch and the next."""
         while self.told[job] < (self.tick - self.began[job]) // self.job_order(job, 0).steps + 2:
             epoch, nodes = self.told[job], self.sets[job]
             order = self.job_order(job, epoch)
@@ -120,7 +120,7 @@ class JobSets(Nodes):
             self.told[job] += 1
 
     def beat(self) -> None:
-        """Each node hears what the others of each of its clusters say of their plans."""
+        """Tell each node what the others of each of its clusters say of their plans."""
         for job in self.running:
             nodes = self.sets[job]
             plans = {node: self.cores[node].plans.digests(f"c{job}") for node in nodes}
@@ -139,7 +139,7 @@ class JobSets(Nodes):
         self._settle()
 
     def start(self, *jobs: int) -> None:
-        """These jobs begin."""
+        """Begin these jobs."""
         for job in jobs:
             self.began[job] = self.tick
             self.running.add(job)
@@ -150,7 +150,7 @@ class JobSets(Nodes):
                 )
 
     def end(self, job: int) -> None:
-        """A job ends on all of its nodes."""
+        """End a job on all its nodes."""
         self.running.discard(job)
         for node in self.sets[job]:
             self._feed(node, SessionClosed(job + 2))
@@ -168,7 +168,7 @@ class JobSets(Nodes):
 
 
 def alone(sets: list[list[int]], memory: float) -> float:
-    """What all jobs would read in an `EPOCH` if each had its nodes for itself (law L1)."""
+    """Return the reads of all jobs in an `EPOCH` if each had its nodes to itself (law L1)."""
     return sum(max(1 - len(one) * memory, 0) * len(one) / 2 for one in sets) * SAMPLES
 
 
@@ -199,7 +199,7 @@ SETS = {
 def test_no_job_reads_more_than_if_it_had_its_nodes_for_itself(
     name: str, memory: float, disk: float, *, follow: bool
 ) -> None:
-    """Whatever comes first; and what one job's nodes read for another is not read again."""
+    """In any order of events; objects that nodes of one job read for another are read once."""
     sets = SETS[name]
     nodes = JobSets(sets, memory, disk)
     nodes.following = set(range(len(sets))) if follow else set()
@@ -214,7 +214,7 @@ def test_no_job_reads_more_than_if_it_had_its_nodes_for_itself(
 
 
 def test_nodes_that_two_jobs_have_in_common_are_one_memory_with_all_the_others() -> None:
-    """Two of the four nodes hold .6 of the data, which is what the second job alone would have."""
+    """Two of the four nodes hold .6 of the data; the second job alone would have only these."""
     nodes = JobSets(SETS["two of four"], 0.3)
     nodes.start(0, 1)
     nodes.go(2 * EPOCH)
@@ -222,7 +222,7 @@ def test_nodes_that_two_jobs_have_in_common_are_one_memory_with_all_the_others()
 
 
 def test_a_job_that_begins_or_ends_costs_the_other_at_most_one_epoch() -> None:
-    """What lies where a plan said is read again where it is at home; when the job ends, nothing."""
+    """At its begin, objects at planned holders are read again at their homes; at its end, none."""
     nodes = JobSets(SETS["one in common"], 0.65)
     nodes.start(0)
     nodes.go(2 * EPOCH)
@@ -246,10 +246,10 @@ def test_jobs_on_the_same_nodes_go_by_what_both_of_them_read() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_is_asked_ranks_above_who_asks(seed: int) -> None:
-    """So whatever nodes jobs have, no two of these wait for each other."""
+    """So no two nodes wait for each other, whatever nodes the jobs have."""
     rng, ids = np.random.default_rng(seed), np.arange(500)
     sets = [rng.permutation(6)[: rng.integers(2, 6)] for _ in range(4)]
-    asked: dict[int, NDArray[np.int64]] = {}  # by node: whom it asks for each object
+    asked: dict[int, NDArray[np.int64]] = {}  # by node: the node that it asks for each object
     for node in set(np.concatenate(sets).tolist()):
         views = []
         for nodes in (one for one in sets if node in one):

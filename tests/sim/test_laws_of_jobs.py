@@ -1,4 +1,4 @@
-"""Several jobs on one dataset over several nodes: their plans are one (law L4)."""
+"""Several jobs on one dataset over several nodes: their plans are merged (law L4)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_S = 0.1
 
 
 class Jobs(Nodes):
-    """On each node a rank of each of two jobs; the second takes a step in every `pace`-th alone."""
+    """Two jobs with a rank on each node; the second job only steps at every `pace`-th tick."""
 
     def __init__(self, nodes: int, held: float, pace: int = 1, disk: float = 0.0) -> None:
         self.jobs, self.pace = (1, 2), pace
@@ -70,11 +70,11 @@ class Jobs(Nodes):
                 assert self.ready_of[node, job] > at, "not ready, and nothing is awaited"
 
     def steps(self, tick: int) -> list[tuple[int, int]]:
-        """The jobs that take a step at this tick, and which."""
+        """Return the jobs that take a step at this tick, and which step."""
         return [(1, tick), (2, tick // self.pace)][: 1 if tick % self.pace else 2]
 
     def least_reads(self, capacity: int, epochs: int) -> NDArray[np.int64]:
-        """What one memory would read in each epoch of the first job, by MIN over both plans."""
+        """Return the reads of one memory in each epoch of the first job, by MIN over both plans."""
         steps, width = self.order.steps, self.order.world * BATCH
         orders = {(j, e): self.job_order(j, e).permutation() for j in self.jobs for e in range(9)}
         trace: list[int] = []
@@ -89,7 +89,7 @@ class Jobs(Nodes):
 def test_two_jobs_read_hardly_more_than_one_memory_would_that_knew_both_plans(
     nodes: int, held: float, pace: int
 ) -> None:
-    """.02 N of what is held is on its way, and .01 N from node to node, of 960 objects."""
+    """Of N = 960 objects, .02 N are held in transit, and .01 N between nodes."""
     jobs, epochs = Jobs(nodes, held, pace), 3
     jobs.chance = np.random.default_rng(nodes)
     runs = jobs.run(epochs)
@@ -109,7 +109,7 @@ def test_an_epoch_begins_where_the_next_one_says_also_when_its_plan_is_made_anew
     order = JobOrder(40, 2, 20, 4, 7)
     uses, deals = NextUses(40), Deals(orders={0: order, 1: order})
     steps = np.arange(5, dtype=np.int32)
-    uses.extend(0, steps[2:], np.arange(3))  # two steps are done
+    uses.extend(0, steps[2:], np.arange(3))  # two steps are done already
     uses.extend(1, steps + 5, np.arange(5))
     job = DealtJob(uses, deals, lambda: 2)
     assert {epoch: base for epoch, (base, _) in job.orders.items()} == {0: 0, 1: 5}
@@ -117,12 +117,12 @@ def test_an_epoch_begins_where_the_next_one_says_also_when_its_plan_is_made_anew
 
 @pytest.mark.parametrize("samples", [960, 140_000])
 def test_when_an_epoch_reads_what_takes_two_bytes_an_object(samples: int) -> None:
-    """Also where it has more steps than two bytes count: then to within a few steps."""
+    """An epoch with more steps than two bytes can count is exact to within a few steps."""
     order = JobOrder(samples, 2, samples // 2, 1, 7)
     (epochs,) = JobsTask(samples, [[0, 1]], [{0: (50, order)}]).plan().jobs
     ids = np.arange(samples)
     read = np.empty(samples, np.int64)
-    read[order.permutation()] = 50 + ids // 2  # dealt to two ranks in turn
+    read[order.permutation()] = 50 + ids // 2  # dealt to two ranks alternately
     late = read - epochs[0].steps(ids)
     assert epochs[0].after.nbytes == 2 * samples
     assert 0 <= late.min() <= late.max() <= order.steps // 65_535

@@ -1,4 +1,4 @@
-"""What coordinated retention promises for whole jobs, against the tables of its derivation.
+"""The promises of coordinated retention for whole jobs, against the tables of its derivation.
 
 Reads, transfers and occupancy are counted here, from the plans alone.
 """
@@ -32,7 +32,7 @@ ONE = np.array([1])
 
 @dataclass
 class Counted:
-    """Shares of accesses; the most that a node held, by its memory; the slowest rank's misses."""
+    """Shares of accesses; most bytes of a node, by its memory; misses of the slowest rank."""
 
     local: float
     remote: float
@@ -121,9 +121,9 @@ def test_transfers_where_half_fits(nodes: int, most: float) -> None:
 
 
 def test_memory_beyond_one_copy_makes_most_reads_local_and_none_from_the_source() -> None:
-    """A node that holds what is best for itself alone, last copies or not, would have 0.588.
+    """If each node kept what is best for it alone, last copies or not, the share were 0.588.
 
-    What never gives up a last copy where a second one can go has 0.582 [reference: retention, 1.4].
+    A plan that never gives up a last copy for a second one reaches 0.582.
     """
     seen = run(20_000, 8, 2.0, batch=32, depth=7, epochs=24, first=12)
     assert seen.source == 0
@@ -143,7 +143,7 @@ def test_a_little_more_memory_than_one_copy_takes_makes_more_reads_local(
 
 @pytest.mark.parametrize("nodes, ranks", [(64, 1), (8, 8)])
 def test_no_rank_reads_more_from_the_source_than_the_others(nodes: int, ranks: int) -> None:
-    """64 ranks, at the depth of 8 batches; by chance it would be 1.32 times the mean."""
+    """64 ranks, over windows of 8 batches; by chance it would be 1.32 times the mean."""
     seen = run(64 * 64 * 64, nodes, 0.9, depth=2, epochs=4, first=2, ranks=ranks)
     assert seen.slowest <= 1.02
 
@@ -169,7 +169,7 @@ class Context:
     [(2, 1.01, 6), (8, 1.01, 5.5), (8, 2.0, 7), (255, 1.0, 5), (256, 1.01, 8), (1024, 1.01, 8)],
 )
 def test_bytes_that_a_node_keeps_of_the_plans(nodes: int, f: float, most: float) -> None:
-    """Law L6, with two boundaries planned; all else of a policy is the core's, or the job's."""
+    """Law L6, with two boundaries planned; other arrays of a policy belong to core or job."""
     n = 1 << 17
     capacity = np.full(nodes, int(f * n / nodes))
     view = cluster_view(np.arange(nodes) - 1, int(f * n / nodes))
@@ -205,7 +205,7 @@ def test_the_simulator_counts_the_same() -> None:
 
 @pytest.mark.parametrize("nodes, f", [(2, 0.5), (8, 2.0)])
 def test_the_simulator_counts_what_real_cores_do(nodes: int, f: float) -> None:
-    """Shares of reads within 0.012; most of that is chance, at so few objects."""
+    """Shares of reads agree within 0.012; most of that is chance, with so few objects."""
     n, epochs, first = 4096, 12 if f > 1 else 6, 6 if f > 1 else 3
     order = JobOrder(n, nodes, n // nodes, 4, 100)
     counts = cores.Nodes(nodes, order, f).run(epochs)[first:]

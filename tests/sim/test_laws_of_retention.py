@@ -16,7 +16,7 @@ Epochs = list[NDArray[np.int32]]
 
 
 def shuffled(epochs: int, ranks: int = 1, n: int = N, seed: int = 0) -> Epochs:
-    """DistributedSampler's slices of one permutation per epoch."""
+    """Return the slices that DistributedSampler makes of one permutation per epoch."""
     rng = np.random.default_rng(seed)
     return [
         rng.permutation(n)[: n // ranks * ranks].reshape(-1, ranks).T.astype(np.int32).copy()
@@ -39,7 +39,7 @@ def equal(job: Job, f: float, n: int = N) -> list[Outcome]:
 
 @pytest.mark.parametrize("f", FS)
 def test_an_epoch_reads_hardly_more_than_what_does_not_fit(f: float) -> None:
-    """L1: no policy reads less than (1-f) N; the bound to keep is 1 % above."""
+    """L1: no policy reads less than (1-f) N; the bound here is 1 % above."""
     out = equal(Job(shuffled(5), BATCH), f)
     for epoch in out[1:]:
         assert (1 - f) * N * 0.99 <= epoch.reads + epoch.direct <= 1.01 * (1 - f) * N
@@ -56,7 +56,7 @@ def test_what_fits_is_read_once(f: float, ahead: int) -> None:
 
 @pytest.mark.parametrize("f", FS)
 def test_a_sampler_nobody_can_predict_costs_no_more_reads(f: float) -> None:
-    """Theorem 2: for the number of reads one epoch at a time is enough."""
+    """Theorem 2: for the number of reads, knowing one epoch at a time is enough."""
     out = equal(Job(shuffled(4), BATCH, ahead=0), f)
     assert all(e.reads + e.direct <= 1.01 * (1 - f) * N for e in out[1:])
 
@@ -69,7 +69,7 @@ def test_four_ranks_on_a_node_share_one_copy() -> None:
 
 @pytest.mark.parametrize(("f", "latency_s"), [(0.25, 0.0), (0.5, 2.0), (0.75, 0.0), (0.9, 2.0)])
 def test_a_source_that_just_keeps_up_is_enough(f: float, latency_s: float) -> None:
-    """L2, paced retention: source at 1.05 x the mean miss rate; plain MIN takes 1.2-1.7 x."""
+    """L2, paced retention: source at 1.05 x the mean miss rate; plain MIN needs 1.2-1.7 x."""
     n, batch = 16_000, 64
     rate = 1.05 * (1 - f) * batch * 100
     job = Job(shuffled(4, n=n), batch, bandwidth_Bps=rate, latency_s=latency_s, nbytes=100)
@@ -84,7 +84,7 @@ def test_a_source_that_just_keeps_up_is_enough(f: float, latency_s: float) -> No
 def test_image_sizes_read_hardly_more_bytes_than_do_not_fit(f: float, batch: int) -> None:
     """L1 in bytes, mean 110 KB and deviation 100 KB.
 
-    How many objects make up those bytes varies by about 1 % with which of them happen to stay.
+    The number of objects in those bytes varies by about 1 % with which objects happen to stay.
     """
     n, spread = 10_000, np.log(1 + (100 / 110) ** 2)
     rng = np.random.default_rng(1)
@@ -146,7 +146,7 @@ def test_one_percent_of_memory_streams_without_a_stall() -> None:
 
 
 def test_nodes_that_do_not_speak_to_each_other_keep_their_own_bound() -> None:
-    """Until the collaborative cache: each node keeps what its ranks may read again."""
+    """Each node keeps the objects that its own ranks may read again."""
     n = 8000
     out = equal(Job(shuffled(4, ranks=4, n=n), BATCH, ranks_per_node=2), 0.5, n)
     assert all(e.reads <= 1.02 * n for e in out)
@@ -160,7 +160,7 @@ def test_lru_has_the_hits_of_its_closed_form(f: float) -> None:
 
 
 def test_the_classics_fall_short_as_the_table_says() -> None:
-    """Hits at f = .5: those of pin are f, the others were simulated."""
+    """Hits at f = .5: those of `pin` are f, the others were simulated."""
     trace = np.concatenate(shuffled(8), axis=1)[0]
     late = slice(3 * N, None)
     assert pin(trace, N // 2)[late].mean() == 0.5

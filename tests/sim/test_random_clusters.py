@@ -1,4 +1,4 @@
-"""Small clusters with random jobs and mishaps: every rank gets all of its steps, and soon."""
+"""Small clusters with random jobs and faults: every rank gets all its steps, and soon."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from creel.policies.cluster.job_order import JobOrder
 from kit import seeds
 
 SIZE = 1000
-#: Seeds in which objects were once read again and again without end, as each left for another.
+#: Seeds in which objects were once read again endlessly, as each was evicted for another.
 _FOUND = 8, 23, 26, 1595
 
 
 class Anything(Nodes):
-    """A cluster, one or two jobs and what happens to them, all drawn by a seed.
+    """A cluster, one or two jobs and their faults, all drawn by a seed.
 
-    After each event no object has left that a reader holds; when all reads and writes of a moment
+    After each event no object that a reader holds has left. When all reads and writes of a moment
     are done, every rank has the step that it waits for.
     """
 
@@ -46,8 +46,8 @@ class Anything(Nodes):
         self.ahead = int(rng.integers(3))
         self.uneven = int(
             rng.integers(2) * (seed + 1)
-        )  # seed of the sizes of objects; 0: all alike
-        self.faults = float(rng.choice([0.0, 0.02]))  # of source and disk
+        )  # seed of the sizes of objects; 0: all equal
+        self.faults = float(rng.choice([0.0, 0.02]))  # share of failing reads and writes
         memory = int(batch * 2 ** rng.uniform(-1, 1 + np.log2(steps))) + 1
         disk = float(rng.choice([0.0, rng.uniform(0, 1)]))
         self.plans: dict[tuple[int, int], NDArray[np.int32]] = {}
@@ -62,7 +62,7 @@ class Anything(Nodes):
             self.late.add(int(rng.integers(nodes)))
 
     def live(self, epochs: int) -> None:
-        """Run, with a mishap in each epoch or none."""
+        """Run, with one fault or none in each epoch."""
         for _ in range(epochs):
             then = [self.fail_node, self.join, self.fail_disk, lambda: None][self.rng.integers(4)]
             self.run(1, then, float(self.rng.random()))

@@ -1,6 +1,6 @@
-"""One node asks the storage for all: what a peer has checked is not checked again, if that is late.
+"""One node checks versions in storage for all: checks by a peer that are recent enough count.
 
-Only for remote addresses, which name the same on every node.
+Only for remote addresses, which mean the same on every node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def job(nodes: int, samples: int = 1920) -> JobOrder:
 
 @pytest.mark.parametrize("nodes, held", [(2, 1.1), (4, 1.1), (4, 0.5), (8, 2.0)])
 def test_of_remote_files_one_node_asks_for_all(nodes: int, held: float) -> None:
-    """But for what was read when the last sessions were opened: here .1 s after each other."""
+    """Except objects read while the last sessions were opened: here .1 s after each other."""
     cluster = Nodes(nodes, job(nodes), held, remote=True, recheck="open")
     counts = cluster.run(6)
     assert counts[0]["source"] == 1920
@@ -34,14 +34,14 @@ def test_of_remote_files_one_node_asks_for_all(nodes: int, held: float) -> None:
 
 
 def test_of_local_files_each_node_asks_once() -> None:
-    """Another node's path may be another file."""
+    """The same path on another node may be another file."""
     cluster = Nodes(4, job(4), 1.1, recheck="open")
     checked = sum(one["checked"] for one in cluster.run(6))
     assert 2 * 1920 <= checked <= 3 * 1920
 
 
 class Changing(Nodes):
-    """Nodes that know of what version the bytes are that each of them has."""
+    """Nodes that know the version of the bytes that each of them has."""
 
     def __init__(self, nodes: int, order: JobOrder, held: float) -> None:
         self.got = np.zeros((nodes, order.samples), np.int64)
@@ -78,7 +78,7 @@ class Changing(Nodes):
 
 @pytest.mark.parametrize("seed", seeds(4))
 def test_no_node_reads_what_is_older_than_its_loader(seed: int) -> None:
-    """A node comes back, and reads what others have read before; files change all the time."""
+    """A node comes back and reads objects that others have read; files change all the time."""
     rng = np.random.default_rng(seed)
     nodes = Changing(4, job(4, 960), float(rng.choice([0.6, 1.1, 1.6])))
     for _ in range(3):
@@ -91,16 +91,16 @@ def test_no_node_reads_what_is_older_than_its_loader(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(300))
 def test_a_check_counts_only_if_it_was_made_after_the_session_was_opened(seed: int) -> None:
-    """Two clocks that go at different rates, and messages that take any time."""
+    """Two clocks run at different rates, and messages take any time."""
     rng = np.random.default_rng(seed)
-    t = 100 + rng.exponential(10, 9).cumsum()  # when what happens, truly
+    t = 100 + rng.exponential(10, 9).cumsum()  # true times of the events
     fast = 1 + 5e-4 * rng.uniform(-1, 1, 2)
     clock = [lambda at, k=k: 1000 * k + at * fast[k] for k in range(2)]
     remote = np.ones(1, np.bool_)
     peer, mine = Versions(1, remote=remote), Versions(1, remote=remote)
     file = np.zeros(1, np.int32)
     # The peer asks, the file changes, is asked, my session opens, I ask, the peer answers: in any
-    # order that can be.
+    # possible order.
     asked, changed, opened = rng.permutation(t[:3]).tolist()
     begun, sent = t[int(rng.integers(3, 6)) - int(rng.integers(0, 3))], t[6]
     said = NEW if asked > changed else OLD

@@ -1,6 +1,6 @@
-"""Tools that search for differences and leftovers at size; `make stress` runs both.
+"""Tools that search for differences and leftovers with many runs; `make stress` runs both.
 
-Started as `python -m tests.stress.NAME` they find the tests' own modules as pytest does.
+Started as `python -m tests.stress.NAME`, they find the tests' own modules as pytest does.
 """
 
 import sys

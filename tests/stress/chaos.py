@@ -1,11 +1,11 @@
-"""Kill and stop daemons at random moments under trainings, and compare all batches with torch's.
+"""Kill and stop daemons at random moments of trainings, and compare all batches with torch's.
 
     python -m tests.stress.chaos --kills 160
 
-Each run is a process that trains for several epochs with a daemon of its own, which it starts anew
-whenever it finds none. Two thirds of what befalls that daemon are kills, the rest stops of up to 4
-seconds. Prints a line for each run that gave a wrong batch, hung, or left something behind, and a
-summary; exit status 1 if there was one.
+Each run is a process that trains for several epochs with a daemon of its own, which it starts again
+whenever it finds none. Two thirds of the faults are kills of the daemon, the others stops of up to
+4 seconds. Prints a line for each run that gave a wrong batch, hung, or left something behind, and a
+summary; exit status 1 if there was such a run.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from kit import daemon_of, gone, unique_name, until
 from shown import plain
 from stress.userland import WITH_CREEL, Own, make_files, make_images, pixels, rewrite, size_of
 
-#: For one run, which takes some seconds; a stop costs a reader up to 10 (`creel.wrap`).
+#: For one run, which takes some seconds; a stop costs a reader up to 10 s (`creel.wrap`).
 DEADLINE_S = 120
 COUNT, BATCH = 240, 8
-STEP_S = 0.004  # of work that a training does between two batches: time for something to happen
+STEP_S = 0.004  # of training's work between two batches: time for a fault to happen
 
 KINDS = ("files", "records", "images", "wrapped")
 WORKERS = ((0, False), (1, False), (2, False), (2, True))
 
 
 def dataset(kind: str) -> Any:
-    """240 samples in the working directory."""
+    """Return 240 samples in the working directory."""
     if kind == "files":
         return creel.FileDataset(make_files("files", range(3000, 3000 + COUNT)), decode=size_of)
     if kind == "records":
@@ -62,7 +62,7 @@ def dataset(kind: str) -> Any:
 def train(
     seed: int, epochs: int, name: str, home: str, result: multiprocessing.connection.Connection
 ) -> None:
-    """Train, and report how many batches there were and how many were not torch's."""
+    """Train; report how many batches there were and how many differ from torch's."""
     os.setsid()
     os.chdir(home)
     with Path("log").open("wb") as log:
@@ -73,7 +73,7 @@ def train(
     os.environ.update(
         {"CREEL_SOCKET": name, "CREEL_DAEMON__LINGER_S": "0.5", WITH_CREEL: "1"},
         CREEL_MEMORY__BUDGET=budget,
-        # else nobody would ask the daemon for files, which lie in the page cache
+        # else no loader would ask the daemon for files, which are in the page cache
         CREEL_LOADER__DIRECT="auto" if seed % 5 == 0 else "never",
     )
     data = dataset(KINDS[seed % 4])
@@ -98,13 +98,13 @@ def train(
 
 
 class Run:
-    """One training, and what befalls its daemons."""
+    """One training, and the faults of its daemons."""
 
     def __init__(self, seed: int, epochs: int, home: str) -> None:
         self._random = random.Random(seed)
         self._name = unique_name()
         self._daemons: set[int] = set()
-        self._before = _segments()  # which others left
+        self._before = _segments()  # left by other programs
         self.counts: Counter[str] = Counter(runs=1)
         context = multiprocessing.get_context("fork")
         self._result, result = context.Pipe(duplex=False)
@@ -115,7 +115,7 @@ class Run:
         self._deadline = time.monotonic() + DEADLINE_S
 
     def finish(self) -> None:
-        """Trouble the daemons until the training has ended; then look at what it says and left."""
+        """Disturb the daemons until the training has ended; then check its report and leftovers."""
         while not self._result.poll(0.01):
             if time.monotonic() > self._deadline:
                 self.counts["hung"] += 1
@@ -125,7 +125,7 @@ class Run:
             try:
                 batches, wrong = self._result.recv()
                 self.counts.update(batches=batches, wrong=wrong)
-            except EOFError:  # it ended by an error
+            except EOFError:  # the training failed
                 self.counts["wrong"] += 1
             self._trainer.join(DEADLINE_S)
         self.counts["residue"] += self._left()
@@ -135,7 +135,7 @@ class Run:
         self._result.close()
 
     def _trouble(self) -> None:
-        """Kill or stop the daemon, if there is one, after a moment."""
+        """Wait a moment; then kill or stop the daemon, if there is one."""
         with contextlib.suppress(CreelError, OSError, psutil.Error):
             daemon = daemon_of(self._name)
             self._daemons.add(daemon.pid)
@@ -152,7 +152,7 @@ class Run:
                 daemon.resume()
 
     def _left(self) -> int:
-        """How many processes and named segments outlive the training by 30 s."""
+        """Return how many processes and named segments outlive the training by 30 s."""
 
         def left() -> list[object]:
             daemons = [pid for pid in self._daemons if not gone(pid)]
@@ -166,7 +166,7 @@ class Run:
 
 
 def _session(leader: int) -> list[int]:
-    """Processes of a session."""
+    """Return the processes of a session."""
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError):
@@ -176,7 +176,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _segments() -> set[str]:
-    """Named shared memory of creel, and of torch's processes that have ended."""
+    """Return named shared memory of creel, and of torch's processes that have ended."""
     names = {path.name for path in Path("/dev/shm").iterdir()}
     torchs = {name for name in names if name.startswith("torch_") and gone(int(name.split("_")[1]))}
     return {name for name in names if "creel" in name} | torchs

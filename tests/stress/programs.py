@@ -1,7 +1,7 @@
 """The text of random training programs, each drawn from a seed.
 
-A program is made of what `userland` has, so that it can be read, repeated and cut down by hand. It
-keeps to what creel promises (docs/datasets.md): nothing changes while an epoch is under way.
+A program uses the parts of `userland`, so that it can be read, repeated and shortened by hand. It
+keeps to the conditions of creel's promises (docs/datasets.md): nothing changes during an epoch.
 
 Statements that change something between two epochs are templates: {k} is a number, {i} and {j} are
 samples, {some} is a list of samples, {how} says how a file is written.
@@ -26,7 +26,7 @@ from stress.userland import *
 SETTINGS = ["settings.OFFSET = {k}", "settings.Settings.factor = {k}"]
 HOW = ("in place", "times put back", "renamed")
 OPTIONS = (
-    *({"loader.direct": "never"},) * 5,  # the files lie in the page cache
+    *({"loader.direct": "never"},) * 5,  # the files are in the page cache
     *(None,) * 3,
     {"loader.slots": 1},
     {"loader.max_leased": 1},
@@ -39,8 +39,8 @@ class Order(NamedTuple):
     """A loader's argument, with {d} and {n} for the dataset and its length."""
 
     argument: str = ""
-    resumable: bool = True  # another loader can go on in the middle
-    drawn: bool = False  # by random numbers
+    resumable: bool = True  # another loader can continue in the middle
+    drawn: bool = False  # whether random numbers are drawn
     changes: tuple[str, ...] = ()
 
 
@@ -86,7 +86,7 @@ ORDERS = (
 
 @dataclass
 class Data:
-    """A dataset of a program: the variable that has it, and what the rest must know of it."""
+    """A dataset of a program: its variable, and what the rest of the program must know of it."""
 
     name: str
     size: int
@@ -121,20 +121,20 @@ class Program:
         return self._random.random() < share
 
     def _maybe(self, argument: str, *values: object) -> str:
-        """An argument with one of the values, or half the time none."""
+        """Return an argument with one of the values, or half of the time nothing."""
         return f", {argument}={self._of(*values)}" if self._chance(0.5) else ""
 
     def _say(self, line: str) -> None:
         self._lines.append(line)
 
     def _assign(self, expression: str) -> str:
-        """A new variable."""
+        """Assign to a new variable; return its name."""
         self._names += 1
         self._say(f"d{self._names} = {expression}")
         return f"d{self._names}"
 
     def _change(self, data: Data) -> None:
-        """Some statements between two epochs."""
+        """Write some statements between two epochs."""
         for template in self._random.sample(data.changes, self._of(0, 1, 1, 2, 4)):
             i, j, *some = (self._random.randrange(self._n) for _ in range(7))
             k, how = self._random.randrange(2, 1000), repr(self._of(*HOW))
@@ -143,7 +143,7 @@ class Program:
     # --- datasets -------------------------------------------------------------------------------
 
     def _tree(self) -> Data:
-        """A dataset, mostly a leaf, or something around others."""
+        """Write a dataset, mostly a leaf, or one around others."""
         shape = self._of(*("leaf",) * 6, "subset", "concat", "stack", "around", "stream")
         if shape == "stream":
             files, changes = self._files(alike=False)
@@ -186,7 +186,7 @@ class Program:
             data.name, data.wrapped = self._assign(f"wrap({data.name})"), True
 
     def _files(self, *, alike: bool) -> tuple[str, list[str]]:
-        """Files of a folder: the variable with their paths, and what may happen to them."""
+        """Write files of a folder; return the variable with their paths, and possible changes."""
         base = self._of(16, 700, 5000, 70_000)
         sizes = f"[{base}] * {self._n}" if alike else f"range({base}, {base + 9 * self._n}, 9)"
         files = self._assign(f"make_files('files{self._names}', {sizes})")
@@ -288,7 +288,7 @@ class Program:
     # --- loader and training --------------------------------------------------------------------
 
     def _loader(self, data: Data, order: Order) -> dict[str, bool]:
-        """Write `make`; what may be done with its loaders."""
+        """Write `make`; return what may be done with its loaders."""
         workers = self._of(0, 0, 1, 2, 2, 3)
         batched = "batch_sampler" in order.argument
         batch_size = self._of(1, 3, 4, 7, None)
@@ -324,7 +324,7 @@ class Program:
         can = kind == "Loader" and order.resumable and steady and "set_up" not in more and in_order
         resumed = can and self._chance(0.5)
         data.changes += [
-            *(() if resumed else order.changes * 4),  # another sampler cannot go on
+            *(() if resumed else order.changes * 4),  # another sampler cannot continue
             *(("loader.generator.manual_seed({k})",) if seeded else ()),
             "torch.manual_seed({k})",
             "torch.rand({k}); np.random.rand(2); random.random()",
@@ -337,13 +337,13 @@ class Program:
             "resumed": resumed,
             "goes on": seeded or not order.drawn,
             "workers stay": "persistent_workers=True" in more,
-            # What torch's workers give by reference can be written to in the trainer, at any time.
+            # Batches that torch's workers share by reference can be written to at any time.
             "writes": data.fresh or (not alone and collate in {"", "only_even"}),
         }
 
     def _epochs(self, data: Data, may: dict[str, bool]) -> None:
         epochs = self._of(0, 1) if may["resumed"] else self._of(2, 3, 3, 4)
-        reading = False  # whether workers may still read what an epoch that was left asked for
+        reading = False  # whether workers may still read for an epoch that was left
         for number in range(epochs):
             if number and not reading:
                 self._change(data)
@@ -357,7 +357,7 @@ class Program:
             more += ", write=True" if may["writes"] and self._chance(0.15) else ""
             self._say(f"epoch(loader{more})")
         if may["resumed"]:
-            # torch's workers that live on do not see a change, those of a loader that goes on do.
+            # torch's persistent workers do not see a change, those of a resumed loader do.
             if not (epochs and may["workers stay"]):
                 self._change(data)
             self._say("os.environ.pop('CREEL_DISABLE', None)")

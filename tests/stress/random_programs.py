@@ -1,12 +1,12 @@
-"""Run random training programs with torch's DataLoader and with creel's, and compare all they show.
+"""Run random training programs with torch's DataLoader and with creel's; compare all they show.
 
     python -m tests.stress.random_programs --first 0 --count 1000 --jobs 2
     python -m tests.stress.random_programs --show 17
     CREEL_LOADER__RECHECK=never python -m tests.stress.random_programs  # shows differences
 
 Prints a line for each program that differs, with its first difference; exit status 1 if there is
-one. Each run is a process, forked from one that has imported all. One daemon serves all runs, and
-each program's files lie where those of others were.
+one. Each run is a process, forked from one that has imported all modules. One daemon serves all
+runs, and each program's files have the paths of earlier programs' files.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from kit import daemon_of, unique_name
 from stress import userland
 from stress.programs import Program
 
-#: For one run; most take half a second, but spawned workers that import torch a minute each on a
-#: machine with a load of 15 per core.
+#: For one run; most take half a second, but spawned workers that import torch take a minute each on
+#: a machine with a load of 15 per core.
 DEADLINE_S = 600
 
 Shown = list[tuple[str, Any]]
 
 
 def run(text: str, home: Path, *, with_creel: bool) -> Shown:
-    """What a program shows, in a process and a folder of its own."""
+    """Return what a program shows, run in a process and a folder of its own."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     context = multiprocessing.get_context("fork")
@@ -73,7 +73,7 @@ def _log(home: Path) -> str:
 def _play(
     text: str, home: Path, with_creel: bool, writer: multiprocessing.connection.Connection
 ) -> None:
-    os.setsid()  # workers can be ended with it
+    os.setsid()  # so that workers can be ended with it
     os.chdir(home)
     with Path("log").open("wb") as log:
         os.dup2(log.fileno(), 2)
@@ -83,7 +83,7 @@ def _play(
     names: dict[str, Any] = {}
     try:
         exec(compile(text, "program", "exec"), names)
-    except Exception as e:  # noqa: BLE001  a program may end so; both must
+    except Exception as e:  # noqa: BLE001  a program may fail; then both must
         sys.excepthook(type(e), e, e.__traceback__)
         userland.shown.append(("the program raises", userland.error(e)))
     names.clear()
@@ -93,13 +93,13 @@ def _play(
 
 
 def _short(value: Any) -> str:
-    """The value as text; of a long one its beginning and a digest."""
+    """Return the value as text; if it is long, its beginning and a digest."""
     text = repr(value)
     return text if len(text) < 300 else f"{text[:200]}... {hash(text)}"
 
 
 def compare(seed: int, folder: Path) -> str:
-    """The first difference between both runs of a program, as text; "" if there is none."""
+    """Return the first difference between both runs of a program, as text; "" if there is none."""
     text = Program(seed).text
     home = folder / f"{os.getpid()}"
     theirs, ours = (run(text, home, with_creel=with_creel) for with_creel in (False, True))

@@ -1,4 +1,4 @@
-"""A package of the person's, whose globals and class attributes datasets read."""
+"""A user's package, whose globals and class attributes datasets read."""
 
 OFFSET = 0
 

@@ -1,4 +1,4 @@
-"""A fixed piece of what `make stress` runs."""
+"""A fixed part of what `make stress` runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def said(tool: str, *arguments: str) -> str:
-    """What a tool prints; it must find nothing wrong."""
+    """Return the output of a tool, which must find nothing wrong."""
     command = [sys.executable, "-m", f"tests.stress.{tool}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 # ruff: noqa: NPY002, N802  global generators are part of what is compared; names as torch's
-"""What random programs consist of: a person's files, datasets, samplers and functions.
+"""Parts of random programs: a user's files, datasets, samplers and functions.
 
-The same program text runs with torch's classes, and, where the environment says so, with creel's.
+The same program text runs with torch's classes, or with creel's if the environment says so.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ except BaseException:  # noqa: BLE001  pytest's Skipped; programs have no images
     folder = None
 HAS_IMAGES = folder is not None
 
-#: In the environment, since spawned workers ask, too.
+#: An environment variable, as spawned workers need it, too.
 WITH_CREEL = "CREEL_STRESS_WITH_CREEL"
 
-#: Which daemon each program uses: (end of its name, other settings).
+#: The daemon that each program uses: (end of its name, other settings).
 DAEMONS = {
     "large": {"CREEL_MEMORY__BUDGET": "64MiB"},
     "small": {"CREEL_MEMORY__BUDGET": "256KiB"},
     "none": {"CREEL_LOADER__EMBED": "0"},
 }
 
-#: (what, value) for all that a program showed, in order.
+#: (what, value) of everything that the program showed, in order.
 shown: list[tuple[str, Any]] = []
 content = np.random.default_rng(0)
 
@@ -49,7 +49,7 @@ def with_creel() -> bool:
 
 
 def begin(seed: int, daemon: str) -> None:
-    """Fix all that is random, and say which daemon there is."""
+    """Fix all random numbers, and choose the daemon."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -63,14 +63,14 @@ def begin(seed: int, daemon: str) -> None:
 
 
 def Loader(data: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    """The loader that is tested, or torch's; `options` are those of `creel=`."""
+    """Return the loader under test, or torch's; `options` are those of `creel=`."""
     if with_creel():
         return creel.DataLoader(data, creel=options, **kwargs)
     return DataLoader(data, **kwargs)
 
 
 def TorchLoader(data: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    """torch's in both runs."""
+    """Return torch's loader in both runs."""
     del options
     return DataLoader(data, **kwargs)
 
@@ -88,10 +88,10 @@ def TorchImageFolder(root: str, **kwargs: Any) -> Any:
 
 
 def show(what: str, act: Callable[[], Any]) -> Any:
-    """Show what a call gives, or the type of what it raises (and give that)."""
+    """Show what a call returns, or the type of the exception that it raises; return that."""
     try:
         value = act()
-    except Exception as e:  # noqa: BLE001  whatever it is, both must raise it
+    except Exception as e:  # noqa: BLE001  both loaders must raise the same
         e.__traceback__ = None  # torch's `reraise` leaves a cycle that would keep the iterator
         shown.append((what, f"raises {error(e)}"))
         return type(e)
@@ -100,7 +100,7 @@ def show(what: str, act: Callable[[], Any]) -> Any:
 
 
 def error(e: Exception) -> str:
-    """The name of an exception's class; where it is creel's, of what else that is."""
+    """Return the name of an exception's class; for one of creel's, its standard base classes."""
     return next(c.__name__ for c in type(e).mro() if c.__module__ != "creel.errors")
 
 
@@ -114,10 +114,10 @@ def epoch(
     ordered: bool = True,
     generators: bool = True,
 ) -> None:
-    """Go through an epoch, or through two at once, up to step `stop`.
+    """Iterate over an epoch, or over two at once, up to step `stop`.
 
-    `keep`: look at all batches again at the end; `write`: write to each; without `ordered`, which
-    comes first is a race; a loader that goes on where another was has other global `generators`.
+    `keep`: show all batches again at the end; `write`: write to each; not `ordered`: the order of
+    batches is a race; not `generators`: a resumed loader, whose global generators differ.
     """
     show("len", lambda: len(loader))
     first = len(shown)
@@ -144,9 +144,9 @@ def epoch(
 
 
 def interrupted(loader: Any, make: Callable[[], Any], at: int, more: int) -> None:
-    """An epoch that a new loader takes over at batch `at`, and `more` whole ones.
+    """Run an epoch that a new loader continues at batch `at`, and `more` whole ones.
 
-    One that raised last is tried again by the new loader, which torch has no word for.
+    If the last batch raised, the new loader tries it again; torch has no such feature.
     """
     it = iter(loader)
     rest: Any = it
@@ -200,7 +200,7 @@ def image() -> bytes:
 
 
 def rewrite(path: str, new: int | bytes | None, how: str = "in place") -> None:
-    """Give a file other bytes, so many random ones, or as many as it has."""
+    """Replace a file's bytes: by `new`, by `new` random ones, or by as many as it has."""
     before = Path(path).stat() if Path(path).exists() else None
     if new is None:
         new = 100 if before is None else before.st_size
@@ -229,7 +229,7 @@ def _opened(path: str) -> bytes:
 
 
 def _mapped(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123  (as people do)
+    with open(path, "rb") as file:  # noqa: PTH123  (as users do)
         if not os.fstat(file.fileno()).st_size:
             return file.read()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
@@ -262,7 +262,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 class Own(Dataset[Any]):
-    """Reads one file a sample, and whatever else a person's code depends on."""
+    """Reads one file per sample, and other state that a user's code may depend on."""
 
     bias = 0
 
@@ -298,7 +298,7 @@ class Own(Dataset[Any]):
 
 
 class Declared(Own):
-    """Says which two files a sample reads."""
+    """Declares which two files a sample reads."""
 
     @property
     def creel_uris(self) -> list[str]:
@@ -320,14 +320,14 @@ class Counted(Own):
 
 
 class Several(Own):
-    """Makes a batch at once."""
+    """Makes a whole batch at once."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[i] for i in reversed(indices)]
 
 
 class Around(Dataset[Any]):
-    """A person's wrapper around another dataset."""
+    """A user's wrapper around another dataset."""
 
     def __init__(self, inner: Any, function: Callable[[Any], Any]) -> None:
         self.inner, self.function = inner, function
@@ -340,7 +340,7 @@ class Around(Dataset[Any]):
 
 
 class Streamed(IterableDataset[Any]):
-    """Worker w of n gives every n-th file."""
+    """Worker w of n yields every n-th file."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -420,7 +420,7 @@ def set_up(worker: int) -> None:
 
 
 class Epochs(Sampler[int]):
-    """Shuffled by seed and a count of its own epochs."""
+    """Shuffled by a seed and a count of its own epochs."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self.size, self.seed, self.epoch = size, seed, 0
@@ -435,13 +435,13 @@ class Epochs(Sampler[int]):
 
 
 class Foreseeable(Epochs):
-    """A copy of it may be run ahead."""
+    """A sampler whose copy may be run ahead."""
 
     foreseeable = True
 
 
 class Sharing(Epochs):
-    """Draws one by one from a generator that is not its own alone, or from torch's."""
+    """Draws one by one from a shared generator, or from torch's."""
 
     def __init__(self, size: int, generator: torch.Generator | None = None) -> None:
         super().__init__(size)

@@ -1,4 +1,4 @@
-"""Limits of an emulated host: one cgroup per host, below the caller's own, so that they only tighten."""
+"""Limits of an emulated host: one cgroup per host, below the caller's own, so they only tighten."""
 from __future__ import annotations
 
 import contextlib
@@ -37,8 +37,9 @@ class Cgroups:
         raise TestbedError(f"no cgroup controller {controller!r} here")
 
     def create(self, host: str, limits: dict) -> "list[str]":
-        """Makes the host's groups; returns the directories to join.
-        limits: {controller: {v1 file: value}, ...} with v2's {file: value} beside it."""
+        """Create the host's groups; return the directories to join.
+        limits: {controller: {v1 file: value}, ...} with v2's {file: value} beside it.
+        """
         joins = []
         for controller, (v1_files, v2_files) in limits.items():
             base, v2 = self.own(controller)
@@ -61,7 +62,7 @@ class Cgroups:
     @staticmethod
     def remove(directories) -> None:
         for directory in directories:
-            for _ in range(100):  # the kernel empties a killed group a little later
+            for _ in range(100):  # the kernel empties a killed group with a delay
                 try:
                     os.rmdir(directory)
                 except FileNotFoundError:

@@ -1,10 +1,11 @@
 """A small Google Cloud Storage server on loopback, in a process of its own.
 
-    python gcs_server.py ROOT [all|media]    says its port on standard output; never answers these
+    python gcs_server.py ROOT [all|media]    prints its port; never answers these requests
 
-What reading needs of the JSON API: an object's metadata, its bytes (with ranges), listings in
-pages, errors as JSON. Keys are the files below a folder, buckets its subfolders. Not in the tests'
-process: Arrow's client waits for some answers while it holds the interpreter.
+It has the parts of the JSON API that reading needs: an object's metadata, its bytes (with ranges),
+listings in pages, errors as JSON. Keys are the files below a folder, buckets its subfolders. It is
+not in the tests' process, as Arrow's client waits for some answers while it holds the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _PAGE = 50
 
 @contextmanager
 def gcs(root: Path, silent: str = "") -> Iterator[dict[str, str]]:
-    """A server for the block; what a client's environment must say.
+    """Run a server inside the `with`; yield the variables for a client's environment.
 
-    silent: what it accepts and never answers: "all", or "media", the bytes of objects.
+    silent: requests that it accepts and never answers: "all", or "media", the bytes of objects.
     """
     command = [sys.executable, __file__, str(root), silent]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -53,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         asked = {k: v[0] for k, v in parse_qs(parts.query).items()}
         if self.silent == "all" or self.silent == asked.get("alt"):
-            threading.Event().wait()  # until the process ends
+            threading.Event().wait()  # forever
         found = re.fullmatch(r"/storage/v1/b/([^/]+)/o(?:/(.*))?", parts.path)
         if found is None or not (self.root / unquote(found[1])).is_dir():
             self._json({"error": {"code": 404, "message": "no such bucket"}}, 404)

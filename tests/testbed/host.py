@@ -1,6 +1,6 @@
-"""What runs inside the namespaces of an emulated host: its init, and the relay of a delayed link.
+"""Programs inside the namespaces of an emulated host: its init, and the relay of a delayed link.
 
-`testbed.cluster` starts this file as a program of its own; it imports nothing but Python.
+`testbed.cluster` starts this file as a program of its own; it imports only the standard library.
 """
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parse_size(text: "str | int") -> int:
 def main_init(config: dict) -> None:
     """PID 1 of a host: private mounts, hostname, then reap until the lifeline closes."""
     lifeline, ready = config["lifeline"], config["ready"]
-    # What must stay visible under a private mount: hold it open meanwhile.
+    # Hold open the paths that must stay visible under a private mount.
     binds = [(path, path) for path in config["keep"]] + config["binds"]
     held = [(os.open(source, os.O_PATH | os.O_CLOEXEC), os.path.isdir(source), target)
             for source, target in binds]
@@ -88,7 +88,7 @@ def main_init(config: dict) -> None:
 
 
 def _open_tap(name: str) -> int:
-    """A TAP device with checksum and TCP segmentation offload (64 KiB frames)."""
+    """Open a TAP device with checksum and TCP segmentation offload (64 KiB frames)."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     tap_no_pi_vnet = 0x0002 | 0x1000 | 0x4000
     fcntl.ioctl(fd, 0x400454CA, struct.pack("16sH22x", name.encode(), tap_no_pi_vnet))  # TUNSETIFF
@@ -98,7 +98,7 @@ def _open_tap(name: str) -> int:
 
 
 def main_relay(config: dict) -> None:
-    """Carries frames between two TAPs; those from the host are held `delay` seconds."""
+    """Carry frames between two TAPs; hold those from the host for `delay` seconds."""
     host, port = _open_tap(config["host_dev"]), _open_tap(config["port_dev"])
     lifeline, delay = config["lifeline"], config["delay"]
     os.write(config["ready"], b"1")

@@ -1,14 +1,14 @@
-"""A real HTTP server on loopback that is as slow as you say, and counts exactly.
+"""A real HTTP server on loopback that is as slow as asked, and counts exactly.
 
     python http_server.py ROOT [--bandwidth 50e6] [--latency 0.01] [--errors 100] [--port 0]
 
-HTTP/1.1 with keep-alive, single byte ranges, HEAD and folder listings (what fsspec's "http" needs).
-One token bucket limits the bytes of all connections together; every request first waits `latency`
-seconds (as a far store does; requests wait side by side, not in a row). Every `errors`-th GET of a
-file answers 503. `GET /stats` tells the counters as JSON, `POST /stats` sets them to zero first.
+HTTP/1.1 with keep-alive, single byte ranges, HEAD and folder listings (as fsspec's "http" needs).
+One token bucket limits the bytes of all connections together. Every request first waits `latency`
+seconds (as at a far store; requests wait in parallel). Every `errors`-th GET of a file answers 503.
+`GET /stats` returns the counters as JSON, `POST /stats` resets them afterwards.
 
-It prints `listening on http://127.0.0.1:PORT` once it does, and ends with its standard input, so
-that it cannot outlive whoever started it. `Server` is that, as a context manager.
+It prints `listening on http://127.0.0.1:PORT` when it listens, and ends when its standard input is
+closed, so that it does not outlive its parent. `Server` is the same as a context manager.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import NamedTuple
 
-_CHUNK = 64 * 1024  # bytes between two looks at the bucket: 1.3 ms at 50 MB/s
+_CHUNK = 64 * 1024  # bytes sent at a time by the bucket: 1.3 ms at 50 MB/s
 _MAX_HEAD = 64 * 1024
 
 
@@ -68,7 +68,7 @@ class Server:
         self.url = line.removeprefix("listening on ").strip()
 
     def stats(self, *, reset: bool = False) -> dict[str, int]:
-        """Counters since the start or the last reset; `reset` sets them to zero afterwards."""
+        """Return the counters since the start or the last reset; `reset`: then reset them."""
         request = urllib.request.Request(f"{self.url}/stats", method="POST" if reset else "GET")
         with urllib.request.urlopen(request, timeout=10) as answer:
             told: dict[str, int] = json.load(answer)
@@ -81,7 +81,7 @@ class Server:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # Its end of input would do, too, were there no forks of ours that hold it open.
+        # Closing its standard input is not enough, as forked processes may hold it open.
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
@@ -95,12 +95,12 @@ class Server:
 
 
 class Bucket:
-    """Bytes that may leave: `rate` per second, `burst` at once after a pause."""
+    """A token bucket: `rate` bytes per second, `burst` at once after a pause."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate = rate
         self._burst = burst
-        self._free_at = 0.0  # time at which everything promised so far will have left
+        self._free_at = 0.0  # when all bytes promised so far will have left
 
     async def take(self, nbytes: int) -> None:
         if self._rate <= 0:
@@ -112,7 +112,7 @@ class Bucket:
 
 
 class Request(NamedTuple):
-    """What we understand of a request. `first`, `last`: the range, both included; -1 where open."""
+    """The parts of a request that the server uses. `first`, `last`: inclusive range; -1: open."""
 
     method: str
     path: str
@@ -123,7 +123,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Status line and headers, and what follows: bytes, or (path, offset, length) of a file."""
+    """Status line and headers, and the body: bytes, or (path, offset, length) of a file."""
 
     status: str
     headers: dict[str, str]
@@ -143,12 +143,12 @@ class Files:
         self.reads: Counter[str] = Counter()
 
     def stats(self) -> dict[str, int]:
-        """All counters; `files` is how many different files were read."""
+        """Return all counters; `files` is the number of different files read."""
         names = ("connections", "requests", "gets", "heads", "listings", "errors", "bytes")
         return {name: self.count[name] for name in names} | {"files": len(self.reads)}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until the client has enough."""
+        """Serve one connection until the client closes it."""
         self.count["connections"] += 1
         try:
             while (request := await read_request(reader)) is not None:
@@ -239,14 +239,14 @@ class Files:
 
 
 def listing(folder: Path) -> bytes:
-    """A folder as a page of links; folders end with a slash."""
+    """Return a folder as a page of links; folders end with a slash."""
     names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in folder.iterdir())
     links = (f'<a href="{urllib.parse.quote(n)}">{html.escape(n)}</a><br>' for n in names)
     return ("<!doctype html>\n" + "\n".join(links)).encode()
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request | None:
-    """The next request of a connection, None at its end."""
+    """Return the next request of a connection, None at its end."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as e:
@@ -271,7 +271,7 @@ async def run(files: Files, host: str, port: int) -> None:
     sys.stdout.flush()
     async with server:
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-        os._exit(0)  # open connections are of no interest any more
+        os._exit(0)  # without waiting for open connections
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A training job on emulated hosts: what it reads, how it is started, and what it said."""
+"""A training job on emulated hosts: its data, its start, and its output."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from testbed import cluster as hosts
 from testbed.slowfs import SlowFS
 
 SCRIPT = Path(__file__).with_name("train_on_nodes.py")
-#: The same with other samplers.
+#: The program with other samplers.
 READS = Path(__file__).with_name("read_on_nodes.py")
-#: Where a rank and its daemon find these modules, and creel where it is not installed.
+#: Where a rank and its daemon find these modules, and creel if it is not installed.
 _PATH = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 NBYTES = 4000
-#: What a file of NBYTES takes of the memory.
+#: Memory that a file of NBYTES takes.
 HELD_NBYTES = 4096
 
 
 def unavailable() -> str:
-    """Why no such job can run here, or nothing."""
+    """Return why no such job can run here, or ""."""
     return hosts.unavailable() or ("" if Path("/dev/fuse").exists() else "needs FUSE")
 
 
 @contextmanager
 def folder(files: int) -> Iterator[Path]:
-    """A folder with as many files, which all hosts see: each has a /tmp of its own."""
+    """Make a folder with so many files that all hosts see: each has a /tmp of its own."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
         data = Path(parent, "data")
         data.mkdir()
@@ -50,7 +50,7 @@ def folder(files: int) -> Iterator[Path]:
 
 @contextmanager
 def storage(files: int, attr_timeout: float = 1.0) -> Iterator[Any]:
-    """A file system that counts what reaches it, with as many files.
+    """Mount a file system with so many files that counts its requests.
 
     attr_timeout: seconds for which the kernel may keep names and attributes.
     """
@@ -63,7 +63,7 @@ def storage(files: int, attr_timeout: float = 1.0) -> Iterator[Any]:
 
 
 def digest(files: int, rank: int, world: int, epoch: int) -> str:
-    """Of what torch's sampler has this rank read in an epoch."""
+    """Return the digest of the samples that torch's sampler deals to this rank in an epoch."""
     read = hashlib.sha256()
     for i in _dealt(files, rank, world, epoch):
         read.update(random.Random(i).randbytes(NBYTES))
@@ -71,7 +71,7 @@ def digest(files: int, rank: int, world: int, epoch: int) -> str:
 
 
 def _dealt(files: int, rank: int, world: int, epoch: int) -> list[int]:
-    """The samples that torch's sampler deals to a rank, in order."""
+    """Return the samples that torch's sampler deals to a rank, in order."""
     sampler: DistributedSampler[object] = DistributedSampler(
         range(files),  # type: ignore[arg-type]  # it has a length, all that is needed
         *(world, rank),
@@ -82,7 +82,7 @@ def _dealt(files: int, rank: int, world: int, epoch: int) -> list[int]:
 
 
 def global_batches(files: int, batch: int, world: int, epoch: int) -> list[list[str]]:
-    """The first bytes, sorted, of all samples of each step, as torch deals them."""
+    """Return the first bytes, sorted, of all samples of each step, as torch deals them."""
     steps: dict[int, list[str]] = {}
     for rank in range(world):
         for i, sample in enumerate(_dealt(files, rank, world, epoch)):
@@ -92,7 +92,7 @@ def global_batches(files: int, batch: int, world: int, epoch: int) -> list[list[
 
 
 class Rank:
-    """A rank on host n{first + rank // each}; each line that it says is a JSON object."""
+    """A rank on host n{first + rank // each}; each line of its output is a JSON object."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class Rank:
     ) -> None:
         """Start it.
 
-        settings: variables beside torchrun's; empty ones are not set. each: ranks on a host;
-        first: the host of rank 0.
+        settings: variables besides torchrun's; empty ones are not set. each: ranks per host; first:
+        the host of rank 0.
         """
         env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
             "RANK": str(rank),
@@ -139,7 +139,7 @@ class Rank:
         self.errors = self.process.stderr.read()
 
     def next(self, key: str) -> dict[str, Any]:
-        """What it says next with this key; fails if it ends before."""
+        """Return the value of the next line with this key; fail if the rank ends first."""
         while (said := self._said.get(timeout=100)) is not None:
             if key in said:
                 return said
@@ -147,7 +147,7 @@ class Rank:
         raise AssertionError(f"{self.host} ended without {key!r}: {self.errors}")
 
     def close(self) -> None:
-        """Let it end, and wait for it."""
+        """Let the rank end, and wait for it."""
         self.process.stdin.close()
         self.process.wait(60)
         for thread in self._threads:
@@ -167,9 +167,9 @@ def job(
     script: Path = SCRIPT,
     first: int = 0,
 ) -> Iterator[list[Rank]]:
-    """`each` ranks on each host from n{first} on, with so many bytes of memory.
+    """Run `each` ranks on each host from n{first} on, with `memory` bytes per daemon.
 
-    more: variables.
+    more: further variables.
     """
     settings = {"CREEL_MEMORY__BUDGET": str(memory), **more}
     rest = words, settings, each, script, first

@@ -1,4 +1,4 @@
-"""Ranks of a job on this machine: processes that have one process group."""
+"""Ranks of a job on this machine: processes of one process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Act = Callable[[int], Any]
 
 
 def ranks(act: Act, folder: Path, world: int = 2) -> list[Any]:
-    """What `act(rank)` returns in each of `world` processes; None where one ends before."""
+    """Return the result of `act(rank)` in each of `world` processes; None if one ends early."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [

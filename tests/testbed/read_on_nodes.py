@@ -3,14 +3,15 @@
     python read_on_nodes.py FOLDER BATCH EPOCHS KIND
 
 KIND: "dealt" (DistributedSampler), "random" (each rank reads all, in an order of its own),
-"weighted" (with replacement), "batches" (a batch sampler of one's own that deals to ranks),
-"subset" (DistributedSampler over a Subset), "pairs" (DistributedSampler over samples of two
-files), "alike" (all ranks read the same, as those of a tensor-parallel group), "tensor" (such
-groups of two, to which DistributedSampler deals), "dealt-other" ("dealt" with another seed).
+"weighted" (with replacement), "batches" (a user's batch sampler that deals to ranks), "subset"
+(DistributedSampler over a Subset), "pairs" (DistributedSampler over samples of two files), "alike"
+(all ranks read the same, as in a tensor-parallel group), "tensor" (such groups of two, to which
+DistributedSampler deals), "dealt-other" ("dealt" with another seed).
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them. Prints JSON objects, one a
-line: {"epoch": {"digest", "expected"}} at the end of each, of what was read and of what torch's
-samplers say; at the end of all {"stats": ...}. Ends when its standard input does.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are as torchrun sets them. Prints JSON objects, one
+per line: {"epoch": {"digest", "expected"}} at the end of each epoch, of the samples read and of
+those of torch's samplers; at the end of all epochs {"stats": ...}. Ends when its standard input is
+closed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Pairs(Dataset[Any]):
 
 
 class DealtBatches:
-    """Batches of one's own: of a shuffled list, every world-th to this rank."""
+    """A user's batches: of a shuffled list, every world-th goes to this rank."""
 
     def __init__(self, n: int, batch: int, rank: int, world: int) -> None:
         self.n, self.batch, self.rank, self.world, self.epoch = n, batch, rank, world, 0
@@ -77,7 +78,7 @@ class DealtBatches:
 
 
 def batches_of(kind: str, data: Any, batch: int, rank: int, world: int) -> Any:
-    """What deals a kind's batches, made anew: two of them yield the same."""
+    """Return a new sampler of this kind; two of them yield the same."""
     own = torch.Generator().manual_seed(0 if kind == "alike" else rank)
     if kind in {"random", "alike"}:
         return BatchSampler(RandomSampler(data, generator=own), batch, drop_last=False)
@@ -96,7 +97,7 @@ def batches_of(kind: str, data: Any, batch: int, rank: int, world: int) -> Any:
 
 
 def begin(batches: Any, epoch: int) -> None:
-    """Tell a sampler the epoch, if it has such a thing."""
+    """Set the epoch of a sampler that has one."""
     told: list[Any] = [batches, getattr(batches, "sampler", None)]
     for one in told:
         if hasattr(one, "set_epoch"):
@@ -104,7 +105,7 @@ def begin(batches: Any, epoch: int) -> None:
 
 
 def numbers(kind: str, n: int, sample: int) -> list[int]:
-    """The files of a sample of n."""
+    """Return the numbers of the files of a sample of n."""
     if kind == "pairs":
         return [sample, sample + n]
     return [2 * sample if kind == "subset" else sample]

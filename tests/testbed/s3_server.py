@@ -19,14 +19,14 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 KEY, SECRET = "AKIACREELTESTBED", "hush-hush-not-to-be-told"
-_PAGE = 100  # keys of one answer to a listing
+_PAGE = 100  # keys in one page of a listing
 
 
 class S3:
     """The server, in threads of this process.
 
-    `fail(times, status)` has the next so many GETs of objects fail: with that status, or, if it is
-    0, by a connection that is cut in the middle of the body.
+    `fail(times, status)` makes the next so many GETs of objects fail: with that status or, if it is
+    0, by closing the connection in the middle of the body.
     """
 
     def __init__(self, root: Path) -> None:
@@ -41,7 +41,7 @@ class S3:
 
     @property
     def env(self) -> dict[str, str]:
-        """What a client's environment must say."""
+        """Return the variables for a client's environment."""
         return {
             "AWS_ENDPOINT_URL": f"http://{self._host}",
             "AWS_ACCESS_KEY_ID": KEY,
@@ -51,7 +51,7 @@ class S3:
 
     @property
     def query(self) -> str:
-        """What an address says of this server, for clients that may read from several."""
+        """Return the part of an address that names this server, for clients of several."""
         return f"endpoint_override={self._host}&scheme=http"
 
     @property

@@ -1,4 +1,4 @@
-"""Whether two loaders give the same, and what that cost their storage."""
+"""Whether two loaders give the same samples, and the requests to their storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-#: For tests that count what reaches a SlowFS.
+#: For tests that count the requests to a SlowFS.
 needs_fuse = pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
 )
@@ -36,7 +36,7 @@ def same(a: Any, b: Any) -> bool:
 def opened_by_epoch(
     opens: Callable[[], int], ours: Iterable[Any], theirs: Iterable[Any], epochs: int = 3
 ) -> list[int]:
-    """What `opens` counts in each epoch of `ours`, whose batches are those of `theirs`."""
+    """Return the opens in each epoch of `ours`, whose batches must equal those of `theirs`."""
     found = []
     for _ in range(epochs):
         before = opens()
@@ -47,7 +47,7 @@ def opened_by_epoch(
 
 
 def check_in_torch(dataset: Dataset[Any]) -> None:
-    """The same batches with no worker and with two forked ones; tests/system spawns them."""
+    """Compare batches without workers and with two forked ones; tests/system spawns them."""
     indices = list(range(len(dataset)))  # type: ignore[arg-type]
     expected = [default_collate([dataset[i] for i in indices[k : k + 3]]) for k in indices[::3]]
     assert same(list(DataLoader(dataset, 3)), expected)

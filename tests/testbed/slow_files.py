@@ -1,4 +1,4 @@
-"""Files on slow storage, and a dataset that opens them and knows nothing of creel."""
+"""Files on slow storage, and a dataset that opens them without knowing of creel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import creel
 from testbed.slowfs import SlowFS
 
 N = 24
-SIDE = 128  # of a picture: larger than what is cached however little of it is read
+SIDE = 128  # of a picture: too large to be cached if little of it is read
 
 
 def pixels(seed: int) -> Any:
@@ -66,7 +66,7 @@ def write_raw(path: Path, seed: int) -> None:
 
 
 def write_bit(path: Path, seed: int) -> None:
-    """Small enough to be cached, however much of it is seen to be read."""
+    """Write a file so small that it is cached however little of it is read."""
     pixels(seed)[:50].tofile(path)
 
 
@@ -108,7 +108,7 @@ KINDS: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any]]] = {
 
 
 class OpaqueFiles(Dataset[Any]):
-    """What people write."""
+    """A dataset as users write it."""
 
     def __init__(self, folder: str | Path, kind: str) -> None:
         self.paths = [f"{folder}/{i}" for i in range(N)]
@@ -122,13 +122,13 @@ class OpaqueFiles(Dataset[Any]):
 
 
 class SlowFiles:
-    """A folder of files of one kind on slow storage, which counts what is opened there."""
+    """A folder of files of one kind on slow storage that counts opens."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.kind = folder / "data", kind
         self.folder.mkdir()
         self.fill(0)
-        KINDS[kind][1](str(self.folder / "0"))  # where its library is missing, it is skipped here
+        KINDS[kind][1](str(self.folder / "0"))  # skips the test if the library is missing
         latency = {"open_latency": 2.0, "attr_timeout": 0.0}
         self.fs = SlowFS(str(self.folder), str(folder / "mount"), **latency)  # type: ignore[no-untyped-call]
 

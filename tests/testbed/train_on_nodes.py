@@ -1,15 +1,15 @@
-"""One rank of a job over several hosts: reads each epoch with creel and says what it got.
+"""One rank of a job over several hosts: reads each epoch with creel and prints what it got.
 
     python train_on_nodes.py FOLDER BATCH PACES [REMAP]
 
-PACES: for each epoch, the seconds of a step of training ("0.1,0.1"; whoever is late catches up), or
-"step" for ranks that go in step, as below DDP, of STEP_S seconds. RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT as torchrun sets them; without MASTER_ADDR there is no process group. REMAP:
-"global-batch"; then each epoch also says the first bytes of all samples of each step.
+PACES: for each epoch, the seconds of a step of training ("0.1,0.1"; a late rank catches up), or
+"step" for ranks that run in step, as below DDP, with steps of STEP_S seconds. RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT are as torchrun sets them; without MASTER_ADDR there is no process
+group. REMAP: "global-batch"; then each epoch also has the first bytes of all samples of each step.
 
-Prints JSON objects, one a line: {"half": epoch, "held": objects, "tiers": ...} in the middle of an
-epoch, {"epoch": {...}} at its end; at the end of all {"stats": ...}, what the daemon counted. Ends
-when its standard input does.
+Prints JSON objects, one per line: {"half": epoch, "held": objects, "tiers": ...} in the middle of
+an epoch, {"epoch": {...}} at its end; at the end of all epochs {"stats": ...}, the daemon's
+counters. Ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import creel
 from creel.config import Config
 from creel.loader.client.connections import client_of
 
-#: What a step of training takes where ranks go in step: time on an accelerator, none of the host.
+#: Seconds of a step of training for ranks in step: time on an accelerator, none on the host.
 STEP_S = float(os.environ.get("STEP_S", "0.01"))
 
 
@@ -39,7 +39,7 @@ def say(**what: object) -> None:
 
 
 def counted() -> dict[str, Any]:
-    """Objects in the memory of this node, and hits and misses of its tiers."""
+    """Return the objects in the memory of this node, and hits and misses of its tiers."""
     client = client_of(Config.load()[0])
     if client is None:
         return {"held": 0, "tiers": {}}
@@ -49,7 +49,7 @@ def counted() -> dict[str, Any]:
 
 
 def train(pace: str, due: float) -> float:
-    """A step of training; when the next one ends, where there is a pace."""
+    """Run a step of training; return when the next one ends, if there is a pace."""
     if pace != "step":
         time.sleep(max(due - time.monotonic(), 0.0))
         return due + float(pace)
