@@ -1,4 +1,4 @@
-"""Bindings of small datasets, and a stand-in for the session and arena they read from."""
+"""Bindings of small datasets, and a stand-in for the session and arena that they read from."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Table:
 
 
 class Arena:
-    """A session whose arena holds some objects, each with its bits turned over: so a test sees
-    whether bytes came from here.
+    """A session whose arena holds some objects, each with its bits inverted, so that a test sees
+    whether bytes came from it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Arena:
 
 
 class Taken(dict[int, list[memoryview]]):
-    """Bytes by object, and a list of those that somebody took."""
+    """Bytes by object, and a list of those that were taken."""
 
     def __init__(self, taken: list[int]) -> None:
         self.taken = taken
@@ -75,7 +75,7 @@ class Taken(dict[int, list[memoryview]]):
 
 
 def lent(binding: Binding, arena: Any, ids: Any = None) -> Lease:
-    """A lease for a step of these objects, None for all, from the stand-in for a session."""
+    """Return a lease for a step of these objects (None: all) from the stand-in for a session."""
     return binding.reading(arena, 0, np.arange(len(binding.manifest)) if ids is None else ids, 0)
 
 

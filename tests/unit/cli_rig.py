@@ -53,7 +53,7 @@ STATS: dict[str, Any] = {
 
 
 class FakeClient:
-    """Answers as a daemon would."""
+    """Answers from a table, as a daemon would."""
 
     daemon_pid = 7
 
@@ -70,7 +70,7 @@ class FakeClient:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
-    """Who connects to a daemon gets this client, and closes it."""
+    """Make connections to a daemon return this client; it must be closed."""
     fake = FakeClient()
     monkeypatch.setattr(Client, "connect", lambda *_args, **_more: fake)
     yield fake

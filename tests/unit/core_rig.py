@@ -51,7 +51,7 @@ from kit import default_window, lengths_of
 
 @dataclass
 class Reader:
-    """A client as the shell sees it: its plan, its board."""
+    """A client as the shell sees it: its plan and its shared words."""
 
     dataset: str
     objects: list[list[int]] = field(default_factory=list)  # by step
@@ -61,9 +61,9 @@ class Reader:
     wanted: int = 0
 
     def may_read(self) -> list[int]:
-        """The steps whose bytes it may copy."""
+        """Return the steps whose bytes the client may copy."""
         ready = [*range(self.done, self.ready), *(k for k in self.early if k >= self.ready)]
-        return [k for k in ready if k < len(self.objects)]  # the shell ends a plan before the core
+        return [k for k in ready if k < len(self.objects)]  # the shell truncates before the core
 
 
 class Rig:
@@ -78,8 +78,8 @@ class Rig:
         self.now = 0.0
         self.offset: dict[str, NDArray[np.int64]] = {}
         self.length: dict[str, NDArray[np.int64]] = {}
-        self.size: dict[str, NDArray[np.int64]] = {}  # what the source has
-        self.bad: dict[str, set[int]] = {}  # objects that the source fails to give
+        self.size: dict[str, NDArray[np.int64]] = {}  # bytes at the source
+        self.bad: dict[str, set[int]] = {}  # objects that cannot be read from the source
         self.readers: dict[int, Reader] = {}
         self.fetches: dict[int, FetchObjects] = {}
         self.landed: dict[int, int] = {}  # of unknown lengths, in this event: object -> bytes
@@ -87,20 +87,20 @@ class Rig:
         self.bytes: dict[
             int, tuple[str, int, int]
         ] = {}  # of a run: start -> dataset, object, bytes
-        self.runs: Runs = {}  # of what was written last to each place
+        self.runs: Runs = {}  # runs written last to each place
         self.reads = 0
-        self.cancelled: frozenset[int] = frozenset()  # not read by the source
-        self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
+        self.cancelled: frozenset[int] = frozenset()  # objects that the source does not read
+        self.memory: Callable[[int], int] = lambda k: k  # how many of k there is memory for
         self.stored = 0  # objects copied
         self.plans: list[PlanRetention] = []
         self.disk: dict[str, dict[int, int]] = {}  # bytes of each object that is on disk
-        self.to_disk: list[SpillObjects | DropFromDisk] = []  # in the order in which it is done
-        self.disk_fails: str | None = None  # a dataset of which nothing is written
+        self.to_disk: list[SpillObjects | DropFromDisk] = []  # the disk's orders
+        self.disk_fails: str | None = None  # a dataset whose writes fail
         self.disk_room: Callable[[int], bool] = lambda nbytes: True  # noqa: ARG005
         self.disk_reads = 0
         self.asked_for: dict[int, tuple[str, NDArray[np.int32]]] = {}  # by request of a peer
         self.sending: dict[int, ServeObjects] = {}  # answers whose bytes have not left
-        self.late: Callable[[], bool] = lambda: False  # whether plans take their time
+        self.late: Callable[[], bool] = lambda: False  # whether plans are late
         self.checking = True
         self.seen: dict[tuple[int, int, int], int] = {}  # session, ready step, object -> offset
 
@@ -120,10 +120,10 @@ class Rig:
         self.bad[name] = set()
         length = self.length[name]
         if known and (size == size[0]).all():
-            length = np.broadcast_to(size[0], len(size))  # as the registry has it: read-only
+            length = np.broadcast_to(size[0], len(size))  # read-only, as in the registry
         versions = Versions(len(size), bounds, remote)
         shared = self.offset[name].view()
-        shared.flags.writeable = False  # whatever is written there, an action says
+        shared.flags.writeable = False  # only actions say what to write there
         self.feed(DatasetAdded(name, shared, length, lengths_of(length), versions))
 
     def open(
@@ -165,7 +165,7 @@ class Rig:
         self.feed(SessionClosed(session))
 
     def land(self, number: int) -> list[Action]:
-        """The source answers a fetch."""
+        """Let the source answer a fetch."""
         fetch = self.fetches.pop(number)
         name = fetch.dataset
         if fetch.origin == HELD:
@@ -188,7 +188,7 @@ class Rig:
         return self.feed(Fetched(number, out, self.versions(fetch)))
 
     def copy(self, fetch: FetchObjects) -> list[Action]:
-        """What was held is copied, as far as there is memory."""
+        """Copy objects held in private memory, as far as there is room."""
         held = self.held.pop(fetch.fetch)
         out = np.array([held[x] for x in fetch.ids.tolist()])
         out[self.memory(len(out)) :] = -1
@@ -199,7 +199,7 @@ class Rig:
         return self.feed(Fetched(fetch.fetch, out, self.versions(fetch)))
 
     def read_disk(self, fetch: FetchObjects) -> list[Action]:
-        """The disk answers a fetch; it may not have an object any more."""
+        """Let the disk answer a fetch; it may not have an object any more."""
         disk, self.runs = self.disk.setdefault(fetch.dataset, {}), self.runs | fetch.runs
         out = np.array([disk.get(x, -1) for x in fetch.ids.tolist()], np.int64)
         out[out != fetch.length] = -1
@@ -212,7 +212,7 @@ class Rig:
         return self.feed(Fetched(fetch.fetch, out, self.versions(fetch)))
 
     def write_disk(self) -> list[Action]:
-        """The disk's thread does what was ordered first, up to and with something to be written."""
+        """Let the disk's thread execute its orders, up to and including the first write."""
         while self.to_disk:
             order = self.to_disk.pop(0)
             disk = self.disk.setdefault(order.dataset, {})
@@ -236,7 +236,7 @@ class Rig:
         return []
 
     def open_disk(self, nbytes: int) -> None:
-        """Have a disk, and what is on it already."""
+        """Open a disk, with the objects that are on it already."""
         self.feed(DiskOpened(nbytes, 64))
         for name, held in self.disk.items():
             ids = np.array(sorted(held), np.int32)
@@ -244,17 +244,17 @@ class Rig:
             self.feed(FoundOnDisk(name, ids, sizes))
 
     def peer_asks(self, request: int, name: str, ids: list[int]) -> None:
-        """A peer asks for objects; `sending` has the answer once there is one."""
+        """Let a peer ask for objects; `sending` has the answer once there is one."""
         self.asked_for[request] = name, np.array(ids, np.int32)
         self.feed(PeerAsked(request, *self.asked_for[request], wait_s=1.0))
 
     def sent(self, request: int) -> None:
-        """The bytes of an answer have left."""
+        """Note that the bytes of an answer have left."""
         del self.sending[request], self.asked_for[request]
         self.feed(PeerServed(request))
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
-        """Of what was read."""
+        """Return the versions of the objects read."""
         return None
 
     def put(self, place: int, name: str, x: int, nbytes: int) -> None:
@@ -285,13 +285,13 @@ class Rig:
         return actions
 
     def recover(self, session: int) -> None:
-        """After an exception in `handle`."""
+        """Recover after an exception in `handle`."""
         for action in self.core.recover(session):
             self.do(action)
         self.core.check()
 
     def plan(self) -> None:
-        """The planner answers the oldest question."""
+        """Let the planner answer the oldest question."""
         asked = self.plans.pop(0)
         self.feed(RetentionPlanned(asked.dataset, asked.boundary, asked.boundary.plan()))
 
@@ -323,7 +323,7 @@ class Rig:
             reader.ready, reader.early = action.ready, action.early
 
     def publish(self, action: Publish) -> None:
-        """Each action by itself keeps the law: nobody may be reading what leaves."""
+        """Check that no client may be reading an object that leaves, after each action."""
         offset = self.offset[action.dataset]
         if isinstance(action.offset, int):
             assert action.offset == NOWHERE
@@ -339,7 +339,7 @@ class Rig:
         offset[action.ids] = action.offset
 
     def unpublished(self, fetch: FetchObjects) -> None:
-        """No fetch is begun into bytes that the table says are another's."""
+        """Check that no fetch starts into bytes that the table gives to another object."""
         taken = []
         for name, offset in self.offset.items():
             for x in np.flatnonzero(offset != NOWHERE).tolist():
@@ -352,7 +352,7 @@ class Rig:
                     assert not ((starts < start + size) & (start < starts + nbytes)).any()
 
     def look(self) -> None:
-        """What readers may touch is theirs, and stays where it is until they are done with it."""
+        """Check that readers find their own bytes, which stay in place until they are done."""
         for number, answer in self.sending.items():
             name, ids = self.asked_for[number]
             for x, place, n in zip(ids, answer.place, answer.nbytes, strict=True):
@@ -373,7 +373,7 @@ class Rig:
         assert self.held.keys() <= self.fetches.keys(), "bytes are held that nobody will fetch"
 
     def settle(self, limit: int = 10_000) -> None:
-        """The source answers everything."""
+        """Let the source answer all fetches."""
         while (self.fetches or self.to_disk) and limit:
             if self.fetches:
                 self.land(next(iter(self.fetches)))
@@ -418,7 +418,7 @@ class Chaos:
             self.rig.late = lambda: bool(rng.random() < 0.9)
 
     def some(self, k: int) -> int:
-        """The machine has memory for no more than so many."""
+        """Return how many of k objects the machine has memory for."""
         return int(self.rng.integers(0, k + 1)) if self.rng.random() < 0.3 else k
 
     def turn(self) -> None:
@@ -448,7 +448,7 @@ class Chaos:
             rig.feed(Tick())
 
     def renew(self, name: str) -> None:
-        """A dataset that nobody uses goes, and comes again."""
+        """Remove a dataset without readers, and register it again."""
         rig = self.rig
         if not rig.core.busy(name):
             size, bad = rig.size[name], rig.bad[name]
@@ -493,7 +493,7 @@ class Chaos:
         self.rig.progress(session, done, wanted)
 
     def finish(self) -> None:
-        """All sessions read to the end, at most 10 steps more: with a live source none hangs."""
+        """Let all sessions read to the end, at most 10 steps more: none may hang."""
         rig = self.rig
         for n, reader in rig.readers.items():
             if len(reader.objects) > reader.done + 10:
@@ -512,7 +512,7 @@ class Chaos:
 
 
 class Bytes(Rig):
-    """A rig whose arena holds real bytes: what a reader sees is compared with the source's."""
+    """A rig whose arena holds real bytes: a reader's bytes are compared with the source's."""
 
     def __init__(self, capacity: int, window: Window | None = None) -> None:
         super().__init__(capacity, window)
@@ -534,7 +534,7 @@ class Bytes(Rig):
         assert not data
 
     def look(self) -> None:
-        """Whoever nobody has pinned may leave, but is never seen with another's bytes either."""
+        """Check that unpinned objects also have their own bytes while they are listed."""
         for name, offset in self.offset.items():
             for x in np.flatnonzero(offset != NOWHERE).tolist():
                 at, n = int(offset[x]), int(self.length[name][x])
@@ -553,7 +553,7 @@ class Bytes(Rig):
 
 
 class Images(Chaos):
-    """Random events where sizes vary as those of images do, and memory is short."""
+    """Random events with sizes that vary like those of images, and with little memory."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = np.random.default_rng(seed)

@@ -36,7 +36,7 @@ def observe(
     foresee: bool = False,
     state: Any = None,
 ) -> EpochOrder:
-    """Begin an epoch by the calls and draws of torch's iterator, and take it over.
+    """Begin an epoch with the calls and draws of torch's iterator, and observe it.
 
     state: of the epoch to begin again instead.
 
@@ -55,7 +55,7 @@ def observe(
 
 
 class Echo(Dataset[Any]):
-    """Sample i is i, and so a batch is its indices."""
+    """Sample i is i, so a batch is its indices."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -72,18 +72,18 @@ def same(batch: Any) -> Any:
 
 
 def inner_of(loader: Loader) -> Any:
-    """The sampler that draws: what a BatchSampler wraps, or else the loader's."""
+    """Return the sampler that draws: the one inside a BatchSampler, or else the loader's."""
     sampler: Any = index_sampler(loader)
     return getattr(sampler, "sampler", sampler)
 
 
 def plain(value: Any) -> Any:
-    """What an order yields as torch would yield it."""
+    """Return the items of an order as torch would yield them."""
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def states(loader: Loader) -> list[bytes]:
-    """Everything that a user can see of the generators."""
+    """Return all states of generators that a user can see."""
     inner: Any = index_sampler(loader)
     own = [getattr(s, "generator", None) for s in (loader, inner, getattr(inner, "sampler", None))]
     seen = [torch.default_generator, *(g for g in own if g is not None)]
@@ -95,7 +95,7 @@ def states(loader: Loader) -> list[bytes]:
 
 
 def any_sampler(rng: random.Random, n: int, generator: torch.Generator | None) -> Any:
-    """One of torch's samplers with any arguments, or a sequence."""
+    """Return one of torch's samplers with any arguments, or a sequence."""
     kind = rng.choice(["seq", "perm", "perm", "repl", "subset", "weighted", "dist", "list"])
     g = rng.choice([generator, generator, None, torch.Generator().manual_seed(rng.randrange(99))])
     num = rng.choice([None, n, 1, rng.randrange(1, n + 1), rng.randrange(1, 3 * n + 1), 2 * n])
@@ -121,7 +121,7 @@ def any_sampler(rng: random.Random, n: int, generator: torch.Generator | None) -
 
 
 def any_loader(case: int, *, workers: int = 0) -> Loader:
-    """The loader of a case: equal calls give equal, separate loaders."""
+    """Return the loader of a case: equal calls give equal, separate loaders."""
     rng = random.Random(case)
     n = rng.choice([1, 2, rng.randrange(1, 12), rng.randrange(1, 60), rng.randrange(1, 200)])
     generator = torch.Generator().manual_seed(case) if rng.random() < 0.5 else None

@@ -38,15 +38,15 @@ class Road:
 
 
 def theirs(batch: Any) -> Any:
-    """What torch's worker-to-main queue makes of a batch (the pickling alone, in one process)."""
+    """Return a batch after torch's worker-to-main queue (only its pickling, in one process)."""
     return ForkingPickler.loads(ForkingPickler.dumps(batch))
 
 
 def outcome(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """(result, None), or (None, what was raised)."""
+    """Return (result, None), or (None, the exception raised)."""
     try:
         return function(*args), None
-    except Exception as e:  # noqa: BLE001  whatever torch raises is right
+    except Exception as e:  # noqa: BLE001  any exception of torch is right
         return None, e
 
 

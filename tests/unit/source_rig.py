@@ -16,7 +16,7 @@ QUICK = FetchSettings(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_
 
 
 def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
-    """What `read_parts` fills into fresh buffers."""
+    """Return what `read_parts` returns and fills into fresh buffers."""
     where = np.array(ids)
     lengths = source.manifest.ranges(where)[1]
     buffer = bytearray(int(lengths.sum()))
@@ -26,12 +26,12 @@ def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[b
 
 
 def whole(source: Source, *ids: int) -> list[bytes | None]:
-    """The bytes that `read_whole` gives."""
+    """Return the bytes from `read_whole`."""
     return [one and one.data for one in source.read_whole(np.array(ids))]
 
 
 def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[bytes]]:
-    """Files of random bytes and their manifest."""
+    """Write files of random bytes; return their manifest and contents."""
     rng = np.random.default_rng(seed)
     contents = [rng.bytes(n) for n in sizes]
     for i, content in enumerate(contents):
@@ -41,7 +41,7 @@ def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[
 
 
 def records(path: Path, size: int, count: int) -> tuple[Manifest, bytes]:
-    """One file of dense records behind a header of 5 bytes."""
+    """Write a file of dense records after a header of 5 bytes."""
     content = np.random.default_rng(size).bytes(5 + size * count)
     (path / "records").write_bytes(content)
     one = np.array([1], np.int64)

@@ -155,7 +155,7 @@ def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_not_told_of(tmp_path: Path) -> None:
-    """A daemon would look for it in each epoch."""
+    """A daemon would look for the missing file in each epoch."""
     (tmp_path / "gone").touch()
     gone = creel.FileDataset([tmp_path / "gone"])
     (tmp_path / "gone").unlink()
@@ -194,7 +194,7 @@ def test_numbers_of_any_kind_are_heard_and_what_is_no_part_is_not(tmp_path: Path
 
 
 class Telling(Dataset[Any]):
-    """Writes down each call; sample i reads file i."""
+    """Writes a line for each call; sample i reads file i."""
 
     def __init__(self, calls: list[Any], files: creel.FileDataset) -> None:
         self.calls, self.files = calls, files
@@ -212,7 +212,7 @@ class Telling(Dataset[Any]):
 
 
 def around(leaf: Telling, shapes: list[str]) -> Dataset[Any]:
-    """The leaf in so many of torch's and creel's wrappers, which `by_sample` sees through."""
+    """Return the leaf in torch's and creel's wrappers that `by_sample` sees through."""
     dataset: Dataset[Any] = leaf
     for shape in shapes:
         if shape == "subset":
@@ -238,7 +238,7 @@ SHAPES = ("subset", "stack", "named", "wrapped", "transformed")
 def test_a_batch_calls_the_persons_code_in_torchs_order(
     shapes: list[str], indices: list[int]
 ) -> None:
-    """The order of random numbers is that of the calls."""
+    """The order of calls determines the random numbers."""
     with tempfile.TemporaryDirectory() as home:
         for i in range(6):
             (Path(home) / str(i)).write_bytes(b"%d" % i)
@@ -252,7 +252,7 @@ def test_a_batch_calls_the_persons_code_in_torchs_order(
         alone = AccessRecorder(heard)
         for i in indices:
             alone[i]
-        # each sample's reads are told apart in a batch, too
+        # reads are assigned to samples within a batch, too
         for each in (learner, alone):
             each.write()
             TraceJournal(each.fd).append(EndOfTrace())
@@ -286,7 +286,7 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
 
 
 def pair(one: Dataset[Any], other: Dataset[Any]) -> tuple[AccessRecorder, AccessRecorder]:
-    """The recorders of two ranks."""
+    """Return the recorders of two ranks."""
     first = AccessRecorder(one, joint=True)
     journal = os.open(f"/proc/self/fd/{first.fd}", os.O_RDWR | os.O_APPEND)
     return first, AccessRecorder(other, journal, joint=True)
@@ -312,7 +312,7 @@ def test_what_two_ranks_record_is_one_trace(tmp_path: Path) -> None:
 def test_ranks_that_read_other_files_as_a_sample_do_not_learn_from_each_other(
     tmp_path: Path, *, together: bool
 ) -> None:
-    """`together`: neither has seen what the other one has written before it writes itself."""
+    """`together`: neither has read the other one's journal before it writes its own."""
     homes = [tmp_path / "a", tmp_path / "b"]
     ranks = pair(*(Opening(home) for home in homes))
     for i in range(12):
@@ -362,7 +362,7 @@ def test_what_a_rank_reads_beside_its_samples_makes_no_other_dataset(tmp_path: P
 def test_a_journal_is_closed_where_nothing_can_be_recorded() -> None:
     fd = new_journal()
     with suppress(TypeError):
-        AccessRecorder(object(), fd)  # type: ignore[arg-type]  # of no length
+        AccessRecorder(object(), fd)  # type: ignore[arg-type]  # it has no length
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(fd)
 

@@ -1,4 +1,4 @@
-"""What a path or URI that a person gives leads to, and how a wrong one is refused."""
+"""Where a user's path or URI leads, and how a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_is_no_path_is_refused_in_words(make: Callable[[], object]) -> None
 
 @given(st.lists(st.sampled_from(["/", ".", "..", "~", "a", "b c", ".x", "é"]), min_size=1))
 def test_a_local_address_is_an_absolute_path(parts: list[str]) -> None:
-    """As `abspath` gives it, but for `..`, which only the file system can follow."""
+    """As from `abspath`, except for `..`, which only the file system can follow."""
     text = os.path.expanduser("".join(parts))  # noqa: PTH111
     steps = [step for step in Path.cwd().joinpath(text).parts if step.strip("/")]
     assert absolute("".join(parts)) == "/" + "/".join(steps)
@@ -88,7 +88,7 @@ def test_many_addresses_are_made_absolute_as_each_is(values: list[str | Path]) -
 
 @pytest.fixture(params=["absolute", "relative"])
 def behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A folder behind a symbolic link, left by `..`: where a simpler path leads elsewhere."""
+    """A path through a symbolic link and `..`: a simplified path leads elsewhere."""
     for data, text in (("far/data/cat", b"right!!!"), ("data/cat", b"wrong!!!")):
         (tmp_path / data).mkdir(parents=True)
         (tmp_path / data / "a.jpg").write_bytes(text)
@@ -121,7 +121,7 @@ def test_dots_behind_a_symbolic_link_lead_where_open_goes(behind: str) -> None:
 
 
 def test_a_listing_needs_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none can be started, the caller does it alone."""
+    """If no thread can be started, the caller lists alone."""
 
     def scarce(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -1,4 +1,4 @@
-"""The allocator: each byte has one owner, whatever is taken and given back in whatever order."""
+"""The allocator: each byte has one owner, in any order of allocations and releases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sizes(*values: int) -> Sizes:
 
 
 def lognormal(rng: np.random.Generator, n: int) -> Sizes:
-    """Image-like sizes: mean 110 KB, standard deviation 100 KB."""
+    """Return image-like sizes: mean 110 KB, standard deviation 100 KB."""
     sigma2 = np.log(1 + (100 / 110) ** 2)
     drawn = rng.lognormal(np.log(110e3) - sigma2 / 2, np.sqrt(sigma2), n)
     return np.maximum(drawn, 500).astype(np.int64)
@@ -144,7 +144,7 @@ def test_freed_neighbours_become_one() -> None:
 
 
 def test_of_very_many_neighbours_go_back_together() -> None:
-    """A dataset of a million files is forgotten in a moment: the daemon's loop waits for it."""
+    """A dataset of a million files is forgotten in a moment, as the daemon's loop waits for it."""
     rng = np.random.default_rng(0)
     space = Allocator(1 << 30)
     pool = space.pool(lengths_of(sizes(100_000, 90_000)))
@@ -215,7 +215,7 @@ def test_check_notices_a_lost_byte() -> None:
 
 
 class Memory:
-    """An arena of one paged pool, written and read as the daemon and its clients do."""
+    """An arena of one paged pool, written and read as by the daemon and its clients."""
 
     def __init__(self, nbytes: int, lengths: Sizes) -> None:
         self.space = Allocator(nbytes)
@@ -224,7 +224,7 @@ class Memory:
         self.held: dict[int, bytes] = {}  # place -> content
 
     def add(self, contents: list[bytes]) -> bool:
-        """Whether there was room for all."""
+        """Return whether there was room for all."""
         arena = memoryview(self.bytes)
         places = self.pool.alloc(sizes(*map(len, contents)))
         runs = self.pool.runs(places)
@@ -276,7 +276,7 @@ def test_what_finds_no_room_in_pieces_either_takes_none() -> None:
 
 
 def test_no_object_is_in_more_runs_than_the_loop_has_time_for() -> None:
-    """Free memory of splinters, each a page of 64 bytes: 5 MB would be 100,000 runs, 0.3 s."""
+    """Free memory in pages of 64 bytes: an object of 5 MB would have 100,000 runs, 0.3 s."""
     payload, most = 64 - HEADER.size, 1024
     memory = Memory(4 * most * 64, sizes(64, 65))
     assert memory.add([b"x" * 64] * (4 * most))
@@ -307,7 +307,7 @@ def test_a_place_of_runs_is_given_back_once() -> None:
 def test_a_reader_of_bytes_that_are_no_runs_any_more_stays_within_the_arena(seed: int) -> None:
     rng = np.random.default_rng(seed)
     arena = bytearray(rng.integers(0, 256, 1000, np.uint8).tobytes())
-    for at in rng.integers(0, 980, 20).tolist():  # what looks like headers, and leads anywhere
+    for at in rng.integers(0, 980, 20).tolist():  # fake headers that lead anywhere
         arena[at : at + 16] = HEADER.pack(*rng.integers(-50, 1100, 2).tolist())
     for _ in range(100):
         nbytes = int(rng.integers(-1, 300))
@@ -317,7 +317,7 @@ def test_a_reader_of_bytes_that_are_no_runs_any_more_stays_within_the_arena(seed
 
 @pytest.mark.parametrize("place", [0, 64, chained(64)])
 def test_what_has_no_length_any_more_is_absent_for_a_reader(place: int) -> None:
-    """The core forgets a changed file's length before the shell says that the object is gone."""
+    """The core forgets a changed file's length before the shell unpublishes the object."""
     assert pieces(memoryview(bytes(1000)), place, -1) is None
 
 
@@ -342,7 +342,7 @@ def test_all_memory_stays_usable_under_churn_of_image_sizes_in_few_runs(seed: in
     for turn in range(24 * n // batch):
         new = rng.choice(lengths, batch)
         got = pool.alloc(new)
-        while (got == NOWHERE).any():  # one after the other leaves, until all have room
+        while (got == NOWHERE).any():  # evict one by one until all have room
             gone = int(rng.integers(len(places)))
             pool.free(places[gone : gone + 1], held[gone : gone + 1])
             places, held = np.delete(places, gone), np.delete(held, gone)

@@ -28,7 +28,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.mark.parametrize("record", [0, 1, 64, 3000])
 def test_a_table_is_what_an_array_of_offsets_would_be(record: int) -> None:
-    """A new one says NOWHERE of all; of records it takes 4 bytes each, and says all lengths."""
+    """A new table is all NOWHERE; for records it takes 4 bytes each, with all lengths known."""
     rng = np.random.default_rng(record)
     n, array = 500, np.full(500, NOWHERE)
     fd = sealed_memfd("table", LocationTable.nbytes(n, record))
@@ -82,7 +82,7 @@ def test_a_client_cannot_write(arena: Arena) -> None:
         mmap.mmap(arena.fd, arena.nbytes)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(arena.fd, b"x")
-    assert stat.S_IMODE(os.fstat(arena.fd).st_mode) == stat.S_IRUSR  # nor open it anew for that
+    assert stat.S_IMODE(os.fstat(arena.fd).st_mode) == stat.S_IRUSR  # nor be reopened for writing
     client.close()
 
 

@@ -1,4 +1,4 @@
-"""Objects are read to their places in the arena in few reads, and with little memory."""
+"""Objects are read to their places in the arena in few reads and with little memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from creel.daemon.service.storage.arena_writer import SCRATCH_NBYTES, ArenaWrite
 
 
 class Asked:
-    """A source that has nothing, and notes the objects of each read."""
+    """A source without objects, which records the objects of each read."""
 
     def __init__(self) -> None:
         self.reads: list[list[int]] = []
@@ -29,7 +29,7 @@ class Asked:
 
 
 def fill(length: Any) -> list[list[int]]:
-    """Fill a new arena with objects of these lengths; those of each read."""
+    """Fill a new arena with objects of these lengths; return the objects of each read."""
     source: Any = Asked()
     with closing(Arena.create(int(length.sum()))) as arena:
         place = length.cumsum() - length
@@ -39,12 +39,12 @@ def fill(length: Any) -> list[list[int]]:
 
 
 def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None:
-    """The arena is asked which pages were written to; a table of them is for small objects."""
+    """The arena is asked which pages were written; a table of these is for small objects."""
     source: Any = Asked()
     length = np.append(np.full(200, 4096), 1 << 28)
     place = length.cumsum() - length
     with closing(Arena.create(1 << 29)) as arena:
-        for at in place.tolist():  # the first page of each, all of it but for the large one
+        for at in place.tolist():  # the first page of each: all of a small one
             arena.write(at, memoryview(b"x"))
         writer = ArenaWriter(arena)
         tracemalloc.start()
@@ -56,7 +56,7 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
 
 
 def test_neighbours_are_one_read_though_some_go_to_pages_that_exist(tmp_path: Path) -> None:
-    """A page shared with what came before is there; far storage takes a round trip a read."""
+    """A page shared with an earlier object exists; far storage takes a round trip per read."""
     content = np.random.default_rng(0).bytes(10_000)
     (tmp_path / "records").write_bytes(content)
     run = np.array([0]), np.array([100]), np.array([100])
@@ -74,7 +74,7 @@ def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Pat
     (tmp_path / "empty").touch()
     source = Source(Manifest.of_files([str(tmp_path / "empty")], lengths=[0]))
     nothing = np.zeros(1, np.int64)
-    other: Any = Asked()  # also one that takes no read-only memory, even where it writes nothing
+    other: Any = Asked()  # it refuses read-only memory, even if it writes nothing
     with closing(Arena.create(4096)) as arena:
         ArenaWriter(arena).fill(other, np.zeros(1, np.int32), nothing, nothing)
         read = ArenaWriter(arena).fill(source, np.zeros(1, np.int32), nothing, nothing)

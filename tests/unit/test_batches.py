@@ -1,4 +1,4 @@
-"""Samples read and made many at once: the same as one by one."""
+"""Samples read and made many at once equal samples made one by one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = [
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cast_of_a_batch_is_the_cast_of_each_record(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Bit for bit, also for numbers that the new type cannot hold; of odd lengths."""
+    """Bit for bit, also for numbers that the new type cannot hold, and for odd lengths."""
     path, length, count = tmp_path / "r.bin", 37, 11
     bits = np.random.default_rng(1).integers(0, 256, count * length * dtype.itemsize, np.uint8)
     if dtype == torch.bool:
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_fails_as_it_does_alone(
 
 
 def test_a_record_file_that_grew_fails_as_it_does_alone(tmp_path: Path) -> None:
-    """One record that is all of a file is as long as it was, or it is another."""
+    """A record that is a whole file must have the file's length, or it is another one."""
     path = tmp_path / "r"
     np.zeros(4, np.int64).tofile(path)
     data = RecordDataset(path, "i8", 4)
@@ -133,7 +133,7 @@ def test_a_record_file_that_grew_fails_as_it_does_alone(tmp_path: Path) -> None:
 def test_a_file_read_directly_is_the_file_as_it_is_now(
     known: bool, empty: bool, tmp_path: Path
 ) -> None:
-    """Where its size was told, another size is an error, as it is in the daemon."""
+    """If its size was declared, another size is an error, as in the daemon."""
     path = tmp_path / "a b.raw"
     path.write_bytes(b"" if empty else b"old")
     data = FileDataset(tmp_path, nbytes=known)

@@ -55,7 +55,7 @@ def _text(label: int) -> str:
 
 
 class Recorder(FileDataset):
-    """Remembers which objects were read, in order: the truth that `objects` must foretell."""
+    """Records which objects were read, in order: the truth that `objects` must predict."""
 
     seen: list[tuple[int, int]]
 
@@ -162,7 +162,7 @@ class Stream(IterableDataset[int]):
 
 
 class Listed(Sequence[int]):
-    """0, 1, ... and how often somebody looked."""
+    """0, 1, ... and a count of look-ups."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -284,7 +284,7 @@ def test_a_torchvision_folder_is_served_and_left_alone(photos: Path, make: Any) 
         assert len(arena.taken) == 12
         assert lease.direct_reads == 0
         path = Path(dataset.samples[0][0])
-        assert folder.pil_loader(path).size == (4, 5)  # whoever calls it
+        assert folder.pil_loader(path).size == (4, 5)  # also if others call it
         with pytest.raises(FileNotFoundError, match="gone"):
             folder.pil_loader("gone")
     assert len(arena.taken) == 13
@@ -317,7 +317,7 @@ def test_changed_samples_of_torchvision_never_give_another_files_bytes(photos: P
     dataset = folder.ImageFolder(photos)
     binding = bound(dataset)
     dataset.samples.reverse()
-    assert binding.still()  # as many would take time to be compared
+    assert binding.still()  # so many are not compared, as that would take time
     plain = [dataset[i] for i in range(6)]
     with lent(binding, Arena(binding.manifest)):
         assert all(same(dataset[i], plain[i]) for i in range(6))
@@ -362,7 +362,7 @@ def test_folders_are_served_below_the_wrappers(photos: Path) -> None:
 
 
 class Pairs(Dataset[bytes]):
-    """A person's own: sample i is files i and i + 1, by number or by address."""
+    """A user's own dataset: sample i is files i and i + 1, by number or by address."""
 
     def __init__(self, paths: list[Path], how: str) -> None:
         self.creel_uris = [str(p) for p in paths]
@@ -423,7 +423,7 @@ def test_a_wrong_declaration_is_one_sentence(tmp_path: Path) -> None:
 
 
 class Answers(Opaque):
-    """Answers to any name, as classes that stand for a table or another object do."""
+    """Answers to any attribute, like classes that delegate to a table or another object."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -445,7 +445,7 @@ def test_subsets_may_hold_what_only_their_dataset_understands() -> None:
         def __getitem__(self, many: Any) -> Any:
             return sum(many)
 
-    assert bind(Subset(Slices(), [[1, 2], [3]])) is None  # type: ignore[list-item]  # no numbers: meant so
+    assert bind(Subset(Slices(), [[1, 2], [3]])) is None  # type: ignore[list-item]  # deliberately no numbers
 
 
 def test_trees_read_by_themselves_in_torchs_loader(tmp_path: Path, photos: Path) -> None:

@@ -47,7 +47,7 @@ def test_tensors_outlive_their_ring_and_its_size() -> None:
     ring = BufferPool()
     small = ring.take(4096).fill_(1)
     large = ring.take(4097).fill_(2)
-    del small  # nowhere to go back to
+    del small  # its pool is gone
     assert ring.take(4096).fill_(3).sum() == 3 * 4096
     del ring
     assert large.sum() == 2 * 4097
@@ -57,7 +57,7 @@ def test_tensors_outlive_their_ring_and_its_size() -> None:
 def test_what_is_kept_is_bounded_in_bytes(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, kept: int
 ) -> None:
-    """A loader lives long; a dataset read as one batch must not stay in memory with it."""
+    """A dataset read as one batch must not stay in memory as long as the loader."""
     monkeypatch.setattr(buffers, "MAX_KEPT_NBYTES", 5 * 4096)
     ring = BufferPool()
     lent = [ring.lease(nbytes) for _ in range(7)]
@@ -68,7 +68,7 @@ def test_what_is_kept_is_bounded_in_bytes(
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
-    """As with torch's, though the parent's next batch goes where this one was."""
+    """As with torch's batches, although the parent's next batch reuses the memory."""
     ring = BufferPool()
     batch = ring.lease(4096)
     batch[:3] = b"old"
@@ -86,7 +86,7 @@ def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
 
 
 def test_a_lease_that_was_interrupted_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between a buffer and its memory: what `__del__` raises is told on standard error."""
+    """Ctrl-C between a buffer and its memory: errors in `__del__` go to standard error."""
     unraised: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", unraised.append)
     lent = buffers.buffer_class(64)()
@@ -124,7 +124,7 @@ print([faults() for _ in range(6)][-1])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_memory_of_one_batch_serves_the_next() -> None:
-    """Else each batch of samples touches new pages: num_workers=0 took up to twice torch's time."""
+    """Else each batch touches new pages: num_workers=0 took up to twice torch's time."""
     kept, given_back = (
         int(Program(_FAULTS, which).communicate()[0]) for which in ("kept", "given back")
     )

@@ -1,4 +1,4 @@
-"""Which datasets are left alone, because their source makes nobody wait."""
+"""Which datasets creel does not intercept, because their source makes nobody wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DECODING = ThreadUse(300_000_000, 280_000_000, sleeps=BATCH, device_reads=0)
 SHARED_FILE = ThreadUse(9_000_000, 1_000_000, sleeps=3, device_reads=2_000)
 OTHER_THREAD = ThreadUse(
     6_000_000, 1_000_000, sleeps=3, device_reads=0
-)  # has the lock now and then
+)  # holds the lock now and then
 
 
 def saw(bypass: Bypass, *batches: ThreadUse, samples: int = BATCH) -> Bypass:
@@ -61,7 +61,7 @@ def test_waits_of_threads_for_each_other_are_none_for_the_source() -> None:
 
 
 def test_one_wait_is_the_readers_own_affair() -> None:
-    bypass = saw(Bypass(allowed=True), SLOW, QUIET, QUIET)  # it imported something, say
+    bypass = saw(Bypass(allowed=True), SLOW, QUIET, QUIET)  # for example, an import
     assert bypass.active
     assert saw(bypass, *[QUIET] * 10, SLOW, *[QUIET] * 10, SLOW, QUIET).active
 

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """(soft, hard) of RLIMIT_NOFILE, as they are again afterwards."""
+    """(soft, hard) of RLIMIT_NOFILE, restored afterwards."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_descriptors_have_any_number(limits: tuple[int, int]) -> None:
-    """A trainer with a thousand files open has sockets that select() does not know."""
+    """A trainer with a thousand open files has sockets beyond the limit of select()."""
     if 0 <= limits[1] < 2048:
         pytest.skip("no more than that many descriptors here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
@@ -66,7 +66,7 @@ def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
 
 
 def all_descriptors() -> list[int]:
-    """Take every descriptor that is free."""
+    """Take every free descriptor."""
     taken = []
     with contextlib.suppress(OSError):
         while True:
@@ -121,7 +121,7 @@ def test_a_message_that_finds_no_free_descriptor_leaves_none_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = map(Channel, pair())
-    while not ours.congested:  # else it leaves at once, and needs none
+    while not ours.congested:  # else the message leaves at once, and needs none
         ours.post((bytes(10_000),))
     before = descriptors()
     free = iter([os.dup(ours.fileno())])
@@ -143,7 +143,7 @@ def test_without_a_descriptor_a_long_message_goes_in_pieces(
     ours.post(message)
     ours.post(("next",))
     got: list[object] = []
-    while len(got) < 2:  # by one thread: the sender never waits for the receiver
+    while len(got) < 2:  # in one thread: the sender never waits for the receiver
         told = theirs.get(0)
         got += [] if told is None else [told]
         ours.flush()
@@ -157,16 +157,16 @@ def test_without_a_descriptor_a_long_message_goes_in_pieces(
     theirs.close()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11's
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_indices_that_are_tensors_take_no_others_along() -> None:
-    """A sampler may give out a permutation's elements: `yield from torch.randperm(n)`."""
+    """A sampler may yield elements of a permutation: `yield from torch.randperm(n)`."""
     permutation = torch.randperm(1 << 16)  # 512 KiB
     sparse, floats = torch.eye(3).to_sparse(), torch.ones(2, requires_grad=True)
     batch = [*permutation[:32], permutation[::4096], permutation[:3] > 5, sparse, floats]
     ours, theirs = map(Channel, pair())
     ours.post((batch,))
     with socket.fromfd(theirs.fileno(), socket.AF_UNIX, socket.SOCK_SEQPACKET) as packet:
-        assert len(packet.recv(1 << 16, socket.MSG_PEEK)) > 100  # it lies in no memfd
+        assert len(packet.recv(1 << 16, socket.MSG_PEEK)) > 100  # it is not in a memfd
     got = theirs.get(20)
     assert got is not None
     (there,) = got[0]

@@ -207,7 +207,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def _commands() -> dict[str, click.Command]:
-    """All commands by the words that call them."""
+    """Return all commands by their words."""
     found: dict[str, click.Command] = {}
     for name, command in main.creel.commands.items():
         if isinstance(command, click.Group):
@@ -218,7 +218,7 @@ def _commands() -> dict[str, click.Command]:
 
 
 def _manual(command: str) -> str:
-    """The manual's synopsis and text of one command."""
+    """Return the manual's synopsis and text of one command."""
     manual = Path(__file__).parent.parent.parent / "docs/cli.md"
     _, start, rest = manual.read_text().partition(f"**creel {command}**")
     assert start, f"the manual has no {command}"

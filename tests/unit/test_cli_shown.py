@@ -1,4 +1,4 @@
-"""What a person sees of a daemon: `creel status`, `stats`, `stats --why` and `top`."""
+"""How a user sees a daemon: `creel status`, `stats`, `stats --why` and `top`."""
 
 from __future__ import annotations
 

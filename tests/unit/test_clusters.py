@@ -1,4 +1,4 @@
-"""Which clusters a daemon enters, and which it does not."""
+"""Which clusters a daemon joins, and which it does not."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from creel.settings import ClusterSettings
 from kit import default_window
 
 KEY = bytes(range(32))
-#: What the core was told, and the peers whose fetches were ended.
+#: Events that the core got, and peers whose fetches were ended.
 EVENTS: list[Event] = []
 ENDED: list[int] = []
 
 
 def never(call: Callable[[], None]) -> None:
-    """What other threads say is not heard: this test is the loop."""
+    """Ignore calls from other threads: this test is the loop."""
     assert callable(call)
 
 
@@ -119,7 +119,7 @@ def test_an_impossible_cluster_is_refused(
 
 
 def test_a_cluster_without_this_node_is_refused(clusters: ClusterService) -> None:
-    for _ in range(2):  # before it serves anybody, and after
+    for _ in range(2):  # before it serves any peer, and after
         with pytest.raises(CreelError):
             clusters.join("token", Join("c", KEY, [other(0), other(1)], [0, 1]))
         clusters.host("127.0.0.1", 0)

@@ -96,7 +96,7 @@ def road() -> Iterator[Road]:
 
 @pytest.fixture
 def as_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's collate functions behave otherwise in a worker."""
+    """Make this process look like a worker, where torch's collate functions behave differently."""
     info = WorkerInfo(id=0, num_workers=1, seed=0, dataset=cast(Any, None))
     monkeypatch.setattr(_utils.worker, "_worker_info", info)
 
@@ -114,7 +114,7 @@ def test_slot_collate_is_default_collate(road: Road, name: str) -> None:
     for _ in range(2):
         collated = slot_collate(batch, road.writer)
         same(collated, expected)
-        if name != "proxies":  # neither we nor torch can pickle one
+        if name != "proxies":  # neither creel nor torch can pickle one
             same(road.trip(collated), theirs(expected))
         del collated
 
@@ -133,7 +133,7 @@ def test_collated_tensors_are_not_copied_again(road: Road) -> None:
 
 @pytest.fixture
 def collate_fns() -> Iterator[dict[Any, Any]]:
-    """torch's map, to be changed; put back in its order, which tells workers what is new."""
+    """torch's map, to be changed; restored in its order, by which workers see new entries."""
     table = torch_collate.default_collate_fn_map
     before = dict(table)
     yield table

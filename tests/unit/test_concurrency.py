@@ -1,4 +1,4 @@
-"""How many threads read from a source, by what its reads cost."""
+"""How many threads read from a source, depending on the cost of its reads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CORES = 4
     ("seconds", "cpu", "user", "most"),
     [
         (0.002, 0.002, 0.002, 1),  # computes, and holds the interpreter
-        (0.002, 0.002, 0.0002, CORES),  # the system copies: at once, on every core
-        (0.00003, 0.00003, 0.000003, 1),  # the system does it all, but in 3 us an object
-        (0.004, 0.002, 0.0002, CORES),  # and waits for others who copy
-        (0.2, 0.001, 0.001, 32),  # a far round trip
+        (0.002, 0.002, 0.0002, CORES),  # the kernel copies: on every core at once
+        (0.00003, 0.00003, 0.000003, 1),  # the kernel does it all, but in 3 us per object
+        (0.004, 0.002, 0.0002, CORES),  # the kernel copies, and waits for other copies
+        (0.2, 0.001, 0.001, 32),  # a long round trip
     ],
 )
 def test_no_more_threads_than_are_of_use(
@@ -38,7 +38,7 @@ def test_threads_that_hang_are_replaced() -> None:
 
 
 def test_far_reads_have_their_threads_though_as_many_are_quick() -> None:
-    """Half of the records come from the page cache, half take 5 ms: one by one that is 2.7 each."""
+    """Half of the records come from the page cache, half take 5 ms: on average 2.7 ms each."""
     speed = Concurrency(CORES)
     for far in np.random.default_rng(1).permutation([True, False] * 1000).tolist():
         speed.measured(1, *((0.0053, 0.0003, 0.0002) if far else (0.0001, 0.0001, 0.0001)))
@@ -48,7 +48,7 @@ def test_far_reads_have_their_threads_though_as_many_are_quick() -> None:
 def test_parts_are_long_only_where_every_thread_gets_one() -> None:
     speed = Concurrency(CORES)
     for _ in range(2000):
-        speed.measured(1, 0.001, 0.0001, 0.0001)  # 6 threads are of use
+        speed.measured(1, 0.001, 0.0001, 0.0001)  # 6 threads are useful
     assert speed.part_objects(waiting=1 << 20) == 10
     assert speed.more_threads(waiting=1 << 20, began=[], now=0.0) == 6
     assert speed.part_objects(waiting=12) == 2

@@ -1,4 +1,4 @@
-"""Settings: who wins, what is refused, and that every refusal says what to do."""
+"""Settings: which source of settings wins, what is refused, and that each refusal helps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty machine: no system file, no user file; in a folder of an empty project."""
+    """A machine without system file and user file; the folder of a project without settings."""
     monkeypatch.setattr(config_module, "SYSTEM_FILE", tmp_path / "etc/config.toml")
     (tmp_path / "etc").mkdir()
     (tmp_path / "home/creel").mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_a_file_that_is_no_text_or_may_not_be_read_is_an_error(home: Path) -> No
 def test_a_file_that_was_found_and_cannot_be_read_is_left_out_and_told_once(
     home: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody else's, perhaps, in a folder above. One that was asked for must be readable."""
+    """It may be another user's, in a folder above. A file named by the user must be readable."""
     path = home / "project/creel.toml"
     path.write_text("[fetch]\nthreads = 3\n")
     read = Path.read_text
@@ -246,7 +246,7 @@ def test_a_number_without_end_is_no_setting(home: Path) -> None:
 
 @pytest.mark.parametrize("value", [1 << 63, 10**30, "10000PB", "9" * 400, "9" * 400 + "GB"])
 def test_a_number_that_no_message_can_carry_is_no_setting(home: Path, value: object) -> None:
-    """A daemon could not tell its settings, and each client lost its connection."""
+    """A daemon could not report its settings, and each client lost its connection."""
     for key in ("window.bytes", "window.max_steps"):
         with pytest.raises(ConfigError):
             load(home, {key: value})
@@ -255,7 +255,7 @@ def test_a_number_that_no_message_can_carry_is_no_setting(home: Path, value: obj
 
 @pytest.mark.parametrize("key", ["CREEL_DISK__PATH", "CREEL_CLUSTER__HOSTS"])
 def test_a_text_that_no_message_can_carry_is_no_setting(home: Path, key: str) -> None:
-    """It could not be handed to the daemon."""
+    """It could not be passed to the daemon."""
     with pytest.raises(ConfigError, match=f"{key}: .* should be UTF-8"):
         load(home, **{key: os.fsdecode(b"/caf\xe9")})
 
@@ -298,7 +298,7 @@ def test_the_page_about_configuration_names_every_setting_with_its_default() -> 
 
 
 def shown(default: object, unit: str) -> str:
-    """A default as docs/configuration.md writes it."""
+    """Return a default as docs/configuration.md writes it."""
     if unit == "bytes" and isinstance(default, int):
         return f"`{format_size(default).replace('.00', '').replace('.0', '')}`"
     return f"`{_toml(default)}`" + (" s" if unit == "seconds" else "")

@@ -1,4 +1,4 @@
-"""When a process that has no daemon, or one that does not answer, tries again."""
+"""When a process without a daemon, or with one that does not answer, tries again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit import unique_name
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """The seconds that pass, one each time somebody asks."""
+    """A clock that advances by a second each time it is read."""
     clock = itertools.count(1.0)
     monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=clock.__next__))
     return clock
@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
 
 @pytest.fixture
 def config() -> Iterator[Config]:
-    """For a daemon that this process has not asked for before."""
+    """Settings for a daemon that this process has not asked for before."""
     config = Config(daemon=DaemonSettings(name=unique_name()))
     yield config
     connections.disconnect(config.daemon.name)
@@ -35,7 +35,7 @@ def config() -> Iterator[Config]:
 def test_a_daemon_that_stays_stopped_costs_ever_fewer_attempts(
     clock: Iterator[float], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each holds up training for 10 s: one every 40 s made short epochs a third longer."""
+    """Each attempt delays training by 10 s: one every 40 s made short epochs a third longer."""
     attempts: list[float] = []
 
     def in_vain(*_: Any, **__: Any) -> None:

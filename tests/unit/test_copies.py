@@ -1,4 +1,4 @@
-"""Copies of files: what a sample has read of one, and what a daemon may take."""
+"""Copies of files: the parts that samples have read, and what a daemon may take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from creel.errors import MalformedError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from kit import seeds
 
-LATER_NS = 10**10  # by then, a file just written can be told from its next version
+LATER_NS = 10**10  # by then, a new file's version differs from its next one
 
 
 def later() -> int:
@@ -32,7 +32,7 @@ def begun(copies: FileCopies, path: Path) -> FileCopy:
 
 
 def copied(copies: FileCopies, path: Path, spans: list[tuple[int, int]]) -> None:
-    """A sample reads these stretches of a file."""
+    """Let a sample read these stretches of a file."""
     with path.open("rb") as file:
         copy = begun(copies, path)
         for first, end in spans:
@@ -42,7 +42,7 @@ def copied(copies: FileCopies, path: Path, spans: list[tuple[int, int]]) -> None
 
 
 def given(copies: FileCopies, paths: list[Path]) -> Copies:
-    """What a daemon gets, by position in `paths`."""
+    """Return what a daemon gets, by position in `paths`."""
     copies.flush()
     rows = [(paths.index(Path(address)), *place) for address, *place in copies.done]
     return Copies(os.dup(copies.fd), np.array(sorted(rows), np.int64).reshape(-1, 4))
@@ -99,12 +99,12 @@ def test_what_has_changed_while_it_was_read_or_since_is_not_taken(tmp_path: Path
 
 
 def test_to_complete_a_copy_asks_the_storage_nothing(tmp_path: Path) -> None:
-    """The daemon compares versions when it takes the copy: a file is looked at once less."""
+    """The daemon compares versions when it takes the copy, which saves a stat."""
     copies, path = FileCopies(1 << 24), tmp_path / "file"
     path.write_bytes(bytes(5000))
     copy = begun(copies, path)
     copy.add(0, path.read_bytes())
-    copy.finish(io.BytesIO())  # it has no descriptor to be asked by
+    copy.finish(io.BytesIO())  # it has no descriptor
     taken = given(copies, [path]).take(0, str(path), later())
     assert taken is not None
     assert taken[0] == bytes(5000)
@@ -116,7 +116,7 @@ def test_a_file_is_copied_once_however_often_a_process_opens_it(tmp_path: Path) 
     of = of_stat(path.stat(), later())
     copied = [copies.begin(str(path), 5000, of) for _ in range(3)]
     assert [copy is None for copy in copied] == [False, True, True]
-    with path.open("rb") as file:  # nothing of it is read through the file object
+    with path.open("rb") as file:  # not read through the file object
         assert copied[0] is not None
         copied[0].finish(file)
     copies.flush()
@@ -152,7 +152,7 @@ def test_no_more_is_kept_than_the_limit_also_by_many_threads(tmp_path: Path) -> 
     for thread in threads:
         thread.join()
     copies.flush()
-    assert resident_nbytes(copies.fd) <= 24 * PAGE_NBYTES  # one that was begun by each
+    assert resident_nbytes(copies.fd) <= 24 * PAGE_NBYTES  # each thread began one page
     assert len(copies.done) >= 15
     taken = given(copies, paths)
     for address, *_ in list(copies.done):
@@ -169,7 +169,7 @@ def test_copies_are_given_once_and_hold_no_more_than_there_is(tmp_path: Path) ->
     assert one.salt == other.salt != given(FileCopies(1 << 24), []).salt
     assert one.give()
     assert not other.give()
-    os.ftruncate(copies.fd, PAGE_NBYTES + 10)  # its owner cuts it
+    os.ftruncate(copies.fd, PAGE_NBYTES + 10)  # its owner truncates it
     assert one.take(0, str(path), later()) is None
 
 

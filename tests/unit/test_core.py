@@ -56,7 +56,7 @@ def test_a_step_is_ready_once_its_last_object_is_there() -> None:
 
 
 def test_a_read_that_hangs_holds_up_no_step_but_its_own() -> None:
-    """Its reader gives up in time and goes to the source; what comes after is there."""
+    """Its reader gives up in time and reads the source; later steps are ready."""
     rig = Rig(1000, default_window(fetch_objects=1))
     rig.register("d", [100] * 30)
     rig.open(1, "d")
@@ -159,7 +159,7 @@ def test_unknown_lengths_are_stored_where_there_is_room_and_discarded_where_not(
 
 @pytest.mark.parametrize("seed", seeds(6))
 def test_the_room_of_what_is_in_flight_is_given_to_nothing_else(seed: int) -> None:
-    """Its length is a guess until it lands; lengths that are known by then are asked for, too."""
+    """Its length is a guess until it lands; lengths known before are requested exactly."""
     rng, rig, objects = np.random.default_rng(seed), Rig(3100), 64
     rig.register("d", [100] * objects, known=False)
     rig.open(1, "d")
@@ -206,7 +206,7 @@ def test_late_and_unknown_answers_are_dropped(rig: Rig) -> None:
     rig.open(1, "d")
     rig.extend(1, 0, [[0]])
     rig.close(1)
-    rig.settle()  # the one that was under way stays, unpinned
+    rig.settle()  # the object in flight stays, unpinned
     assert rig.feed(Fetched(77, np.array([1]))) == []
     rig.feed(Dropped("d"))
     assert absent(rig, "d", range(30))
@@ -290,18 +290,18 @@ def test_an_event_starts_fetches_in_portions_and_those_that_land_start_the_rest(
     rig = Rig(n * 10, default_window(min_steps=n // 256))
     rig.register("d", [10] * n)
     rig.open(1, "d")
-    rig.checking = False  # each event would look at all objects
+    rig.checking = False  # checks look at all objects at each event
     actions, under_way = rig.extend(1, 0, np.arange(n // 2).reshape(-1, 256).tolist()), 0
     while rig.fetches:
         assert sum(len(a.ids) for a in actions if isinstance(a, FetchObjects)) < 2 * most
         under_way = max(under_way, sum(len(f.ids) for f in rig.fetches.values()))
         actions = rig.land(min(rig.fetches))
-    assert under_way > most  # the source is as busy as ever
-    assert rig.readers[1].ready == n // 512  # without a tick, and nobody has read
+    assert under_way > most  # the source stays busy
+    assert rig.readers[1].ready == n // 512  # without a tick or a read
 
 
 def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[FetchObjects]:
-    """A trainer and a source of one thread take so long each; all fetches begun meanwhile."""
+    """Run a trainer and a source of one thread with these times; return all fetches begun."""
     fetches = []
     for step in steps:
         end = rig.now + step_s
@@ -323,9 +323,9 @@ def test_who_stalls_is_served_before_who_has_less_in_hand() -> None:
     assert rig.readers[2].ready == 3
     rig.open(1, "d", job="a")
     rig.extend(1, 0, [[i, i + 1, i + 2] for i in range(0, 90, 3)])
-    rig.progress(2, 0, 4)  # three steps are in its hands; it waits for the next
+    rig.progress(2, 0, 4)  # it has three steps and waits for the next
     asked = {x for f in rig.fetches.values() for x in f.ids.tolist()}
-    assert asked == {0, 1, 2, 203}  # all there is room for under way
+    assert asked == {0, 1, 2, 203}  # all that there is room for
     rig.land(min(rig.fetches))
     assert {204, 205, 206} <= {x for f in rig.fetches.values() for x in f.ids.tolist()}
 
@@ -342,14 +342,14 @@ def test_steps_further_on_do_not_overtake_nearer_ones_when_the_pace_picks_up() -
 
 
 def test_a_slow_source_is_asked_for_one_step_at_a_time() -> None:
-    """All of a fetch land together: what is due first must not wait for what is due later."""
+    """All objects of a fetch land together: earlier steps must not wait for later ones."""
     rig = Rig(50_000, default_window(min_steps=40))
     rig.register("d", [100] * 400)
     rig.open(1, "d")
     plan = [[i, i + 1] for i in range(0, 400, 2)]
 
     def longest(steps: range, object_s: float) -> int:
-        """Objects of a fetch, while all that is due within the window is asked for at once."""
+        """Return the most objects of a fetch while the whole window is requested at once."""
         begun = [
             a
             for a in rig.extend(1, 0, plan[steps.start : steps.stop])
@@ -455,7 +455,7 @@ def test_a_dataset_in_use_cannot_go(why: str) -> None:
 
 
 def test_what_nobody_waits_for_any_more_is_not_read() -> None:
-    """A loader that leaves an epoch makes its next one wait for nothing else."""
+    """A loader that leaves an epoch does not delay its next one."""
     rig = Rig(4000)
     rig.register("d", [100] * 20)
     for session, steps in ((1, [[0, 1], [2, 3]]), (2, [[2, 3], [4, 5]])):
@@ -463,7 +463,7 @@ def test_what_nobody_waits_for_any_more_is_not_read() -> None:
         rig.extend(session, 0, steps)
     rig.close(1)
     (left,) = rig.cancelled
-    with mock.patch.object(SourceRate, "saw") as saw:  # what was not read says nothing of it
+    with mock.patch.object(SourceRate, "saw") as saw:  # objects that were not read do not count
         rig.land(left)
     assert not saw.called
     rig.truncate(2, 1)
@@ -483,7 +483,7 @@ def test_what_nobody_waits_for_any_more_is_not_read() -> None:
 
 
 def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> None:
-    """Record by record, 14 million would hold up the daemon's loop for seconds."""
+    """One by one, 14 million records would block the daemon's loop for seconds."""
     rig.open(1, "d")
     rig.extend(1, 0, [[0, 1], [2]])
     for number in list(rig.fetches):
@@ -512,7 +512,7 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
     ],
 )
 def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str, seed: int) -> None:
-    """No memory, or a bug of ours: at the expense of the session that the event was about."""
+    """No memory, or a bug: it costs the session that the event was about."""
     rng = np.random.default_rng(seed)
     rig = Rig(3000)
     rig.register("d", [100] * 60)
@@ -535,7 +535,7 @@ def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str,
         both()
     del rig.readers[3]
     rig.recover(3)
-    rig.recover(0)  # an event that was about no session
+    rig.recover(0)  # the event was about no session
     for session in (1, 2):
         rig.extend(session, 1, rng.permutation(60).reshape(-1, 5).tolist())
         for done in range(25):

@@ -1,4 +1,4 @@
-"""The disk tier in the core: what happens to single objects, and the laws under random events."""
+"""The disk tier in the core: events of single objects, and laws under random events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kit import default_window, seeds
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOM = 64 + 128  # of an object of 100 bytes, in units of 64
+ROOM = 64 + 128  # on disk for an object of 100 bytes, in units of 64
 
 
 class DiskRig(Rig):
@@ -51,7 +51,7 @@ def rig_of(objects: int, *, memory: int, disk: int) -> DiskRig:
 
 
 def read(rig: Rig, epochs: int, batch: int = 5) -> list[tuple[int, int]]:
-    """(reads of the source, of the disk) of each epoch."""
+    """Return (reads of the source, reads of the disk) for each epoch."""
     n, rng, out = len(rig.size["d"]), np.random.default_rng(0), []
     for epoch in range(epochs + 1):
         rig.extend(1, epoch, rng.permutation(n).reshape(-1, batch).tolist())
@@ -86,7 +86,7 @@ def test_a_restarted_node_reads_from_disk_what_the_last_one_wrote() -> None:
     second.disk = first.disk
     second.open_disk(220 * ROOM)
     second.open(1, "d")
-    # Not on disk: what the first node held for its next steps, as it had not left memory yet.
+    # Objects that the first node held for its next steps had not left memory for the disk yet.
     assert sum(source for source, _ in read(second, 2)) <= 10
 
 
@@ -116,7 +116,7 @@ def test_what_has_another_length_than_the_manifest_says_is_dropped() -> None:
 def test_a_step_that_memory_hardly_holds_is_not_awaited_in_writes_without_end(
     memory: int, disk: int, batch: int, seed: int
 ) -> None:
-    """Only what is due later makes room; what the step itself needs would take turns on disk."""
+    """Only objects due later leave; the step's own objects would go to disk in turns."""
     rig = rig_of(4 * batch, memory=memory, disk=disk)
     rng, written = np.random.default_rng(seed), 0
     for epoch in range(4):
@@ -137,7 +137,7 @@ def test_a_step_that_memory_hardly_holds_is_not_awaited_in_writes_without_end(
 def test_what_the_disk_gives_no_more_is_read_from_the_source() -> None:
     rig = rig_of(20, memory=5, disk=30)
     read(rig, 1)
-    del rig.disk["d"][3], rig.disk["d"][11]  # flipped bits
+    del rig.disk["d"][3], rig.disk["d"][11]  # as if bits had flipped
     for step in range(4):
         rig.progress(1, 4 + step, 5 + step)
         rig.settle()
@@ -151,7 +151,7 @@ def test_what_the_disk_gives_no_more_is_read_from_the_source() -> None:
 
 @pytest.mark.parametrize("disk", [20, 10])
 def test_before_the_end_what_memory_has_alone_is_written_as_far_as_there_is_room(disk: int) -> None:
-    """What is due next comes first; it is pinned, so nothing was written before."""
+    """Objects due next come first; they are pinned, so they were not written before."""
     rig = rig_of(60, memory=60, disk=disk)
     rig.extend(1, 0, [list(range(19, 9, -1)), list(range(10))])
     rig.progress(1, 0, 2)
@@ -168,7 +168,7 @@ def test_before_the_end_what_memory_has_alone_is_written_as_far_as_there_is_room
 def test_a_changed_file_is_gone_from_disk_before_anybody_reads_it() -> None:
     rig = rig_of(20, memory=5, disk=30)
     read(rig, 1)
-    rig.version = 2 << 30  # not that of which everything else here is known to be
+    rig.version = 2 << 30  # a version unlike those of all other objects
     fetch = None
     for step in range(4, 8):
         actions = rig.progress(1, step, step + 1) + rig.progress(1, step + 1)
@@ -206,7 +206,7 @@ def test_a_lost_disk_is_no_disk() -> None:
 
 
 def test_two_datasets_share_a_disk_that_one_had_filled() -> None:
-    """By their sizes; whoever comes later does not go without."""
+    """The disk is shared by size; the later dataset gets its share."""
     rig = DiskRig(2000)
     for name in "ab":
         rig.register(name, [100] * 100)
@@ -233,7 +233,7 @@ def test_two_datasets_share_a_disk_that_one_had_filled() -> None:
     told = rig.core.snapshot()["datasets"]
     assert held == [100]
     assert told["b"]["disk_objects"] in range(35, 60)
-    assert int(told["b"]["reads"]) <= 160  # of 200, were there no disk
+    assert int(told["b"]["reads"]) <= 160  # 200 without a disk
 
 
 def test_those_due_last_are_found_first_however_often_it_looks() -> None:
@@ -246,14 +246,14 @@ def test_those_due_last_are_found_first_however_often_it_looks() -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_disk_that_takes_no_byte_holds_up_nobody(slow: bool) -> None:
-    """It says it had room, or never answers."""
+    """It claims to have room, or never answers."""
     rig = rig_of(200, memory=40, disk=220)
     rig.disk_room = lambda nbytes: False  # noqa: ARG005
     rng = np.random.default_rng(0)
     for epoch in range(3):
         rig.extend(1, epoch, rng.permutation(200).reshape(-1, 5).tolist())
     for step in range(80):
-        rig.now += slow  # nobody waits that long for a disk
+        rig.now += slow  # longer than any reader waits for a disk
         rig.progress(1, step, step + 1)
         while rig.fetches:
             rig.land(next(iter(rig.fetches)))
@@ -264,7 +264,7 @@ def test_a_disk_that_takes_no_byte_holds_up_nobody(slow: bool) -> None:
 
 
 def test_a_write_that_fails_but_for_lack_of_room_costs_the_other_datasets_nothing() -> None:
-    """One that is not attached, say, or a bug of ours; and nobody waits for it."""
+    """A dataset that is not attached, or a bug; and no reader waits for it."""
     rig = DiskRig(80 * 100)
     for name in "de":
         rig.register(name, [100] * 100)
@@ -306,7 +306,7 @@ def test_a_disk_takes_one_byte_per_object_in_the_core() -> None:
 
 
 class DiskChaos(Chaos):
-    """Random events, with a disk that is small, slow, damaged and lost now and then."""
+    """Random events, with a small, slow disk that is damaged and lost at times."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -335,7 +335,7 @@ class DiskChaos(Chaos):
             super().turn()
 
     def peer(self) -> None:
-        """A peer asks, or has what it asked for."""
+        """Let a peer ask, or get its answer."""
         if self.rig.sending and self.rng.random() < 0.5:
             self.rig.sent(next(iter(self.rig.sending)))
         else:
@@ -345,7 +345,7 @@ class DiskChaos(Chaos):
             self.rig.peer_asks(self.requests, name, ids.tolist())
 
     def answered(self) -> None:
-        """All that peers have asked for is sent."""
+        """Send everything that peers have asked for."""
         self.rig.now += 1.0
         self.rig.feed(Tick())
         for request in list(self.rig.sending):
@@ -362,7 +362,7 @@ class DiskChaos(Chaos):
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_whatever_happens_invariants_hold_and_nobody_hangs(seed: int) -> None:
-    """`Rig` compares every byte that a reader may touch; `Core.check` runs after each event."""
+    """`Rig` compares every byte that a reader may read; `Core.check` runs after each event."""
     chaos = DiskChaos(seed)
     for _ in range(300):
         chaos.turn()

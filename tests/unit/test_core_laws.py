@@ -1,4 +1,4 @@
-"""The core's laws, under any order of events."""
+"""Laws of the core, under any order of events."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_in_however_many_runs_every_reader_sees_its_own_bytes() -> None:
 
 
 def test_large_objects_make_room_without_anybody_losing_a_byte() -> None:
-    """Training and validation in a fifth of the memory; those who stay must not change places."""
+    """Training and validation in a fifth of the memory; objects that stay must not move."""
     rng = np.random.default_rng(1)
     rig = Bytes(1 << 20)
     left: dict[int, deque[list[int]]] = {}
@@ -97,7 +97,7 @@ def test_large_objects_make_room_without_anybody_losing_a_byte() -> None:
 
 @pytest.mark.parametrize("capacity", [10, 100, 250, 1000])
 def test_a_budget_smaller_than_a_step_degrades_and_never_hangs(capacity: int) -> None:
-    """1 % of the data: what does not fit is given up to the reader, the rest goes on."""
+    """1 % of the data: readers read what does not fit, the rest is served."""
     rig = Rig(capacity)
     rig.register("d", [100] * 100)
     rig.open(1, "d")
@@ -127,7 +127,7 @@ def test_two_ranks_in_step_share_a_tiny_memory_without_deadlock() -> None:
 def test_who_is_followed_blindly_has_residents_sorted_but_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What comes after what is being read is no plan: nothing is to be sorted anew for it."""
+    """Reads that follow the present step are no plan: residents are not sorted again for them."""
     sorts: list[MostRecentFirst] = []
     relist = MostRecentFirst.relist
 
@@ -154,7 +154,7 @@ def test_who_is_followed_blindly_has_residents_sorted_but_once(
 def test_jobs_on_two_datasets_told_in_pieces_share_reads_and_sort_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To sort all residents costs as much as there are: 16 of them for one planned read."""
+    """Sorting costs time for each resident, of which there are 16 per planned read."""
     sorts: list[FarthestNextUse] = []
     relist = FarthestNextUse.relist
 
@@ -191,7 +191,7 @@ def test_jobs_on_two_datasets_told_in_pieces_share_reads_and_sort_seldom(
 
 
 def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
-    """So nothing is copied, masked or sorted as a whole; times are in benchmarks/planning.py."""
+    """No array is copied, masked or sorted as a whole; times: benchmarks/planning.py."""
     n, batch = 25_000, 25
     rng = np.random.default_rng(0)
     core = Core(Allocator(n // 2 * 1000), default_window())
@@ -228,7 +228,7 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> None:
-    """State 1, pins 4, plan of the epoch's end 2; candidates take one more (test_eviction.py)."""
+    """State 1, pins 4, plan of the epoch's end 2; candidates take 1 more (test_eviction.py)."""
     n, batch = 200_000, 250
     rng = np.random.default_rng(0)
     length = np.full(n, 1000) if alike else rng.integers(500, 1500, n)
@@ -257,7 +257,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
 def test_a_source_slower_than_its_reader_is_asked_for_many_objects_at_a_time(
     *, known: bool
 ) -> None:
-    """Each fetch and each event costs the loop some 0.5 ms, however many objects it is of."""
+    """Each fetch and each event costs the loop 0.5 ms, however many objects it has."""
     batch, steps, limit = 37, 60, 128
     rig = Rig(1 << 20, default_window(inflight_objects=limit))
     rig.checking = False
@@ -280,7 +280,7 @@ def test_a_source_slower_than_its_reader_is_asked_for_many_objects_at_a_time(
 
 
 def test_what_is_read_later_is_never_fetched_sooner_however_the_pace_changes() -> None:
-    """Else a step that is in flight waits for all that is asked for after it."""
+    """Else a step in flight waits for all later requests."""
     batch, steps = 8, 120
     rig = Rig(1 << 20, default_window(inflight_objects=64))
     rig.checking = False

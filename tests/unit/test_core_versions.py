@@ -1,4 +1,4 @@
-"""Files that change: nobody reads bytes older than the moment from which on they must be fresh."""
+"""Files that change: no reader gets bytes older than the moment when they must be fresh."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ pytestmark = pytest.mark.timeout(120)
 
 @dataclass
 class Source:
-    """What a source has now: the version of each file, and which file each object is in."""
+    """The present state of a source: the version of each file, and the file of each object."""
 
     file: NDArray[np.int64]
     version: NDArray[np.int64]
-    recent: set[int] = field(default_factory=set)  # files whose version cannot be relied on
+    recent: set[int] = field(default_factory=set)  # files with versions too young
 
     def told(self, files: NDArray[np.integer], version: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What the storage says of versions that it has."""
+        """Return the storage's answer to a question about these versions."""
         recent = np.isin(files, list(self.recent))
         out: NDArray[np.int64] = np.where(recent, CHANGING, version[files])
         return out
 
 
 class Changing(Rig):
-    """A rig over files that change; each place in the arena knows of what version its bytes are."""
+    """A rig with changing files; it knows the version of the bytes at each place in the arena."""
 
     def __init__(self, capacity: int, window: Window | None = None, seed: int = 0) -> None:
         super().__init__(capacity, window)
@@ -52,8 +52,8 @@ class Changing(Rig):
         self.source: dict[str, Source] = {}
         self.checks: dict[int, tuple[CheckVersions, NDArray[np.int64]]] = {}
         self.read: dict[int, NDArray[np.int64]] = {}  # by fetch: versions at one moment of it
-        self.got: dict[int, int] = {}  # by object: the version that was read last
-        self.said: dict[int, int] = {}  # by object: what the storage said of it
+        self.got: dict[int, int] = {}  # by object: the version read last
+        self.said: dict[int, int] = {}  # by object: the version as reported by the storage
         self.copies: dict[int, list[tuple[int, int]]] = {}  # by fetch from HELD: `got` and `said`
         self.version_at: dict[int, int] = {}  # by offset
         self.floor: dict[tuple[int, int], NDArray[np.int64]] = {}  # (session, step) -> versions
@@ -71,7 +71,7 @@ class Changing(Rig):
         (source.recent.add if recent else source.recent.discard)(file)
 
     def begin(self, session: int, epoch: int, first: int) -> list[Action]:
-        """Epoch `epoch`, whose first step this is, begins."""
+        """Begin epoch `epoch`, whose first step is `first`."""
         self.demand(session, range(first, len(self.readers[session].objects)))
         return self.feed(EpochBegan(session, epoch))
 
@@ -84,7 +84,7 @@ class Changing(Rig):
             version = self.source[action.dataset].version.copy()
             self.checks[action.check] = action, version
             return
-        if isinstance(action, SetReady):  # who read what is not ready any more has been told
+        if isinstance(action, SetReady):  # readers of other steps know
             number, steps = action.session, {*range(action.ready), *action.early}
             self.seen = {k: at for k, at in self.seen.items() if k[0] != number or k[1] in steps}
         if isinstance(action, FetchObjects) and action.origin == HELD:
@@ -96,7 +96,7 @@ class Changing(Rig):
         super().do(action)
 
     def untouched(self, fetch: FetchObjects) -> None:
-        """Nothing may be written where somebody may be reading, as the boards say by now."""
+        """Check that no bytes are written that a client may be reading by its shared words."""
         read = [
             (b, b + k)
             for (n, step, x), at in self.seen.items()
@@ -109,9 +109,9 @@ class Changing(Rig):
                 assert not any(a < end and b < a + k for b, end in read)
 
     def land(self, number: int) -> list[Action]:
-        """The source answers a fetch with bytes of one moment between its begin and now.
+        """Let the source answer a fetch with bytes of one moment between its begin and now.
 
-        What is copied is of the moment when it was read.
+        Copied bytes are those of the moment when they were read.
         """
         fetch = self.fetches[number]
         if fetch.origin == HELD:
@@ -139,7 +139,7 @@ class Changing(Rig):
         self.version_at[offset] = self.got[x]
 
     def answer(self, number: int) -> list[Action]:
-        """The storage answers a check, with what it had at one moment of it."""
+        """Let the storage answer a check, with its state at one moment of it."""
         check, version = self.checks.pop(number)
         source = self.source[check.dataset]
         if self.rng.random() < 0.5:
@@ -160,7 +160,7 @@ class Changing(Rig):
                         assert self.version_at[at] >= floor[file], "old bytes"
 
     def answer_all(self, rounds: int = 50) -> None:
-        """The storage answers everything; where memory is short, reads ahead may go on and on."""
+        """Let the storage answer everything; with little memory, reads ahead may never end."""
         while (self.checks or self.fetches) and rounds:
             rounds -= 1
             for number in list(self.checks):
@@ -198,7 +198,7 @@ def test_what_changed_is_read_anew_and_nothing_else(per_file: int) -> None:
 
 
 def test_what_changes_between_reading_and_copying_is_read_anew() -> None:
-    """Its length was not known: it was read to private memory first."""
+    """Its length was unknown, so it was read to private memory first."""
     rig = Changing(10_000)
     rig.files("d", [100, 100], per_file=2, known=False)
     rig.open(1, "d", recheck="epoch")
@@ -295,10 +295,10 @@ def test_a_length_that_was_read_is_forgotten_with_the_file_and_a_listed_one_is_n
         whole(rig, ord(name), 0)
         rig.change(name, 1)
         rig.size[name][1] = 150
-        rig.bad[name] = {1} if known else set()  # as sources refuse what is not as long as listed
+        rig.bad[name] = {1} if known else set()  # as sources refuse a wrong length
         whole(rig, ord(name), 1)
         assert rig.length[name].tolist() == [300, 100 if known else 150, 200]
-        # Not as long as listed: its reader goes to the source, and is told.
+        # Not as long as listed: its reader reads the source, which reports that.
         assert bool(rig.offset[name][1] >= 0) is not known
 
 
@@ -324,7 +324,7 @@ def test_a_reader_of_another_epoch_loses_ready_before_its_bytes_go() -> None:
 
 
 def test_a_reader_may_be_done_with_an_epoch_before_its_begin_is_heard() -> None:
-    """A daemon that was stopped: the board is looked at before the messages."""
+    """After a pause the daemon reads the shared words before the messages."""
     rig = Changing(100_000)
     rig.files("d", [1] * 6000)
     rig.open(1, "d", recheck="epoch")
@@ -407,7 +407,7 @@ def test_whatever_happens_nobody_reads_bytes_older_than_its_epoch(seed: int) -> 
 
 
 def finish(rig: Changing, s: int) -> None:
-    """A session reads to its end: nobody hangs."""
+    """Let a session read to its end: it must not hang."""
     reader = rig.readers[s]
     for _ in range(2000):
         if reader.done == len(reader.objects):
@@ -424,7 +424,7 @@ def step(
     epoch: dict[int, int],
     told: dict[int, list[tuple[int, int]]],
 ) -> None:
-    """A session is told an epoch, begins the next one it was told, or reads on."""
+    """Announce an epoch to a session, begin the next announced one, or read on."""
     reader, n = rig.readers[s], len(rig.source["d"].file)
     if len(told[s]) < 2 and rng.random() < 0.3:
         told[s].append((epoch[s], len(reader.objects)))
@@ -440,7 +440,7 @@ def step(
 def begin(rig: Changing, s: int, told: dict[int, list[tuple[int, int]]]) -> None:
     number, first = told[s].pop(0)
     last = told[s][0][1] if told[s] else len(rig.readers[s].objects)
-    rig.demand(s, range(first, last))  # what is ready in answer to the event counts, too
+    rig.demand(s, range(first, last))  # steps that become ready by the event count, too
     rig.feed(EpochBegan(s, number))
 
 

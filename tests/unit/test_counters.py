@@ -1,4 +1,4 @@
-"""What is counted is a table; each row is found wherever a person or a machine looks for it."""
+"""Counters are a table; each row is found wherever a user or a program looks for it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def words() -> Iterator[SharedWords]:
 
 
 def each(one: Counter) -> dict[str, float] | float:
-    """What is told of a counter when all its words say 3 (seconds or a number)."""
+    """Return the report of a counter whose words are all 3 (seconds or a number)."""
     return dict.fromkeys(one.members, 3.0) if one.members else 3
 
 
 def told(of: str) -> dict[str, Any]:
-    """As much of `creel stats` as the Prometheus page reads, with a count in each row of `of`."""
+    """Return the part of `creel stats` that Prometheus reads, with a count in each row of `of`."""
     histogram = {"le": [1.0], "counts": [3, 0], "sum": 3.0}
     row: dict[str, Any] = {c.key: each(c) for c in COUNTERS if c.of == of}
     row |= {"evictions": {"due_later": 3}, "errors_by_kind": {"EIO": 3}, "seconds": histogram}

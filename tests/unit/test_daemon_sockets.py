@@ -1,4 +1,4 @@
-"""The daemon's sockets where descriptors are short, and where one client is busier than others."""
+"""The daemon's sockets with few descriptors, or with one client that is busier than others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Path) -> None:
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         address = str(tmp_path / "desk")
-        host: Any = None  # nobody gets as far as to ask it
+        host: Any = None  # never used
         control_socket = ControlSocket(address, host, epoll, limit=4)
         client.connect(address)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -80,7 +80,7 @@ def _all_free() -> list[int]:
 def test_a_busy_client_does_not_hold_up_the_messages_of_others(tmp_path: Path) -> None:
     heard: list[str] = []
     control_socket = mock.Mock()
-    control_socket.knows.side_effect = heard.append  # so that it knows nobody
+    control_socket.knows.side_effect = heard.append  # returns None: an unknown token
 
     def message(token: str) -> bytes:
         return encode(Command(token, 1, "status", {}))
@@ -99,7 +99,7 @@ def test_a_busy_client_does_not_hold_up_the_messages_of_others(tmp_path: Path) -
         ping.connect(f"ipc://{tmp_path}/pong")
 
         def moved() -> None:
-            """The thread that moves all messages has moved those that were sent."""
+            """Wait until libzmq's thread has moved all messages sent so far."""
             for _ in range(3):
                 ping.send(b"")
                 pong.recv()

@@ -181,7 +181,7 @@ def test_open_over_http_is_in_memory(files: list[Path], web: str) -> None:
 def test_the_first_read_of_a_process_may_be_far(
     files: list[Path], web: str, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No loader has told its settings by then: they are found while a store is opened."""
+    """No loader has set its settings yet: they are loaded while a store is opened."""
     forget_stores(monkeypatch)
     address = f"{web}/files/a.bin"
     if first == "read":

@@ -1,4 +1,4 @@
-"""Who reads the source itself, and who waits for the daemon."""
+"""Which readers read the source themselves, and which wait for the daemon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUICK_NS, SLOW_NS = 30_000, 3_000_000  # of one read: the page cache, a server
 
 
 def direct(reader: DirectReads, nbytes: int, object_ns: int, reads: int = READS) -> bool:
-    """Whether a batch is read at once; else it is waited for without end."""
+    """Return whether a batch is read directly at once."""
     wait_s = reader.wait_s(reads, nbytes, object_ns)
     assert wait_s in {0, math.inf}
     return wait_s == 0
@@ -40,7 +40,7 @@ def test_large_objects_may_take_longer(nbytes: int) -> None:
 
 
 def waits(reader: DirectReads) -> int:
-    """How many batches are waited for until one is read again."""
+    """Return how many batches are waited for until one is read directly again."""
     waited = 0
     while not direct(reader, NBYTES, QUICK_NS):
         waited += 1
@@ -54,7 +54,7 @@ def test_what_a_reader_sees_itself_counts_for_more_than_what_the_daemon_says() -
         for _ in range(2):
             assert direct(reader, NBYTES, QUICK_NS)
             reader.saw(READS, NBYTES, READS * SLOW_NS, READS)
-        pauses.append(waits(reader))  # then it is tried again: what was cold may be warm
+        pauses.append(waits(reader))  # then direct reads are tried again: a cold source may be warm
     assert 0 < pauses[0] < pauses[1] < pauses[2]
 
 

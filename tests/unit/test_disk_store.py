@@ -1,4 +1,4 @@
-"""The disk store: what was stored is found, also by the next one; a wrong byte is never given."""
+"""The disk store: stored objects are found, also by the next store; no wrong byte is returned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def put(store: DiskStore, name: str, objects: dict[int, bytes], version: int = 1
 
 
 def get(store: DiskStore, name: str, object_id: int, nbytes: int) -> tuple[bytes, int] | None:
-    """The object, read into three parts."""
+    """Return the object, read into three parts."""
     data = memoryview(bytearray(nbytes))
     cuts = [0, nbytes // 3, nbytes // 2, nbytes]
     parts = [data[a:b] for a, b in itertools.pairwise(cuts)]
@@ -68,7 +68,7 @@ def test_an_object_of_another_size_than_asked_for_is_not_there(store: DiskStore)
     put(store, "a", {0: content(0, 5000), 1: content(1, 5000)})
     assert get(store, "a", 0, 4999) is None
     assert get(store, "a", 1, 5001) is None
-    assert get(store, "a", 0, 5000) is None  # and is forgotten
+    assert get(store, "a", 0, 5000) is None  # and was forgotten
     assert get(store, "a", 1, 5000) is None
 
 
@@ -103,7 +103,7 @@ def test_a_dataset_of_fewer_objects_finds_no_others(tmp_path: Path) -> None:
 
 
 class Twin:
-    """A store, and dictionaries that hold the same: (version, bytes) by dataset and object."""
+    """A store, and dictionaries with the same contents: (version, bytes) by dataset and object."""
 
     def __init__(self, path: Path, rng: np.random.Generator, *, same: bool) -> None:
         self._path, self._rng, self._same = path, rng, same
@@ -142,7 +142,7 @@ class Twin:
         assert sorted(self.store.attach(name, 100)[0].tolist()) == sorted(self._held[name])
 
     def reopen(self) -> None:
-        """What left before may be found again, as it was."""
+        """Open the store again: objects that left before may be found again, unchanged."""
         self.store.close()
         self.store = DiskStore(str(self._path), MIB, keep_free=0)
         for name, held in self._held.items():
@@ -163,7 +163,7 @@ class Twin:
 def test_any_sequence_of_operations_gives_right_bytes_and_loses_nothing(
     tmp_path: Path, seed: int
 ) -> None:
-    """Against dictionaries; the store is mostly full."""
+    """Compared with dictionaries; the store is mostly full."""
     rng = np.random.default_rng(seed)
     twin = Twin(tmp_path, rng, same=seed % 3 == 0)
     for _ in range(8):
@@ -230,7 +230,7 @@ def test_a_flipped_bit_is_a_miss_and_the_others_are_right(tmp_path: Path, seed: 
     found = [get(store, "a", i, 20_000 + i) for i in range(30)]
     right = [(content(i, 20_000 + i), 1) for i in range(30)]
     missed = [i for i in range(30) if found[i] is None]
-    assert len(missed) <= 1  # none where it lies behind an object's end
+    assert len(missed) <= 1  # none if it is after an object's end
     assert all(found[i] == right[i] for i in range(30) if i not in missed)
     store.check()
     store.close()
@@ -255,7 +255,7 @@ def test_a_damaged_index_loses_the_objects_it_names_and_no_byte(tmp_path: Path, 
     rng = np.random.default_rng(seed)
     store = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     store.attach("a", 100)
-    for round_ in range(6):  # so that rooms are used again
+    for round_ in range(6):  # so that room is reused
         put(store, "a", {i: content(i, 30_000, round_) for i in rng.permutation(100)[:60].tolist()})
         store.drop("a", rng.permutation(100)[:30])
     store.close()
@@ -273,7 +273,7 @@ def test_a_damaged_index_loses_the_objects_it_names_and_no_byte(tmp_path: Path, 
 
 
 def test_the_index_stays_short(tmp_path: Path) -> None:
-    """Of 100 objects that are written again and again; and it is right when it was rewritten."""
+    """100 objects are written again and again; the rewritten index is right."""
     store = DiskStore(str(tmp_path), MIB, keep_free=0)
     store.attach("a", 100)
     put(store, "a", dict.fromkeys(range(50), b"first"))
@@ -302,7 +302,7 @@ def test_a_forgotten_dataset_is_not_found_again(tmp_path: Path) -> None:
 
 
 def test_the_state_per_object_is_six_bytes(tmp_path: Path) -> None:
-    """By the system's count: what is touched when all of a million objects are entered."""
+    """By the kernel's count of touched pages when all of a million objects are entered."""
     first = DiskStore(str(tmp_path), 16 * MIB, keep_free=0)
     first.attach("a", 1000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -327,7 +327,7 @@ def test_a_folder_that_is_about_to_be_left_is_waited_for(tmp_path: Path) -> None
     with mock.patch("creel.cache.disk.folder.time.sleep", side_effect=lambda _: first.close()):
         second = DiskStore(str(tmp_path), MIB, keep_free=0)
     assert second.attach("a", 1)[0].tolist() == [0]
-    with pytest.raises(BlockingIOError, match="another daemon"):  # nobody leaves any more
+    with pytest.raises(BlockingIOError, match="another daemon"):  # no store is closed any more
         DiskStore(str(tmp_path), MIB, keep_free=0)
     second.close()
 
@@ -400,7 +400,7 @@ def test_an_io_error_ends_the_tier_with_one_warning(
 
 @pytest.mark.parametrize("seed", range(30))
 def test_intact_entries_are_those_a_walk_through_the_journal_leaves(seed: int) -> None:
-    """Against painting every unit: never an older record than a walk finds, nor two in one unit."""
+    """Against painting every unit: no record older than in a walk, no two in one unit."""
     rng = np.random.default_rng(seed)
     entries = np.zeros(60, ENTRY)
     entries["serial"] = np.arange(60)

@@ -25,7 +25,7 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
 
 
 def checked(name: str, ask: Callable[[str], dict[str, object]] = lambda _: STATUS) -> Any:
-    """What the doctor finds of one thing."""
+    """Return the doctor's findings of one name."""
     (found,) = (one for one in doctor.checks(Config(), ask) if one.name == name)
     return found
 

@@ -25,7 +25,7 @@ from kit import cluster_view
 
 @dataclass
 class Facts:
-    """What a keeper asks about its job."""
+    """What a policy asks about its job."""
 
     uses: NextUses
     clock: int
@@ -51,7 +51,7 @@ class Facts:
 def plan(
     rng: np.random.Generator, objects: int, steps: int, batch: int, *, repeats: bool
 ) -> list[NDArray[np.intp]]:
-    """Ids of each step."""
+    """Return the ids of each step."""
     if repeats:
         return [rng.integers(0, objects, batch) for _ in range(steps)]
     return list(rng.permutation(objects)[: steps * batch].reshape(steps, batch))
@@ -63,7 +63,7 @@ def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool
     rng = np.random.default_rng(seed)
     objects, steps, batch, ranks = 60, 5, 4, int(rng.integers(1, 4))
     uses = NextUses(objects)
-    told: dict[int, list[set[int]]] = {}  # step -> by rank
+    told: dict[int, list[set[int]]] = {}  # step -> ids by rank
     for epoch in range(3):
         whole = plan(rng, objects, steps, batch * ranks, repeats=repeats and epoch > 0)
         for rank in range(ranks):
@@ -90,18 +90,18 @@ def test_epochs_told_far_ahead_cost_no_table_each() -> None:
     for epoch in range(60):
         uses.extend(epoch, np.array([epoch], np.int32), np.array([epoch % 7]))
         assert uses.nbytes <= (4 + 4 * MAX_EPOCHS) * 1000
-    assert uses.due[:][:8].tolist() == [*range(7), NEVER]  # the next use is learnt all the same
+    assert uses.due[:][:8].tolist() == [*range(7), NEVER]  # the next use is known all the same
     assert uses.distinct(0)
-    assert not uses.distinct(59)  # of an epoch without a table nobody knows
+    assert not uses.distinct(59)  # unknown for an epoch without a table
     uses.forget(50)
     uses.extend(59, np.array([60], np.int32), np.array([3]))
-    assert not uses.distinct(59)  # nor of one that was told in part
+    assert not uses.distinct(59)  # and for one that is known in part
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_sorted_gives_the_largest_present_keys(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    n, span = (300, 50) if seed % 2 else (40, 3)  # of so few, keys come back
+    n, span = (300, 50) if seed % 2 else (40, 3)  # with few objects, keys come back
     key = rng.integers(0, span, n)
     pool = Sorted(n, lambda ids: key[ids])
     held: dict[int, int] = {}
@@ -119,7 +119,7 @@ def test_sorted_gives_the_largest_present_keys(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("far", [False, True])
 def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, far: bool) -> None:
-    """The keepers under a random run: pins, releases, turns, new plans."""
+    """The policies under a random run: pins, releases, epochs, new plans."""
     rng = np.random.default_rng(seed)
     n, steps, batch = 120, 20, 6
     state = np.full(n, RESIDENT, np.uint8)
@@ -178,7 +178,7 @@ def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int
     n = 60
     state, pins = np.full(n, ABSENT, np.uint8), np.zeros(n, np.int32)
     policy = MostRecentFirst(state, pins, [NextUses(n)])
-    release = np.zeros(n, np.int64)  # when each was released last
+    release = np.zeros(n, np.int64)  # time of each latest release
     for now in range(1, 200):
         ids = rng.integers(0, n, rng.integers(1, 8))
         state[ids] = RESIDENT
@@ -192,7 +192,7 @@ def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int
         assert len(set(out.tolist())) == len(out)
         assert ((state[out] == RESIDENT) & (pins[out] == 0)).all()
         state[out] = ABSENT
-        for x in np.flatnonzero(pins).tolist():  # read again at once: they are released anew
+        for x in np.flatnonzero(pins).tolist():  # read again at once: released again
             if state[x] == RESIDENT and rng.random() < 0.5:
                 pins[x] = 0
                 release[x] = now
@@ -219,7 +219,7 @@ def test_a_reader_of_one_step_at_a_time_loses_the_latest_first() -> None:
 
 @pytest.mark.parametrize("kind", [PlannedEviction, FarthestNextUse, MostRecentFirst])
 def test_a_policy_that_nobody_needs_is_gone_at_once(kind: Any) -> None:
-    """It has dozens of bytes an object; the collector comes to old rings once in hours, if ever."""
+    """It has dozens of bytes per object; the collector finds old cycles after hours, if ever."""
     state, pins, uses = np.full(9, RESIDENT, np.uint8), np.zeros(9, np.int32), NextUses(9)
     clock = [lambda: [(1.0, 0.0)]] if kind is FarthestNextUse else []
     policy = kind(state, pins, uses if kind is PlannedEviction else [uses], *clock)
@@ -285,7 +285,7 @@ def test_a_plan_and_its_policy_take_few_bytes_per_object(*, alike: bool) -> None
         boundary = policy.planning_task(facts)
         assert boundary is not None
         policy.retention_planned(boundary, boundary.plan())
-        del boundary  # the session has its orders anyway
+        del boundary  # the session keeps its orders anyway
         for ids in orders[0].reshape(-1, batch):
             uses.consume(0, ids)
             policy.released(ids)

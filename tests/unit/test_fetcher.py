@@ -1,4 +1,4 @@
-"""The fetcher: what is read or copied to its place, in which parts, and what fails at once."""
+"""The fetcher: which objects are read or copied to their places, in which parts, and errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Shell:
         self.fetcher.add("d", self.source)
 
     def read(self) -> Fetched:
-        """Read all of them, to private memory."""
+        """Read all files to private memory."""
         nowhere = np.full(len(self.ids), NOWHERE)
         self.fetcher.submit(FetchObjects(7, "d", self.ids, nowhere, nowhere, 0.0))
         event: Fetched = self.done.get(timeout=20)
@@ -67,7 +67,7 @@ class Shell:
         return event
 
     def copy(self, place: list[int], runs: Runs | None = None) -> Fetched:
-        """Copy all of them to these places."""
+        """Copy all files to these places."""
         read = self.read()
         with self.fetcher.landing(read):
             room = np.array(place), self.length, 0.0, runs or {}, HELD
@@ -89,7 +89,7 @@ def test_what_was_read_before_its_length_was_known_is_copied_to_its_place(tmp_pa
 
 
 def test_who_opened_a_source_closes_it_and_the_fetcher_what_it_made(tmp_path: Path) -> None:
-    """Also after a queue that copies, which has the source of another."""
+    """Also after a queue that copies, which uses another queue's source."""
     shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
     closed: list[str] = []
     with mock.patch.object(shell.source, "close", side_effect=lambda: closed.append("source")):
@@ -155,7 +155,7 @@ def test_an_object_in_several_runs_is_written_as_readers_read_it(
 def test_what_is_copied_behind_an_object_in_several_runs_goes_to_its_own_place(
     tmp_path: Path,
 ) -> None:
-    """The place of the first, as a number, plus its length is where the second lies."""
+    """The first object's place plus its length equals the second one's place."""
     contents = [b"a" * 66, b"b" * 50]
     shell = Shell(tmp_path, contents)
     places = [chained(0), 64]
@@ -166,7 +166,7 @@ def test_what_is_copied_behind_an_object_in_several_runs_goes_to_its_own_place(
 
 
 def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
-    """What the first ones teach counts for the rest of it."""
+    """Measurements of the first parts count for the others."""
 
     class Quick:
         parts: ClassVar[list[int]] = []
@@ -226,7 +226,7 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
 
 
 def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
-    """Those that a thread waits for, and those that wait for a thread."""
+    """Both those that a thread waits for and those that wait for a thread."""
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     made: list[PeerSource] = []
 

@@ -1,4 +1,4 @@
-"""Orders of samplers of the person's own: iterated as by torch, foreseen if that is asked."""
+"""Orders of a user's own samplers: iterated as by torch, predicted only on request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Lazy(Sampler[int]):
-    """Draws from every global generator while it is iterated."""
+    """Draws from all global generators while it is iterated."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -47,7 +47,7 @@ class Lazy(Sampler[int]):
 
 
 class Eager(Sampler[int]):
-    """Draws when it is begun, and shuffles in place."""
+    """Draws when an iteration begins, and shuffles in place."""
 
     def __init__(self, n: int) -> None:
         self.order = list(range(n))
@@ -58,7 +58,7 @@ class Eager(Sampler[int]):
 
 
 class Counting(RandomSampler):
-    """As accelerate's: its own generator, an epoch that counts itself."""
+    """Like accelerate's: its own generator, and an epoch that counts itself."""
 
     epoch = 0
 
@@ -150,12 +150,12 @@ def test_a_foreign_sampler_is_pulled_one_batch_at_a_time() -> None:
 
 
 def of_the_persons(loader: Loader, previous: Any = None) -> Any:
-    """Its order, begun, where the person has said that a copy may be run ahead."""
+    """Return its order, begun, if the user permits running a copy ahead."""
     return observe(loader, previous=previous, foresee=True)
 
 
 class Logged(Sampler[int]):
-    """Writes down each run, as a sampler that logs or draws from elsewhere would."""
+    """Writes a line for each run, like a sampler that logs or draws from elsewhere."""
 
     def __init__(self) -> None:
         self.runs = LOG
@@ -206,7 +206,7 @@ def test_a_declared_sampler_that_went_another_way_is_run_ahead_no_more(
 
 
 class Numbers(list[int]):
-    """A sequence whose items are the person's code."""
+    """A sequence whose items run the user's code."""
 
     def __getitem__(self, i: Any) -> Any:
         LOG.append(i)
@@ -238,7 +238,7 @@ def test_what_cannot_be_foreseen_is_said_to_be_so(
 ) -> None:
     monkeypatch.setattr(orders, "COPY_S", 0.3)
     order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
-    foreseen = order.predict(0)  # the endless one comes back too
+    foreseen = order.predict(0)  # returns for the endless one, too
     assert foreseen is None or foreseen.steps == 0
     assert next(order) in (0, 1, 2, 3, [1])
 
@@ -269,7 +269,7 @@ def test_trying_torch_out_leaves_no_trace() -> None:
 
 def test_batches_in_a_list_are_the_user_s_own_objects() -> None:
     listed = [[3, 1], (2,), torch.tensor([0, 4])]
-    order = observe(DataLoader(Echo(5), batch_sampler=listed))  # type: ignore[arg-type]  # torch takes it
+    order = observe(DataLoader(Echo(5), batch_sampler=listed))  # type: ignore[arg-type]  # torch accepts it
     foreseen = order.predict(0)
     assert all(a is b for a, b in zip(order, listed, strict=True))
     assert foreseen is not None

@@ -1,4 +1,4 @@
-"""Batches made of bytes alone are torch's default collation."""
+"""Batches made of bytes alone equal torch's default collation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
-    """A batch as the engine makes it: rows of bytes, then `collate`."""
+    """Return a batch as creel makes it: rows of bytes, then `collate`."""
     gather = binding.gather()
     assert gather is not None
     source = Source(binding.manifest)

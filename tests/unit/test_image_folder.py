@@ -36,7 +36,7 @@ def image(path: Path, seed: int, mode: str = "RGB") -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Three classes: nested, oddly sorting and hidden folders, modes, cases, files to skip."""
+    """Three classes: nested, oddly sorted and hidden folders, modes, cases, files to skip."""
     root = tmp_path / "photos"
     names = (
         "cat/b.png cat/a.PNG cat/z/1.png cat/z-1/2.png cat/z/y/3.jpeg dog/1.jpg dog/10.jpg "
@@ -74,7 +74,7 @@ def test_an_image_folder_is_torchvisions(photos: Path) -> None:
 
 
 def test_a_local_image_is_read_without_a_table_of_all(photos: Path) -> None:
-    """A worker that reads past the daemon would make one in each epoch."""
+    """A worker that reads without the daemon would build one in each epoch."""
     data = ImageFolder(photos, decode=bytes)
     path, label = data.samples[3]
     with mock.patch.object(Manifest, "of_runs", side_effect=AssertionError("a table")):
@@ -97,7 +97,7 @@ def test_paths_are_shown_as_torchvision_shows_them(
     assert ours.root == theirs.root
     monkeypatch.chdir("/")
     assert ours.manifest.uri(0) == str(photos / "Emu/50%.png")
-    assert pixels(ours[0])[0] == "RGB"  # a later chdir does no harm
+    assert pixels(ours[0])[0] == "RGB"  # a later chdir has no effect
 
 
 def test_valid_files_and_empty_classes_are_torchvisions(photos: Path) -> None:
@@ -190,7 +190,7 @@ def test_an_image_that_cannot_be_decoded_is_named(photos: Path, workers: int) ->
     batches: Any = iter(DataLoader(ImageFolder(photos, transform=to_tensor), num_workers=workers))
     with pytest.raises(OSError, match="cannot identify image file") as e:
         list(batches)
-    list(batches)  # torch's iterator waits 5 s for workers of an epoch that was left
+    list(batches)  # otherwise torch's iterator waits 5 s for its workers
     told = [str(e.value), *getattr(e.value, "__notes__", [])]
     assert f"while decoding {photos}/Emu/50%.png (object 0 of ImageFolder)" in "\n".join(told)
 
@@ -239,7 +239,7 @@ def test_a_folder_by_file_uri_and_by_fsspec(photos: Path) -> None:
     remote = ImageFolder("memory://m")
     assert remote.targets == local.targets
     assert [pixels(remote[i]) for i in range(3)] == [pixels(local[i]) for i in range(3)]
-    assert remote.manifest.lengths().min() > 0  # what a listing tells for free is kept
+    assert remote.manifest.lengths().min() > 0  # lengths from the listing are kept
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The order of a whole job, from a few numbers, is what torch's sampler deals to its ranks."""
+"""The order of a whole job, computed from a few numbers, is what torch's sampler deals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_rank_reads_what_torchs_sampler_deals(
         return
     for rank in range(world):
         sampler: DistributedSampler[object] = DistributedSampler(
-            range(samples),  # type: ignore[arg-type]  # it has a length, all that is needed
+            range(samples),  # type: ignore[arg-type]  # its length is all that is needed
             *(world, rank, shuffle, 5, drop_last),
         )
         sampler.set_epoch(3)
@@ -43,7 +43,7 @@ def test_a_seed_counts_as_in_torch(seed: int) -> None:
 def test_later_epochs_follow_from_two() -> None:
     first, second = (JobOrder(10, 1, 10, 1, seed) for seed in (20, 21))
     assert second.after(first, 3).seed == 24
-    assert first.after(first, 3).seed == 20  # the epoch was not set: the same order again
+    assert first.after(first, 3).seed == 20  # set_epoch was not called: the same order again
     assert JobOrder(10, 1, 10, 1, IN_ORDER).after(first, 3).seed == IN_ORDER
 
 

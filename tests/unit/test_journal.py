@@ -1,4 +1,4 @@
-"""Journals of what samples read: others take in what is written; what is cut off is no record."""
+"""Journals of samples' reads: other processes read them; an incomplete record does not count."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ samples = st.tuples(st.integers(0, 1 << 40), st.lists(st.tuples(items, versions)
 
 
 def written(records: Sequence[Record]) -> list[Record]:
-    """What another process takes in of a journal with these records."""
+    """Return what another process reads of a journal with these records."""
     fd = new_journal()
     try:
         theirs, ours = TraceJournal(fd), TraceJournal(fd)
@@ -91,7 +91,7 @@ def test_what_was_cut_off_is_no_record_whatever_follows(data: st.DataObject) -> 
         first = os.fstat(fd).st_size
         assert journal.append(one)
         os.ftruncate(fd, data.draw(st.integers(first + 1, 2 * first - 1)))
-        assert list(TraceJournal(fd).new()) == [one]  # the rest may still come
+        assert list(TraceJournal(fd).new()) == [one]  # the rest may follow
         for _ in range(2):
             assert journal.append(one)
         taken = TraceJournal(fd).new()

@@ -65,7 +65,7 @@ def test_a_permutation_that_was_foreseen_is_not_drawn_again(n: int) -> None:
     foreseen: Any = order.predict(1)
     indices = foreseen.cut(0, foreseen.steps)[0]
     order.skip(len(range(0, n, BATCH)))
-    assert next(order, None) is None  # all draws of the epoch's end are made
+    assert next(order, None) is None  # makes all draws of the epoch's end
     order = observe(loader, previous=order)
     now: Any = order.predict(0)
     assert foreseen.same(now)
@@ -98,7 +98,7 @@ def test_large_permutations_in_a_row_leave_the_generator_as_torch_does(n: int) -
 
 def test_an_epoch_takes_little_memory() -> None:
     for thread in threading.enumerate():
-        if thread.name == "creel-randperm":  # an earlier test's, whose memory would count
+        if thread.name == "creel-randperm":  # an earlier test's thread, whose memory would count
             thread.join()
     n = 1_281_167
     order = observe(DataLoader(range(n), BATCH, shuffle=True))  # type: ignore[arg-type]  # sized
@@ -107,8 +107,8 @@ def test_an_epoch_takes_little_memory() -> None:
         pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # 12 bytes a sample where this thread draws all of it, and 8 in the other one, that prepares the
-    # first quarter million, if both work at once; a list of ints would take 40 for good.
+    # 12 bytes per sample if this thread draws all, and 8 in the thread that prepares the first
+    # quarter million, if both run at once; a list of ints would keep 40.
     assert peak < 24 * n
 
 
@@ -131,11 +131,11 @@ def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.Mo
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
-            torch.set_num_threads(1)  # OpenMP's threads did not come along
+            torch.set_num_threads(1)  # a fork has no OpenMP threads
             generators.randperm = real
             os._exit(0 if len(permutation.whole()) == n else 1)
         finally:
-            os._exit(2)  # whatever was raised: the tests are the parent's
+            os._exit(2)  # on any error: only the parent runs tests
     gate.set()
     assert os.waitpid(pid, 0)[1] == 0
     assert (permutation.whole() == real(n, generators.seeded(5))).all()

@@ -34,7 +34,7 @@ def test_a_lease_serves_from_the_arena_and_ends(tmp_path: Path) -> None:
     assert (lease.direct_reads, lease.direct_nbytes) == (3, 60)
     assert lease.direct_ns > 0
     assert [same(tree[i], plain[i]) for i in range(6)] == [True] * 6
-    leased[0].fill_(7)  # the arena is not touched
+    leased[0].fill_(7)  # does not write to the arena
     assert a.read(0) == bytes(plain[0].numpy())
 
 
@@ -64,8 +64,10 @@ def test_a_copy_made_while_the_step_was_revoked_is_thrown_away(tmp_path: Path) -
 
 
 def test_a_copy_of_a_step_that_was_done_meanwhile_is_thrown_away(tmp_path: Path) -> None:
-    """An iterator that begins anew does not wait for what its workers still read for the old one:
-    nothing of that is pinned, and nobody has looked whether its files are as they were."""
+    """An iterator that begins again does not wait for its workers' reads for the old one.
+
+    Their objects are not pinned, and the versions of their files were not checked.
+    """
     binding = bound(files(tmp_path, "a", 2))
     plain = binding.dataset[0]
     arena = Arena(binding.manifest, flip=255)

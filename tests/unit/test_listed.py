@@ -1,4 +1,4 @@
-"""Clusters from a list: who is who, and whose key counts."""
+"""Clusters from a list: which node is which, and whose key counts."""
 
 from __future__ import annotations
 

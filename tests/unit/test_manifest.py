@@ -19,7 +19,7 @@ Location = tuple[str, int, int]
 
 
 def some(rng: random.Random, rows: int | None = None) -> tuple[Manifest, list[Location]]:
-    """A manifest of any shape, and what each of its objects is."""
+    """Return a manifest of any shape, and its objects."""
     rows = rng.randrange(12) if rows is None else rows
     root = rng.choice(["", "/d", "s3://b/x/"])
     uris = ["".join(rng.choices("aé/𝄞 ", k=rng.randrange(9))) for _ in range(rows)]
@@ -39,7 +39,7 @@ def some(rng: random.Random, rows: int | None = None) -> tuple[Manifest, list[Lo
 
 
 def objects(manifest: Manifest) -> list[Location]:
-    """What each object is, by `rows` and `ranges` of all at once."""
+    """Return the objects, from `rows` and `ranges` of all at once."""
     ids = np.arange(len(manifest))
     offset, length = manifest.ranges(ids)
     uris = [manifest.uri(int(row)) for row in manifest.rows(ids)]
@@ -82,7 +82,7 @@ def test_one_file_of_many_records_is_one_row() -> None:
 
 
 def cut(table: pa.Table, rng: random.Random) -> pa.Table:
-    """The same rows in other buffers: pieces of a larger table, joined or not."""
+    """Return the same rows in other buffers: pieces of a larger table, joined or not."""
     pad = table.slice(0, rng.randrange(len(table) + 1))
     larger = pa.concat_tables([pad, table, pad])
     larger = larger.combine_chunks() if rng.random() < 0.5 else larger
@@ -178,7 +178,7 @@ def test_mutated_bytes_are_malformed_or_a_manifest_that_holds(block: int) -> Non
 
 
 def table(**columns: pa.Array) -> pa.Table:
-    """One whole file, but for the given columns."""
+    """Return a table of one whole file, except for the given columns."""
     one = {"uri": pa.array(["a"], pa.large_string()), "offset": [0], "length": [5], "count": [1]}
     return pa.table(one | columns)
 
@@ -267,12 +267,12 @@ Source(again).versions(np.arange(2))
 
 
 def test_columns_are_looked_at_where_they_lie() -> None:
-    """A copy takes 57 bytes for each file, in the trainer and once more in the daemon."""
+    """A copy takes 57 bytes per file, in the trainer and again in the daemon."""
     files = 100_000
     made = Manifest.of_files([f"{i}.jpg" for i in range(files)])
     ids = np.arange(5)
     for one in made, Manifest.from_arrow(made.to_arrow()):
-        assert len(one) == files  # what it adds up, it keeps
+        assert len(one) == files  # sums are kept
         before = pa.total_allocated_bytes()
         tracemalloc.start()
         assert one.location(7) == ("7.jpg", 0, UNKNOWN)

@@ -1,4 +1,4 @@
-"""Records copied out of mapped files: the bytes that are there now, or none."""
+"""Records copied from mapped files: the bytes that are there now, or none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows(tmp_path: Path) -> NDArray[np.uint8]:
 
 
 def mapping_of(path: Path) -> MappedFiles:
-    """Files of which the page cache is known to have this one."""
+    """Return files of which this one is known to be in the page cache."""
     files = MappedFiles()
     with path.open("rb") as f:
         for _ in range(BATCHES):
@@ -37,7 +37,7 @@ def mapping_of(path: Path) -> MappedFiles:
 
 
 def asked(ids: object) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
-    """Arguments of `MappedFiles.read` for these records, to one row after the other."""
+    """Return arguments of `MappedFiles.read` for these records, to consecutive rows."""
     wanted = np.asarray(ids, np.int64)
     return wanted * NBYTES, np.empty((len(wanted), NBYTES), np.uint8), np.arange(len(wanted))
 
@@ -70,7 +70,7 @@ def test_a_file_is_mapped_once_the_page_cache_had_many_batches(
 def test_nothing_is_mapped_where_address_space_is_limited(
     tmp_path: Path, rows: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ulimit -v`: batches, or the person's own code, would lack what the mapping takes."""
+    """Under `ulimit -v` batches and the user's code would lack the space of the mapping."""
     del rows
     monkeypatch.setattr(mapped, "may_keep", lambda: False)
     assert not mapping_of(tmp_path / "r").read(str(tmp_path / "r"), *asked(range(20)))
@@ -110,7 +110,7 @@ def test_a_dataset_reads_what_is_there_now(
 def test_a_file_that_was_cut_is_not_read(
     tmp_path: Path, rows: NDArray[np.uint8], left: int
 ) -> None:
-    """Neither its last page, whose end reads as zeros, nor pages that are gone (SIGBUS)."""
+    """Neither its last page, which ends in zeros, nor pages that are gone (SIGBUS)."""
     del rows
     path = tmp_path / "r"
     for wanted in (range(30, 41), range(COUNT - 20, COUNT)):
@@ -121,7 +121,7 @@ def test_a_file_that_was_cut_is_not_read(
 
 
 def test_what_lies_behind_a_file_is_not_read(tmp_path: Path, rows: NDArray[np.uint8]) -> None:
-    """Its last page goes on with zeros, then other memory may follow."""
+    """Its last page is filled up with zeros; other memory may follow."""
     out, offsets = np.empty((20, 100), np.uint8), rows.nbytes - 100 * np.arange(1, 21)
     assert mapping_of(tmp_path / "r").read(str(tmp_path / "r"), offsets, out, np.arange(20))
     assert not mapping_of(tmp_path / "r").read(str(tmp_path / "r"), offsets + 1, out, np.arange(20))

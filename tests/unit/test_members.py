@@ -1,4 +1,4 @@
-"""Who is there, who is lost, and what all nodes agree on: no clock, no network."""
+"""Which nodes are reachable, lost, and members: without clock and network."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def cluster() -> list[Members]:
 
 
 def beat(members: list[Members], now: float, alive: set[int]) -> None:
-    """All who are alive hear of each other, and learn each other's logs."""
+    """Let all nodes that are alive hear of each other, and learn each other's logs."""
     for one, other in itertools.permutations(alive, 2):
         members[one].heard(other, now)
         members[one].learn(members[other].log)
 
 
 def propose(members: list[Members], now: float, alive: set[int]) -> list[int]:
-    """Everyone who is to writes a change; who did."""
+    """Let every node whose turn it is write a change; return these nodes."""
     out = []
     for node in sorted(alive):
         due = members[node].due(now)
@@ -106,7 +106,7 @@ def test_a_restarted_daemon_is_left_out_before_plans_count_on_it() -> None:
 
 
 def test_a_daemon_that_was_just_started_writes_nothing() -> None:
-    """It does not know the others' log yet, and would take those who were lost for members."""
+    """It does not know the others' log yet, and would take lost nodes for members."""
     one = Members(0, NODES, 10.0, LIMITS)
     one.refused(2, 10.1)
     one.restarted(1, 10.1)

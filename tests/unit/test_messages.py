@@ -1,4 +1,4 @@
-"""The wire: what is sent comes back, and no bytes do any harm."""
+"""The wire format: messages come back as sent, and no bytes do harm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kit import seeds
 
 UNIONS = (ControlRequest, ControlReply, RequestMessage, RequestReply)
 
-#: Values at the edges of what a field of each type may hold.
+#: Extreme values of each type of field.
 EDGES: dict[Any, list[Any]] = {
     int: [0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1],
     float: [0.0, -1.5, 1e300, float("inf")],
@@ -43,18 +43,18 @@ EDGES: dict[Any, list[Any]] = {
 
 
 def kinds() -> list[tuple[Any, type[Message]]]:
-    """Every message, with the union it travels in."""
+    """Return every message type, with its union."""
     return [(union, kind) for union in UNIONS for kind in typing.get_args(union)]
 
 
 def words(wanted: Any) -> tuple[str, ...]:
-    """What a field may say that is one of a few words; nothing for others."""
+    """Return the permitted words of a field; nothing for other fields."""
     is_word = typing.get_origin(wanted) is typing.Literal
     return typing.get_args(wanted) if is_word else ()
 
 
 def some(kind: type[Message], rng: np.random.Generator) -> Message:
-    """A message of a kind, with random edges in its fields."""
+    """Return a message of this type, with random extreme values."""
     types = typing.get_type_hints(kind)
     values = {}
     for name in kind.__struct_fields__:
@@ -64,7 +64,7 @@ def some(kind: type[Message], rng: np.random.Generator) -> Message:
 
 
 def mutated(body: bytes, rng: np.random.Generator) -> bytes:
-    """A body with a few bytes changed, or cut, doubled, or with others in between."""
+    """Return a body with a few bytes changed, cut, doubled or inserted."""
     raw = bytearray(body)
     for _ in range(int(rng.integers(1, 4))):
         at = int(rng.integers(0, len(raw) + 1))
@@ -81,7 +81,7 @@ def mutated(body: bytes, rng: np.random.Generator) -> bytes:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in a decoded field."""
+    """Yield everything in a decoded field."""
     yield value
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -95,7 +95,7 @@ def leaves(value: Any) -> Iterator[Any]:
 def test_every_message_belongs_to_one_union() -> None:
     everyone = [kind for _, kind in kinds()]
     assert len(set(everyone)) == len(everyone)
-    # Between nodes others travel (`creel.daemon.peers.wire`).
+    # Nodes exchange other messages (`creel.daemon.peers.wire`).
     ours = {kind for kind in Message.__subclasses__() if kind.__module__ == Message.__module__}
     assert set(everyone) == ours
     tags = [kind.__struct_config__.tag for kind in everyone]
@@ -151,12 +151,12 @@ def _all(message: Message) -> Iterator[Any]:
         b"",
         b"\xc1",
         b"\x91" * 100_000,
-        b"\x93\xa4Told\x01\x81\xa1a" + b"\x91" * 100_000,  # as deep as a stack
+        b"\x93\xa4Told\x01\x81\xa1a" + b"\x91" * 100_000,  # nested as deep as a stack
         b"\x93\xa4Told\x01\x81\xa1a\xdd\xff\xff\xff\xff",  # a list of 4 billion
         b"\x93\xa4Told\x01\x81\xa1a\xdf\xff\xff\xff\xff",
         b"\x93\xa4Told\x01\x81\xa1a\xdb\xff\xff\xff\xff",
         b"\x93\xa4Told\x01\x81\xa1a\x81\x80\x01",  # a key without a hash
-        b"\x93\xa4Told\x01\x81\xa1a\xa1\xff",  # no utf-8
+        b"\x93\xa4Told\x01\x81\xa1a\xa1\xff",  # not utf-8
         b"\x93\xa4Told\x01\x81\xa1a\xc7\x0c\xff" + bytes(4) + b"\x40" + bytes(7),  # a far date
         encode(Wait("t", 1, 2, 3)) + b"\0",
         msgspec.msgpack.encode(["Told", 1, {}, "one more"]),

@@ -1,4 +1,4 @@
-"""A node performs the core's actions in order, and outlives a system that is short of threads."""
+"""A node performs the core's actions in order, and survives a system without free threads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def node_of(call_soon: Callable[[Callable[[], None]], None]) -> Node:
-    """A node without sockets; `call_soon` takes what its loop is to call."""
+    """Return a node without sockets; `call_soon` gets the calls for its loop."""
     config = Config(memory=MemorySettings(budget="1MiB"))
     return Node(config, call_soon=call_soon, send=lambda *_: None, embedded=True)
 
 
 @pytest.mark.parametrize("draining", [True, False])
 def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -> None:
-    """READY stays up for those who hang up then, and readers of theirs may still be copying."""
+    """READY stays for clients that hang up, as their readers may still be copying."""
     node = node_of(lambda job: job())
     manifest = Manifest.of_files(["/a", "/b"])
     dataset = DatasetRecord.create(manifest, Source(manifest), 0, 0)
@@ -47,14 +47,14 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     with mock.patch.object(node.core, "handle") as handle:
         handle.return_value = [Publish(dataset.key, np.array([0], np.int32), np.array([200]))]
         node.handle_event(Tick())
-    # Who decides is not asked: what it thought done and was not would put its tables wrong.
+    # The core is not asked: an action that is not executed would make its tables wrong.
     assert handle.called is not draining
     assert (offset[:].tolist() == [-1, -1]) is draining
     node.close()
 
 
 def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) -> None:
-    """Limits on processes count threads, too. Readers wait for what is not fetched."""
+    """Limits on processes count threads, too. Readers wait for objects that are not fetched."""
     (tmp_path / "x").write_bytes(b"x" * 3000)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     node = node_of(calls.put)
@@ -75,7 +75,7 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
 
 
 def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
-    """The request socket drops a client whose message raises: its other sessions would end, too."""
+    """The request socket drops a client whose message raises, with all its sessions."""
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     node = node_of(calls.put)
     manifest = Manifest.of_files(["/a"])
@@ -93,7 +93,7 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
 
 @pytest.mark.parametrize("what", ["datasets", "stats", "status"])
 def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: str) -> None:
-    """In the loop's thread: with a look for each dataset, 1024 of them would take seconds."""
+    """In the loop's thread: one look per dataset would take seconds for 1024 of them."""
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     node = node_of(calls.put)
     for name in "abc":
@@ -108,7 +108,7 @@ def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: 
 
 
 def test_the_heart_beats_between_events_of_one_turn() -> None:
-    """Many plans in one turn, or many clients that leave, are no reason to give a daemon up."""
+    """Many plans, or many leaving clients, in one turn must not make a daemon look lost."""
     node = node_of(lambda job: job())
     manifest = Manifest.of_files(["/a"])
     node.register("token", lambda: manifest, lambda _: None)

@@ -1,4 +1,4 @@
-"""What goes in at the worker comes out at the trainer, exactly as through torch's own queue."""
+"""A batch leaves the trainer's end exactly as it would leave torch's own queue."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_any_batch_arrives_as_torch_delivers_it(batch: Any) -> None:
 def test_without_a_slot_the_batch_goes_in_the_message(
     monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
-    """No descriptor or no memory to be had, from the beginning or in the middle of a batch."""
+    """There is no descriptor or no memory, from the start or in the middle of a batch."""
     made = iter(range(slots))
     real = os.memfd_create
 
@@ -254,7 +254,7 @@ def test_what_torch_refuses_is_refused_in_its_words(road: Road) -> None:
 
 
 def test_a_tensor_without_memory_is_refused(road: Road) -> None:
-    with pytest.raises(RuntimeError, match="data pointer"):  # torch's own pickling ends in SIGSEGV
+    with pytest.raises(RuntimeError, match="data pointer"):  # torch's own gets SIGSEGV
         road.trip(torch._efficientzerotensor((5000,)))
 
 
@@ -300,7 +300,7 @@ def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory(road: Road, size: i
 
 @pytest.mark.parametrize("size", [3, 9000])
 def test_an_array_nobody_may_write_to_arrives_as_by_pickle(road: Road, size: int) -> None:
-    """Writable before Python 3.14, whose protocol keeps it as it was."""
+    """Writable before Python 3.14, whose protocol preserves read-only arrays."""
     array = np.zeros(size)
     array.flags.writeable = False
     assert road.trip(array).flags.writeable == theirs(array).flags.writeable
@@ -383,7 +383,7 @@ def test_batches_cross_processes() -> None:
 
 
 def serve(sock: socket.socket) -> None:
-    """What a worker does; OpenMP's threads did not come along through the fork."""
+    """Do what a worker does; a fork has no OpenMP threads."""
     torch.set_num_threads(1)
     sock.settimeout(20)
     writer = SlotWriter(max_slots=8)

@@ -1,4 +1,4 @@
-"""A page that anybody may ask for, and nobody may keep others from."""
+"""A page that anybody may request, and that no client can keep from others."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_client_that_is_silent_or_deaf_is_left(
     "sent", [b"\r\n\r\n", b"\xff\x00\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"x" * 80_000]
 )
 def test_what_is_no_request_gets_no_page(server: PageServer, sent: bytes) -> None:
-    with connect(server) as odd, contextlib.suppress(OSError):  # it may have hung up by now
+    with connect(server) as odd, contextlib.suppress(OSError):  # the server may have hung up
         odd.sendall(sent)
         odd.shutdown(socket.SHUT_WR)
         assert len(odd.recv(1 << 16)) < 1000
@@ -106,7 +106,7 @@ def test_a_page_that_cannot_be_made_is_said(
 
 
 def test_connections_that_come_and_go_meanwhile_stop_nobody(server: PageServer) -> None:
-    """Other threads may do so between any two steps of the one that ends the oldest."""
+    """Other threads may do so between any two steps of the thread that ends the oldest one."""
     server._open[oldest := mock.Mock()] = None
 
     def meanwhile(frame: FrameType, event: str, _: object) -> Any:

@@ -1,4 +1,4 @@
-"""What lies in the page cache of a local file system."""
+"""Which files of a local file system are in the page cache."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_what_was_just_written_is_there_and_what_was_dropped_is_not(paths: list[
     if not dropped(paths[1]):
         pytest.skip("this file system keeps its pages")
     assert in_page_cache([str(paths[0])])
-    assert not in_page_cache([*map(str, paths)])  # asking may make the kernel read it
+    assert not in_page_cache([*map(str, paths)])  # asking may make the kernel read them
     paths[1].read_bytes()
     assert in_page_cache([*map(str, paths)])
 
 
 @pytest.mark.parametrize("gone", [2, 3])
 def test_a_few_files_may_have_been_given_up(tmp_path: Path, gone: int) -> None:
-    """Else one in a hundred would have all others copied, too."""
+    """Else one file in a hundred would have all others copied, too."""
     paths = [tmp_path / f"{i:02}" for i in range(64)]
     for path in paths:
         path.write_bytes(os.urandom(NBYTES))

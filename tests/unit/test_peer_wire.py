@@ -1,4 +1,4 @@
-"""Frames and handshake between nodes: what was tampered with, recorded or made up is refused."""
+"""Frames and handshake between nodes: altered, recorded or forged messages are refused."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_frame_cannot_be_left_out() -> None:
 def test_proofs_and_frames_are_of_one_session_only(
     greeting: Greeting, challenge: Challenge
 ) -> None:
-    """Both nonces, both names and the cluster are under every MAC."""
+    """Every MAC covers both nonces, both names and the cluster."""
     pair, other = Pair(), PeerSession(KEY, greeting, challenge)
     for side in "client", "server":
         assert pair.server.proves(side, pair.client.proof(side))
@@ -174,7 +174,7 @@ def test_ids_are_numbers_from_0_on(arrays: bytes) -> None:
 
 @pytest.mark.parametrize("nbytes", [[-3, 0], [wire.LATER, wire.LATER], [5]])
 def test_an_answer_must_make_sense(nbytes: list[int]) -> None:
-    """One that only says "later" would be asked for for ever."""
+    """An answer that only says "later" would be requested again forever."""
     arrays = np.array([nbytes, nbytes], "<i8").tobytes() + bytes(4 * len(nbytes))
     with pytest.raises(MalformedError):
         wire.answered(arrays, 2)
@@ -222,7 +222,7 @@ def test_a_plan_of_nodes_that_do_not_exist_is_malformed(nodes: int, holder: byte
 
 
 def agreed(key: bytes = KEY) -> tuple[sealing.Sealer, sealing.Opener]:
-    """Both ends of one connection."""
+    """Return both ends of one connection."""
     pytest.importorskip("cryptography")
     ours, theirs = sealing.KeyAgreement(), sealing.KeyAgreement()
     session = PeerSession(key, GREETING, CHALLENGE)

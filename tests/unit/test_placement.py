@@ -1,4 +1,4 @@
-"""The plan of a cluster's end, against plain loops written from the definitions."""
+"""The plan of a cluster's epoch end, against plain loops written from the definitions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Job:
 
 
 def held(holder: Nodes, size: NDArray[np.int64], nodes: int) -> NDArray[np.float64]:
-    """Bytes on each node."""
+    """Return the bytes on each node."""
     each = np.broadcast_to(size, holder.shape)
     return np.bincount(holder, each, minlength=256)[:nodes].astype(np.float64)
 
@@ -80,7 +80,7 @@ def test_no_node_holds_more_than_its_memory_and_all_memory_is_used(f: float, siz
     for epoch in range(5):
         holder = job.turn(epoch, holder, capacity, size)
         assert (held(holder, size, 4) <= capacity).all()
-    # One object per node is lost to rounding, of average size to the last one that fits.
+    # One object per node is lost to rounding, and up to one of the largest at the end.
     assert held(holder, size, 4).sum() >= min(total, capacity.sum()) * 0.999 - 4 * size.max()
 
 
@@ -88,9 +88,9 @@ def test_no_node_holds_more_than_its_memory_and_all_memory_is_used(f: float, siz
 def test_an_object_stays_where_it_is_read_soonest_of_the_places_that_have_it(
     copies: float, moved: float
 ) -> None:
-    """Against a loop over the definition; but for what is moved from full nodes to others.
+    """Against a loop over the definition, except for objects moved from full nodes to others.
 
-    Where both places have room for it until they read it: where it is read later.
+    If both places have room for it until they read it, it stays where it is read later.
     """
     job = Job(2, n=600, nodes=5)
     within = copied_gap(5, copies)
@@ -122,7 +122,7 @@ def test_fewer_than_one_in_two_thousand_are_handed_to_a_third_node() -> None:
 
 
 def test_the_plan_is_the_same_to_the_bit_everywhere() -> None:
-    """Law L5. The number was computed once; it may change with the algorithm only."""
+    """Law L5. The number was computed once; it may change only with the algorithm."""
     job = Job(4, n=5000, nodes=3)
     holder = job.nowhere
     for epoch in range(3):
@@ -142,7 +142,7 @@ def test_a_lost_node_costs_what_it_held_and_only_once() -> None:
     missing = int((holder == 255).sum())
     holder = np.where(holder == 2, 255, holder).astype(np.uint8)
     assert int((holder == 255).sum()) == missing + lost == 600 + 1350
-    ranks = [0, 1, 3]  # the survivors read on
+    ranks = [0, 1, 3]  # the survivors go on reading
     job.uses = [
         uses_of(by_rank(o, 3), ranks, job.batch, objects=job.n, nodes=4) for o in job.orders
     ]
@@ -178,7 +178,7 @@ def test_a_plan_made_late_keeps_nothing_that_is_gone() -> None:
 
 
 def test_second_copies_take_only_what_first_copies_leave() -> None:
-    """Law L3, and the soonest read first."""
+    """Law L3; the objects read soonest come first."""
     job = Job(8, n=2000, nodes=4)
     holder = job.nowhere
     copies = np.zeros(job.n, np.bool_)

@@ -1,4 +1,4 @@
-"""What an order foresees is what comes."""
+"""Predicted orders come true."""
 
 from __future__ import annotations
 

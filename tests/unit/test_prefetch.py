@@ -1,4 +1,4 @@
-"""Streams, windows and portions."""
+"""Plans of sessions, windows and portions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon is told of an epoch: all of it, in order, once, whoever tells it and when."""
+"""What the daemon is told of an epoch: all of it, in order, once, by any thread at any time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ N = 3000
 
 
 class Daemon:
-    """A client whose daemon keeps what it is told, and breaks off where that does not go on."""
+    """A client whose daemon keeps the plans, and fails if they do not continue."""
 
     token = ""
 
@@ -84,7 +84,7 @@ def _no_thread_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes with which a small epoch is told as a large one is."""
+    """Sizes that make a small epoch be published like a large one."""
     sizes = publish.PieceSizes(first=10, trainer=20, whole=50, thread=70)
     monkeypatch.setattr(publish, "SIZES", sizes)
 
@@ -94,7 +94,7 @@ def planners() -> list[threading.Thread]:
 
 
 def pairs(indices: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Sample i is of objects 2i and 2i + 1, every fifth one of none."""
+    """Sample i has objects 2i and 2i + 1; every fifth sample has none."""
     some = indices[indices % 5 > 0]
     both = np.stack([2 * some, 2 * some + 1], axis=1).ravel().astype(np.int32)
     return both, np.where(indices % 5 > 0, 2, 0)
@@ -125,7 +125,7 @@ def counted(size: int, total: int = N) -> EpochPlan:
 
 
 def any_plan(rng: random.Random) -> tuple[EpochPlan, list[list[int]]]:
-    """A plan and what each of its steps reads."""
+    """Return a plan and the reads of each of its steps."""
     if rng.random() < 0.5:
         size = rng.choice([1, 7, 64, 100])
         total = rng.choice([1, 40, rng.randrange(1, 2000)])
@@ -145,7 +145,7 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
     daemon: Daemon, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    if rng.random() < 0.3:  # the system gives no thread
+    if rng.random() < 0.3:  # no thread can be started
         monkeypatch.setattr(threading.Thread, "start", scarce)
     publisher = publisher_of(daemon, thread_safe=rng.random() < 0.7)
     step, want, epochs = 0, list[list[int]](), list[int]()
@@ -165,7 +165,7 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
                 assert not told.reads(i, np.array(steps[i + 1]))
             if rng.random() < 0.5:
                 publisher.pump()
-        if stop < len(steps) or rng.random() < 0.5:  # it is left, or the next one is not as told
+        if stop < len(steps) or rng.random() < 0.5:  # left, or predicted wrongly
             step += stop - skip
             publisher.cancel(step)
             want += steps[skip:stop]

@@ -1,4 +1,4 @@
-"""A reader that is quicker than the source, as out of the page cache: in a model of time."""
+"""A reader that is quicker than the source, as from the page cache, in a model of time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from creel.daemon.core.versions import Versions
 from kit import default_window, lengths_of
 
 N, STEP = 6_400, 64
-#: Seconds per object, about those of 20 KB files: read by the trainer itself, and out of the arena.
+#: Seconds per object, about those of 20 KB files: read by the trainer itself, and from the arena.
 DIRECT_S, HIT_S = 20e-6, 12e-6
 
 
@@ -36,7 +36,7 @@ class Model:
         self.core = Core(Allocator(2 * N * 100), default_window())
         self.source_s = source_s
         self.source_free = 0.0
-        self.fetches: dict[FetchObjects, int] = {}  # with the objects already read
+        self.fetches: dict[FetchObjects, int] = {}  # number of objects already read
         self.offset = np.full(N, -1, np.int64)
         self.ready = 0
         table, sizes = self.offset.view(), np.full(N, 100)
@@ -57,7 +57,7 @@ class Model:
                 self.ready = action.ready
 
     def read_source(self, until: float) -> None:
-        """The source reads in the order of deadlines, some objects at a time."""
+        """Let the source read in the order of deadlines, some objects at a time."""
         while self.fetches:
             fetch = min(self.fetches, key=lambda f: (f.deadline, f.fetch))
             k = min(STEP, len(fetch.ids) - self.fetches[fetch])
@@ -72,7 +72,7 @@ class Model:
         self.source_free = until
 
     def epochs(self, count: int) -> list[float]:
-        """Share of each epoch that the reader found in the arena."""
+        """Return the share of each epoch that the reader found in the arena."""
         rng, now, shares = np.random.default_rng(0), 0.0, []
         steps = N // STEP
         orders = [rng.permutation(N).astype(np.int32) for _ in range(count + 1)]
@@ -100,8 +100,8 @@ class Model:
 
 @pytest.mark.parametrize("slower", [1.25, 1.75])
 def test_who_overtakes_the_fetches_finds_part_of_what_comes_later_ready(slower: float) -> None:
-    """At most what the source delivers meanwhile: about 1 / slower. Nothing, were all fetched in
-    turn: the reader would always be a little further.
+    """At most what the source delivers meanwhile, about 1 / slower. If all objects were fetched in
+    turn it would be nothing: the reader would always be a little ahead.
     """
     first, second, third = Model(slower * DIRECT_S).epochs(3)
     assert 1 / slower > first > 0.15 / slower
@@ -110,19 +110,19 @@ def test_who_overtakes_the_fetches_finds_part_of_what_comes_later_ready(slower: 
 
 
 def test_what_the_disk_has_is_not_left_to_the_reader() -> None:
-    """It would read the source; and what comes from disk too late for it stays on disk."""
+    """It would read the source; objects read from disk too late for it stay on disk."""
     rig = Rig(3_000)
     rig.register("d", [100] * 60)
     rig.disk["d"] = dict.fromkeys(range(20, 60), 100)
     rig.open_disk(100_000)
     rig.open(1, "d")
     rig.extend(1, 0, [[i, i + 1] for i in range(0, 60, 2)])
-    while rig.readers[1].ready < 10:  # slowly, from the source
+    while rig.readers[1].ready < 10:  # slow steps, from the source
         rig.now += 1
         rig.land(min(rig.fetches))
         rig.progress(1, rig.readers[1].ready)
     reads = rig.reads
-    for step in range(10, 25):  # quickly: none of them is ready
+    for step in range(10, 25):  # quick steps, none of them ready
         rig.progress(1, step + 1, step + 2)
     rig.settle()
     assert rig.reads == reads
@@ -137,6 +137,6 @@ def test_what_is_left_to_the_reader_does_not_count_as_failed() -> None:
 
 
 def test_who_is_slower_than_the_source_is_left_nothing() -> None:
-    """A single late step does not change that: only the first of all is not ready in time."""
+    """A single late step does not change that: only the very first one is not ready in time."""
     model = Model(0.5 * HIT_S)
     assert model.epochs(1)[0] > 0.95

@@ -1,4 +1,4 @@
-"""Ranks as launchers tell them."""
+"""Ranks as launchers define them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEP = {**ALLOCATED, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
             {**STEP, "SLURM_PROCID": "1", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"},
             (5, 8),
         ),
-        # what makes no sense is passed over
+        # impossible numbers are ignored
         ({"RANK": "8", "WORLD_SIZE": "8"}, (0, 1)),
         ({"RANK": "-1", "WORLD_SIZE": "8"}, (0, 1)),
         ({"RANK": "1", "WORLD_SIZE": "many"}, (0, 1)),

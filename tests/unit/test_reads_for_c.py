@@ -1,4 +1,4 @@
-"""Files that libraries in C open: which of them creel reads in their place, and when it looks."""
+"""Files opened by libraries in C: which of them creel reads instead, and when it checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_neither_devices_nor_empty_files_are_read_for_c(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A device has no end; an empty file may be a lock."""
-    slow = SimpleNamespace(waited_ns=1, got_last=1, nbytes=1)  # the last file that C read
+    slow = SimpleNamespace(waited_ns=1, got_last=1, nbytes=1)  # the last file was read by C
     copies = SimpleNamespace(read_in_c=slow, read_here=0)
     monkeypatch.setattr(this_thread, "observed", SimpleNamespace(copies=copies))
     monkeypatch.setattr(opened, "open_local", partial(open, mode="rb"))
@@ -36,7 +36,7 @@ def test_neither_devices_nor_empty_files_are_read_for_c(
 def test_a_file_is_looked_at_before_a_library_opens_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After its reads, a network file system would have to be asked anew for what it is."""
+    """After its reads, a network file system would have to be asked for a stat again."""
     path, stat = tmp_path / "file.h5", os.stat
     seen: list[str] = []
     path.write_bytes(b"bytes")

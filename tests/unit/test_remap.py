@@ -1,4 +1,4 @@
-"""Ranks that exchange samples: torch's global batches, each by its affinity, all ranks alike."""
+"""Ranks that exchange samples: torch's global batches, by affinity, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Job:
         return orders
 
     def torchs(self, epoch: int) -> list[list[int]]:
-        """The samples of each global batch, sorted, as torch deals them."""
+        """Return the samples of each global batch, sorted, as torch deals them."""
         for loader in self.loaders:
             loader.set_epoch(epoch)
         samplers: list[Any] = [loader.batch_sampler for loader in self.loaders]
@@ -140,7 +140,7 @@ def test_other_ranks_exchange_what_is_left_of_an_epoch(new: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("nodes, ranks, batch", [(2, 1, 256), (8, 2, 128), (64, 8, 32)])
 def test_few_samples_go_where_they_have_no_affinity(nodes: int, ranks: int, batch: int) -> None:
-    """The surplus 1 / sqrt(2 pi b) of a binomial count: retention.md, 1.4."""
+    """The surplus of a binomial count, 1 / sqrt(2 pi b)."""
     exchange = Exchange(tuple(i // ranks for i in range(nodes * ranks)), batch)
     node_of = np.array(exchange.node_of)
     order = np.random.default_rng(9).permutation(len(node_of) * batch * 8).astype(np.int32)
@@ -198,7 +198,7 @@ def test_ranks_agree_in_a_store_that_has_the_words_of_dead_ones(first: int) -> N
         store.set("creel/remap/call", "which the next process of rank 0 died after")
     with Ranks(store, 2) as ranks:
         one = ranks.begin(first)
-        if first:  # it answers who is not there any more
+        if first:  # it answers a rank that has left
             until(lambda: b"died after" in store.get("creel/remap/terms/1"))
         else:
             until(lambda: b"died after" not in store.get("creel/remap/call"))
@@ -234,7 +234,7 @@ def test_only_torchs_distributed_sampler_deals_to_ranks() -> None:
         with pytest.raises(ConfigError, match="DistributedSampler"):
             distributed_sampler(sampler)
     with pytest.raises(ConfigError, match="remap"):
-        creel.DataLoader(data, remap="local")  # type: ignore[arg-type]  # what is tested
+        creel.DataLoader(data, remap="local")  # type: ignore[arg-type]  # tests the refusal
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is far: an answer that cannot be what was listed has failed, whatever its status says."""
+"""Remote files: an answer that contradicts the listing fails, whatever its status says."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.timeout(120)
 _QUICK = FetchSettings(attempts=2, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
 
-#: Method and range of a request -> status, headers, body; the body's true length is told.
+#: Method and range of a request -> status, headers, body; headers give the body's true length.
 Answer = tuple[int, dict[str, str], bytes]
 Web = Callable[[str, str], Answer]
 
 
 @contextmanager
 def web(answer: Web) -> Iterator[str]:
-    """A server on loopback that answers every request by `answer`; its address."""
+    """Run a server on loopback that answers every request by `answer`; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -64,17 +64,17 @@ def web(answer: Web) -> Iterator[str]:
 
 
 def whole(uri: str, length: int) -> Source:
-    """A file of one object, listed with so many bytes."""
+    """Return a source of a file of one object, listed with this length."""
     return Source(Manifest.of_files([uri], lengths=[length]), _QUICK)
 
 
 def ten_of_ten(uri: str) -> Source:
-    """A file of ten records of ten bytes."""
+    """Return a source of a file of ten records of ten bytes."""
     return Source(Manifest.of_runs([uri], *(np.array([n]) for n in (0, 10, 10))), _QUICK)
 
 
 def attempts(source: Source, object_id: int) -> list[bytes | None]:
-    """What a direct read gives, and what a fetch does; None where they fail."""
+    """Return the result of a direct read and of a fetch; None if they fail."""
     try:
         direct: bytes | None = source.read(object_id)
     except SourceError:
@@ -95,7 +95,7 @@ def plain(content: bytes) -> Web:
 
 
 def ranged(content: bytes, shift: int = 0, total: str = "") -> Web:
-    """A server that gives ranges, maybe others than asked for."""
+    """A server that returns ranges, perhaps others than requested."""
 
     def answer(_: str, asked: str) -> Answer:
         if not asked:
@@ -116,7 +116,7 @@ def cut(content: bytes) -> Web:
 
 
 def endless(content: bytes) -> Web:
-    """Nobody says how long the body is: it ends with the connection."""
+    """A body of unstated length, which ends with the connection."""
     return lambda *_: (200, {"Content-Length": "", "Connection": "close"}, content)
 
 
@@ -155,10 +155,10 @@ def test_an_empty_file_that_has_grown_is_no_empty_file(content: bytes, *, good: 
     [
         (ranged(CONTENT), True),
         (ranged(CONTENT, total="*"), True),
-        (ranged(CONTENT + b"more"), True),  # records are read up to where they were listed
+        (ranged(CONTENT + b"more"), True),  # records are read up to the listed length
         (plain(CONTENT), True),  # a server without ranges
         (plain(CONTENT + b"more"), True),
-        (plain(CONTENT[:-1]), False),  # of any record: it is another file
+        (plain(CONTENT[:-1]), False),  # any record fails: it is another file
         (ranged(CONTENT[:-1]), False),
         (plain(PAGE), False),
         (endless(PAGE), False),
@@ -168,7 +168,7 @@ def test_an_empty_file_that_has_grown_is_no_empty_file(content: bytes, *, good: 
         (cut(CONTENT), False),
         (lambda *_: (206, {}, CONTENT[10:19]), False),
         (lambda *_: (206, {}, CONTENT[10:21]), False),
-        (lambda *_: (206, {}, CONTENT[10:20]), True),  # it says no range: that long, at least
+        (lambda *_: (206, {}, CONTENT[10:20]), True),  # no range, but the right length
     ],
 )
 def test_a_part_over_http_is_the_one_asked_for_or_has_failed(answer: Web, *, good: bool) -> None:
@@ -230,7 +230,7 @@ def version(answer: Web) -> int:
 
 
 def says(status: int, get: int = 200, **headers: str) -> Web:
-    """HEAD is answered with a status, GET with another."""
+    """HEAD is answered with one status, GET with another."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return lambda method, _: (status if method == "HEAD" else get, named, b"")
 
@@ -277,7 +277,7 @@ def test_the_tag_of_a_read_is_that_of_a_question() -> None:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """A server that accepts and never says a word."""
+    """A server that accepts and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/x"
 

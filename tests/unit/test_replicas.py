@@ -1,4 +1,4 @@
-"""Slots that several ranks map: none is written while one of them has a batch in it."""
+"""Slots that several ranks map: none is written while a rank has a batch in it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kit import seeds
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
 
-FLOATS = 8192  # in a slot
+FLOATS = 8192  # per slot
 SLOTS = 3
 
 
 class Rank:
-    """The batches that a rank holds, each with what it has to be."""
+    """The batches that a rank holds, each with its expected content."""
 
     def __init__(self) -> None:
         self.held: list[tuple[torch.Tensor, float]] = []
 
     def got(self, batch: Any, number: int) -> None:
-        """Hold a batch, some of them written over."""
+        """Hold a batch; some batches are overwritten."""
         assert (batch == number).all()
         if number % 3 == 0:
             batch += 1000.0
@@ -39,7 +39,7 @@ class Rank:
         self.held.append((batch, float(number)))
 
     def check(self, which: int) -> None:
-        """Give a batch back: until now nobody has written there."""
+        """Release a batch, which must not have been written to until now."""
         batch, number = self.held.pop(which)
         assert (batch == number).all()
 
@@ -60,7 +60,7 @@ class Group:
         self.new_slots = 0
 
     def make(self) -> None:
-        """As a worker and its trainer do."""
+        """Make a batch, as a worker and its trainer do."""
         self.batches.expect(0, self.made, [self.made])
         self.outbox.give_back(self.batches.returned(0, self.inbox.returned()))
         data = torch.full((FLOATS,), float(self.made))
@@ -72,7 +72,7 @@ class Group:
         self.made += 1
 
     def take(self, k: int) -> None:
-        """A follower takes its next batch, if there is one."""
+        """Let a follower take its next batch, if there is one."""
         pool = self.pools[k]
         pool.task(0, 0, self.taken[k], [self.taken[k]], -1, many=False)
         if self.taken[k] == self.made:

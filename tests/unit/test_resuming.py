@@ -1,4 +1,4 @@
-"""Resuming an epoch in another way than it was saved: other ranks or batches, or without some."""
+"""Resume an epoch in another way than it was saved: other ranks or batches, or without some."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N = 103
 
 
 def ranks(world: int, batch: int, *, drop_last: bool = False, shuffle: bool = True) -> list[Any]:
-    """A loader for each rank, which reads directly."""
+    """Return a loader for each rank, which reads directly."""
     data = TensorDataset(torch.arange(N))
     loaders = []
     for rank in range(world):
@@ -36,7 +36,7 @@ def ranks(world: int, batch: int, *, drop_last: bool = False, shuffle: bool = Tr
 
 
 def order(epoch: int, *, shuffle: bool = True) -> list[int]:
-    """The global order, without padding."""
+    """Return the global order, without padding."""
     sampler: DistributedSampler[Any] = DistributedSampler(
         TensorDataset(torch.arange(N)), 1, 0, shuffle, 7
     )
@@ -45,7 +45,7 @@ def order(epoch: int, *, shuffle: bool = True) -> list[int]:
 
 
 def read(loaders: list[Any], epoch: int, steps: int = -1) -> list[int]:
-    """The samples of the next steps of all ranks (-1: of the rest of the epoch), as dealt."""
+    """Return the samples of the next steps of all ranks (-1: all that are left), as dealt."""
     out: list[int] = []
     for loader in loaders:
         loader.set_epoch(epoch)
@@ -211,7 +211,7 @@ class Own:
 
 
 def sized(kind: str, batch: int | None) -> Any:
-    """A loader that reads directly, in batches of this size; None: sample by sample."""
+    """Return a loader that reads directly, in batches of this size (None: single samples)."""
     data = TensorDataset(torch.arange(N))
     generator = torch.Generator().manual_seed(5)
     samplers: dict[str, Any] = {
@@ -234,7 +234,7 @@ def samples(batches: Any) -> list[int]:
 def test_another_batch_size_reads_the_rest_of_the_epoch(
     kind: str, old: int | None, new: int | None
 ) -> None:
-    """Not the same number of batches on: it would read samples twice, or leave some out."""
+    """Skipping as many batches as were read would read samples twice, or leave some out."""
     for read_before in (0, 1, 2, 7):
         first = sized(kind, old)
         it = iter(first)
@@ -282,7 +282,7 @@ def test_a_sampler_of_other_data_raises_as_under_torch(length: int, *, drop_last
     def batches(kind: Any, **more: Any) -> Any:
         data = list(range(10))
         sampler: DistributedSampler[Any] = DistributedSampler(
-            data,  # type: ignore[arg-type]  # it has a length
+            data,  # type: ignore[arg-type]  # its length is enough
             *(2, 1, True, 0, drop_last),
         )
         data[:] = range(length)

@@ -1,4 +1,4 @@
-"""The plan of an epoch's end: what it holds, when, and how evenly; against plain counts."""
+"""The plan of an epoch's end: which objects it holds, when, and how evenly; against counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EACH = 100
 
 
 class Epochs:
-    """Random epochs of n objects, read by some ranks; what is held when each of them begins."""
+    """Random epochs of n objects, read by some ranks, and the objects held when each begins."""
 
     def __init__(self, seed: int, n: int, *, batch: int = 16, ranks: int = 1) -> None:
         self.rng = np.random.default_rng(seed)
@@ -26,7 +26,7 @@ class Epochs:
         self.held = np.zeros(n, np.bool_)
 
     def due(self, epoch: int) -> NDArray[np.int32]:
-        """(n,) step of each read, from 0 on."""
+        """Return (n,) the step of each read, from 0 on."""
         out = np.empty(self.n, np.int32)
         out[self.orders[epoch]] = np.arange(self.n) // (self.batch * self.ranks)
         return out
@@ -88,7 +88,7 @@ def test_lead_what_the_next_epoch_begins_with_stays(f: float) -> None:
 def test_outflow_each_stretch_of_the_next_epoch_and_each_rank_holds_its_share(
     f: float, ranks: int
 ) -> None:
-    """In twentieths of an epoch: within 4 deviations of chance, were they drawn with f each."""
+    """In twentieths of an epoch: within 4 deviations of a random draw of each with f."""
     n = 24_000
     epochs = Epochs(seed=2, n=n, ranks=ranks)
     for epoch in range(3):
@@ -105,7 +105,7 @@ def test_outflow_each_stretch_of_the_next_epoch_and_each_rank_holds_its_share(
 @pytest.mark.parametrize("sigma", [0.0, 0.7])
 @pytest.mark.parametrize("f", FS)
 def test_inflow_leaves_room_for_all_that_is_read_ahead(f: float, sigma: float) -> None:
-    """Held, kept and the misses of the next 2 %: above the memory by no more than two steps."""
+    """Held objects, kept ones and the misses of the next 2 % exceed memory by at most two steps."""
     n, lead = 20_000, 0.02
     epochs = Epochs(seed=4, n=n)
     size = np.full(n, EACH)
@@ -117,7 +117,7 @@ def test_inflow_leaves_room_for_all_that_is_read_ahead(f: float, sigma: float) -
         stays = epochs.boundary(epoch, capacity, size=told, lead=lead).plan().stays
         order = epochs.orders[epoch]
         nbytes = size[order]
-        yet = np.where(epochs.held[order], nbytes, 0)[::-1].cumsum()[::-1]  # held, to be read
+        yet = np.where(epochs.held[order], nbytes, 0)[::-1].cumsum()[::-1]  # held, still to read
         kept = np.append(0, np.where(stays[order], nbytes, 0).cumsum())[:-1]
         missed = np.append(0, np.where(epochs.held[order], 0, nbytes).cumsum())
         ahead = missed[np.minimum(np.arange(n) + int(lead * n), n)] - missed[:-1]
@@ -126,7 +126,7 @@ def test_inflow_leaves_room_for_all_that_is_read_ahead(f: float, sigma: float) -
 
 
 def test_a_plan_made_late_begins_with_what_is_really_held() -> None:
-    """Half an epoch in: what was read stays or is surplus, what is gone is no candidate."""
+    """In mid-epoch: objects read stay or are surplus, and those that left are no candidates."""
     epochs = Epochs(seed=5, n=4000)
     held = epochs.rng.random(4000) < 0.5
     epochs.held = held
@@ -157,7 +157,7 @@ def test_what_the_next_epoch_does_not_read_leaves_first() -> None:
 
 
 def test_two_nodes_that_know_the_same_plan_the_same() -> None:
-    """Law L5: nothing but the orders and what is held decides."""
+    """Law L5: only the orders and the held objects decide."""
     one, two = Epochs(seed=9, n=5000), Epochs(seed=9, n=5000)
     assert (
         one.boundary(0, 2500 * EACH).plan().stays == two.boundary(0, 2500 * EACH).plan().stays

@@ -1,4 +1,4 @@
-"""Storage errors: which are tried again, for how long, and what is told of them."""
+"""Storage errors: which are tried again, for how long, and what is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Flaky(LocalStore):
 def flaky(
     monkeypatch: pytest.MonkeyPatch, manifest: Manifest, error: Exception, failures: int
 ) -> Source:
-    """A source whose store of local files is such a one."""
+    """Return a source whose store of local files is a `_Flaky`."""
     monkeypatch.setattr(_Flaky, "error", error, raising=False)
     monkeypatch.setattr(_Flaky, "left", failures, raising=False)
     monkeypatch.setattr("creel.cache.storage.source.LocalStore", _Flaky)
@@ -64,7 +64,7 @@ def flaky(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_server_sent_is_not_in_the_error(seed: int) -> None:
-    """aiohttp quotes bytes it did not expect, fsspec the quotation."""
+    """aiohttp quotes bytes that it did not expect, and fsspec repeats that."""
     junk = np.random.default_rng(seed).bytes(400)
     for text in (
         f"400, message={f'Bad status line:{chr(10)}  {junk[:99]!r}{chr(10)}  ^'!r}, url='http://h/x'",
@@ -144,7 +144,7 @@ def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    """A source whose every read fails in a way that may pass."""
+    """A source whose every read fails with an error that may pass."""
 
     def fail(_: LocalStore, place: StoredFile, *__: int) -> bytes:
         raise OSError(errno.EIO, "the disk coughs", place.uri)
@@ -217,7 +217,7 @@ def test_a_file_that_fails_among_others_is_tried_again_and_counted_once(
 ) -> None:
     files, contents = folder(tmp_path, [10, 20, 0, 30, 40])
     (tmp_path / "001").unlink()
-    # of the first
+    # of the first failure
     source = flaky(monkeypatch, files, OSError(errno.EIO, "I/O error"), 2)
     got, read = read_into(source, [0, 1, 2, 3, 4])
     assert got.tolist() == [10, -1, 0, 30, 40]

@@ -1,4 +1,4 @@
-"""Orders against torch's own DataLoader: the same batches, the same draws, at the same moments."""
+"""Orders against torch's own DataLoader: the same batches and draws, at the same moments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Equal in value and in type, down to the items."""
+    """Return whether values and types are equal, down to the items."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and bool(a == b)
@@ -34,7 +34,7 @@ def equal(a: Any, b: Any) -> bool:
 def epochs(
     loader: Loader, begin: Callable[[], Iterator[Any]], case: int, count: int = 3
 ) -> list[Any]:
-    """Run epochs with a user in between; tell every batch and every state after every moment."""
+    """Run epochs with a user's draws in between; return every batch and all states."""
     rng = random.Random(case + 1)
     torch.manual_seed(case)
     told: list[Any] = []
@@ -62,7 +62,7 @@ def epochs(
 
 
 def ours(loader: Loader, *, look: bool) -> Callable[[], Iterator[Any]]:
-    """Begin epochs by `observe`; `look`: predict at every moment, which nobody must notice."""
+    """Begin epochs by `observe`; `look`: predict at every moment, which must have no effect."""
     last: list[EpochOrder] = []
 
     def begin() -> Iterator[Any]:
@@ -97,7 +97,7 @@ def test_three_epochs_are_torch_s_at_every_moment(block: int) -> None:
     for case in range(10 * block, 10 * block + 10):
         theirs, mine = any_loader(case), any_loader(case)
         want = epochs(theirs, functools.partial(iter, theirs), case)
-        # Every other one is asked for predictions all the while.
+        # Every other order is asked for predictions all the time.
         got = epochs(mine, ours(mine, look=case % 2 > 0), case)
         assert len(want) == len(got), case
         for step, (w, g) in enumerate(zip(want, got, strict=True)):

@@ -1,4 +1,4 @@
-"""An order that was saved goes on as if it had never stopped."""
+"""A saved order continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_an_epoch_goes_on_in_another_process(case: int) -> None:
     again.skip(taken)
     assert str([plain(b) for b in again]) == str(rest)
     assert again.base_seed == order.base_seed
-    assert torch.equal(torch.get_rng_state(), seen)  # the global generator is the user's
+    assert torch.equal(torch.get_rng_state(), seen)  # the user's global generator is unchanged
     torch.set_rng_state(saved)
     again = observe(second, state=state)
     again.skip(taken)
     assert str([plain(b) for b in again]) == str(rest)
     if isinstance(inner, DistributedSampler):
         inner_of(second).epoch = inner.epoch
-    if order.pulled and taken:  # the draws of the epoch's start were made when it was saved
+    if order.pulled and taken:  # the epoch's first draws were made before it was saved
         following = observe(second, previous=again)
         assert following.base_seed == then.base_seed
         assert str([plain(b) for b in following]) == str(follow)

@@ -1,4 +1,4 @@
-"""What a node sends its peers, and what it takes from them."""
+"""What a node sends to its peers, and what it takes from them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Node(Rig):
         return self.answers[-1]
 
     def ask_peer(self, *ids: int) -> None:
-        """As `ask`, where the answer takes its time."""
+        """As `ask`, but the answer comes later."""
         self.requests += 1
         self.feed(PeerAsked(self.requests, "d", np.array(ids, np.int32), 1.0))
 
@@ -96,7 +96,7 @@ def test_what_is_here_is_sent_and_stays_until_it_has_left() -> None:
 
 @pytest.mark.parametrize("sizes", [[100] * 3, [100, 90, 120]])
 def test_what_has_changed_keeps_its_room_until_it_has_left(sizes: list[int]) -> None:
-    """A peer must not be sent the bytes of what comes next."""
+    """A peer must not get bytes of the next object in that room."""
     node = Node(0, held=3, sizes=sizes)
     node.extend(1, 0, [[0], [1], [2]])
     node.land_all()
@@ -123,7 +123,7 @@ def test_a_dataset_that_is_unknown_and_a_request_that_ended_twice_are_no_harm() 
 
 
 def with_disk(objects: int, held: int, *stored: int) -> Node:
-    """A node that has these objects on its disk."""
+    """Return a node that has these objects on its disk."""
     node = Node(objects, held)
     node.disk["d"] = dict.fromkeys(stored, 100)
     node.open_disk(1 << 20)
@@ -137,7 +137,7 @@ def test_what_lies_on_disk_is_read_and_sent() -> None:
     node.land_all()
     (answer,) = node.answers
     assert answer.nbytes.tolist() == [100, 100, -1]
-    known = int(shared(np.array([OLD]))[0])  # nobody here has asked the storage yet
+    known = int(shared(np.array([OLD]))[0])  # this node has not asked the storage yet
     assert answer.version.tolist() == [known, known, UNKNOWN]
     assert (node.disk_reads, node.reads) == (2, 0)
     assert answer.place[:2].tolist() == node.offset["d"][[3, 1]].tolist()
@@ -196,7 +196,7 @@ def test_what_a_peer_reads_from_disk_waits_for_room_in_memory(waits_for: str) ->
 
 
 def test_a_peer_is_told_no_where_only_a_reader_could_make_room() -> None:
-    """That reader may wait for the peer: ranks go in step."""
+    """That reader may wait for the peer, as ranks run in step."""
     node = with_disk(6, 2, 4, 5)
     node.extend(1, 0, [[0, 1]])
     node.land_all()
@@ -224,7 +224,7 @@ class Member(Rig):
             self.progress(1, done=self.readers[1].done + 1, wanted=self.readers[1].done + 2)
 
     def asked(self) -> list[FetchObjects]:
-        """What the peer is asked for."""
+        """Return the fetches from the peer."""
         return [fetch for fetch in self.fetches.values() if fetch.origin == 7]
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
@@ -235,7 +235,7 @@ class Member(Rig):
             self.land(next(iter(self.fetches)))
 
     def answer(self, nbytes: int, version: int) -> FetchObjects:
-        """The peer's answer to what it is asked first, the same for each object."""
+        """Let the peer answer the first request, in the same way for each object."""
         fetch = self.fetches.pop(self.asked()[0].fetch)
         if nbytes == 100:
             for x, place in zip(fetch.ids.tolist(), fetch.offset.tolist(), strict=True):
@@ -268,7 +268,7 @@ def test_what_a_peer_does_not_have_is_read_from_the_source_into_the_same_room(
 
 
 def test_a_peers_copy_that_comes_after_its_reader_has_given_up_is_dropped() -> None:
-    """The step counted as ready without it; a copy of some earlier time must not appear there."""
+    """The step was ready without it; a copy of an earlier time must not appear there."""
     node = Member()
     asked = node.asked()[0]
     step = node.readers[1].ready
@@ -282,7 +282,7 @@ def test_a_peers_copy_that_comes_after_its_reader_has_given_up_is_dropped() -> N
 
 @pytest.mark.parametrize("by_hash", [frozenset(), frozenset({"d"})])
 def test_orders_of_epochs_that_are_over_or_far_away_take_no_memory(by_hash: frozenset[str]) -> None:
-    """Whoever decides what stays: by hash, orders are not looked at."""
+    """With any eviction policy; by hash, orders are not used."""
     node = Rig(4000)
     node.register("d", [100] * 40)
     node.open(1, "d", world=2)
@@ -327,7 +327,7 @@ def test_a_peers_version_counts_once_a_check_here_has_found_the_same() -> None:
 
 
 class Home(Node):
-    """Node 0 of two that know nothing of each other's order; `mine`, `others`: at home where."""
+    """Node 0 of two without each other's orders; `mine`, `others`: objects by their home."""
 
     def __init__(self, held: int) -> None:
         super().__init__(40, held)

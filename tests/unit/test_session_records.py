@@ -1,4 +1,4 @@
-"""A session as the daemon keeps it: its shared words, and who waits for which step."""
+"""A session as the daemon keeps it: its shared words, and the clients that wait for steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
-    """Else all that become free go, one for each who asks; who asks keeps what it has."""
+    """Else each request takes one more that becomes free; the client keeps what it has."""
     registry = Registry(max_datasets=1, max_sessions=1)
     manifest = Manifest.of_files(["/a"])
     registry.add(DatasetRecord.create(manifest, Source(manifest), 0, 0))
@@ -40,7 +40,7 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
 
 
 def _record(steps: int) -> SessionRecord:
-    """A session that nobody but the test knows; to be closed."""
+    """Return a session that only the test knows; it must be closed."""
     fd = sealed_memfd("words", WORDS_NBYTES)
     return SessionRecord(
         1, "token", mock.Mock(), Open("d", "", 0, 1, "never"), SharedWords(fd), fd, steps=steps
@@ -57,13 +57,13 @@ def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:
 
 
 def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
-    """Else the next plan's step of that number would count as a stall before its time."""
+    """Else the next plan's step of that number would count as a stall too early."""
     session = _record(10)
     words = session.words
     assert session.wait(b"who", 1, 7)
     words[WANTED] = 9
     assert session.progress() == (0, 9)
-    words[WANTED] = 3  # as its client's `truncate` does
+    words[WANTED] = 3  # like `truncate` of its client
     session.truncate(3)
     session.steps = 10  # another plan
     assert session.progress() is None

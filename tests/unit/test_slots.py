@@ -1,4 +1,4 @@
-"""Slots: written by the worker, leased by the trainer, and used again only when nobody looks."""
+"""Slots: written by the worker, leased by the trainer, and reused only when no one reads them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tensor_of(buffer: Buffer, nbytes: int) -> torch.Tensor:
 def test_what_cannot_be_mapped_is_copied_once(
     reader: SlotReader, monkeypatch: pytest.MonkeyPatch, max_slots: int, *, leased: bool
 ) -> None:
-    """A mapping takes a descriptor, too. Nobody would see what is written there later."""
+    """A mapping needs a descriptor, too. Later writes to the slot would not be seen."""
     writer = SlotWriter(max_slots=max_slots)
     slot, at = writer.room(MB)
     slot.mapping[at : at + MB] = b"x" * MB
@@ -191,7 +191,7 @@ def test_a_tensor_alive_at_exit_does_no_harm() -> None:
 
 
 def test_another_writer_goes_on_with_the_slots_that_nobody_uses() -> None:
-    """As the worker of the next epoch does: nothing is sent, and no slot made."""
+    """As the worker of the next epoch does: no message is sent, and no slot is made."""
     writer, reader = SlotWriter(max_slots=8), SlotReader(max_leased=4)
     held, first, second = (send(writer, reader, bytes([c]) * MB) for c in b"abc")
     buffer = reader.lease(held.id)
@@ -246,7 +246,7 @@ def test_what_a_forked_child_sees_is_never_written_again(
     buffer = reader.lease(leased.id)
     pid = os.fork()
     if not pid:
-        del buffer  # a death in the child is none of the parent's business
+        del buffer  # deletion in the child does not concern the parent
         os._exit(0 if reader.returned() == [] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert reader.returned() == []
@@ -266,7 +266,7 @@ def test_with_all_slots_out_a_batch_gets_a_one_off(writer: SlotWriter, reader: S
     writer.give_back([])
     assert (tensor == ord("o")).all()
     del tensor, buffers
-    assert sorted(reader.returned()) == [0, 1, 2]  # and not the one-off
+    assert sorted(reader.returned()) == [0, 1, 2]  # without the one-off slot
     with pytest.raises(IllegalEventError):
         reader.view(slot.id)
 
@@ -281,7 +281,7 @@ def test_a_batch_beyond_the_budget_gets_a_one_off(writer: SlotWriter, reader: Sl
     small = send(writer, reader, b"a" * MB)
     writer.give_back([small.id])
     assert send(writer, reader, bytes(17 * MB)).once
-    assert writer.nbytes == small.nbytes  # nothing was given up in vain
+    assert writer.nbytes == small.nbytes  # no slot was given up in vain
 
 
 def test_after_a_batch_beyond_the_budget_small_ones_keep_their_slots(
@@ -321,7 +321,7 @@ def test_slots_that_are_far_too_large_for_long_are_let_go(
 def test_pieces_of_a_batch_share_a_slot_and_are_aligned(
     writer: SlotWriter, reader: SlotReader
 ) -> None:
-    send(writer, reader, b"a" * MB)  # now it knows what to expect
+    send(writer, reader, b"a" * MB)  # now the writer knows the size
     rooms = [writer.room(n) for n in (1, 100, 3, MB // 2)]
     assert len({slot.id for slot, _ in rooms}) == 1
     assert [at for _, at in rooms] == [0, ALIGN, 3 * ALIGN, 4 * ALIGN]

@@ -1,4 +1,4 @@
-"""Reading objects: right bytes from anywhere, patience with errors that pass and no others."""
+"""Reading objects: right bytes from any store, retries of transient errors only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
     _, read = read_into(source, ids)
     assert b"".join(read[i] for i in np.argsort(ids)) == data
     counted = source.counters.snapshot()
-    assert (counted.reads, counted.opens, counted.nbytes) == (4, 1, 20_000)  # 512 buffers a read
+    assert (counted.reads, counted.opens, counted.nbytes) == (4, 1, 20_000)  # 512 buffers per read
     assert sum(counted.seconds) == 4
     source.close()
 
@@ -68,7 +68,7 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(
     tmp_path: Path, advised: list[int]
 ) -> None:
-    """A disk works on many files, or pieces of one, at once: each of them is advised first."""
+    """A disk works on many files, or parts of one, at once: each is advised first."""
     files, contents = folder(tmp_path, [0, *range(1, 60), 2 << 20])
     dense, data = records(tmp_path, 100, 20_000)
     source = Source(Manifest.concat([files, dense]))
@@ -90,7 +90,7 @@ def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(
 def test_storage_without_a_page_cache_is_asked_for_nothing_more(
     tmp_path: Path, advised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system would have to read all that is read ahead once more."""
+    """A network file system would read everything that is read ahead a second time."""
     real = os.preadv
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
@@ -147,7 +147,7 @@ def test_few_descriptors_are_enough(tmp_path: Path, read: str) -> None:
     files, contents = folder(tmp_path, [10] * 40)
     source = Source(files, QUICK)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(number) for number, _ in descriptors())  # earlier tests' may be many
+    highest = max(int(number) for number, _ in descriptors())  # earlier tests may have left many
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(highest + 64, hard), hard))
     taken: list[int] = []
     try:
@@ -218,7 +218,7 @@ def test_a_file_that_is_not_as_listed_has_failed_and_the_others_have_not(tmp_pat
     assert counted.errors == {"ENODATA": 2, "ENOENT": 1}
     assert counted.retries == 0
     assert str(tmp_path) in counted.last_error
-    for i in (0, 1):  # read alone, by a reader that the daemon could not serve
+    for i in (0, 1):  # single reads, by a reader that the daemon could not serve
         with pytest.raises(SourceError, match="the manifest says"):
             source.read(i)
 
@@ -241,7 +241,7 @@ def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
 
 
 def test_a_device_has_no_end_and_is_not_read(tmp_path: Path) -> None:
-    """A link to one below a dataset's folder would fill the memory of a daemon that serves all."""
+    """A link to a device in a dataset's folder would fill the memory of a shared daemon."""
     (tmp_path / "link").symlink_to("/dev/zero")
     assert whole(Source(Manifest.of_files(["link"], root=str(tmp_path)), QUICK), 0) == [None]
 
@@ -321,7 +321,7 @@ def test_a_descriptor_is_shared_and_stays_open_for_whoever_uses_it(tmp_path: Pat
     first, second = store.fill(files[0], runs[:2]), store.fill(files[0], runs[2:])
     assert [next(one).opens for one in (first, second)] == [1, 0]
     assert len(descriptors() - before) == 1
-    store.read(files[1], 0, 5)  # takes its place
+    store.read(files[1], 0, 5)  # replaces its descriptor
     Path(files[1].uri).replace(files[0].uri)
     assert [len(list(one)) for one in (first, second)] == [1, 1]
     assert b"".join(buffers) == bytes(range(20))

@@ -1,4 +1,4 @@
-"""Source over HTTP and by pyarrow: as few requests as can be, a busy or dead server."""
+"""Source over HTTP and by pyarrow: few requests; a busy or dead server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def web(contents: dict[str, bytes], fail: int = 0) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """A server on loopback: its address, and the (path, range) of every request so far."""
+    """Run a server on loopback; yield its address, and (path, range) of every request so far."""
     requests: list[tuple[str, str]] = []
     handler = type(
         "Handler", (_Handler,), {"contents": contents, "requests": requests, "fail": fail}
@@ -118,7 +118,7 @@ def test_a_dead_server_fails_within_patience() -> None:
 
 
 def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
-    """The object-store path, over pyarrow's own local file system."""
+    """The code for object stores, over pyarrow's own local file system."""
     from creel.cache.storage.arrow_store import ArrowStore
 
     (tmp_path / "x").write_bytes(b"0123456789")

@@ -1,4 +1,4 @@
-"""A wait is divided by what the worker did meanwhile."""
+"""A wait is divided by what the worker did in that time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of states and events in docs/architecture.md are what the core does."""
+"""The core does what the tables of states and events in docs/architecture.md say."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 def table(corner: str) -> dict[tuple[str, str], str]:
-    """(state, event) -> what the page says comes of it."""
+    """Return (state, event) -> result according to the page."""
     lines = DOCS.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {corner} |"))
     rows = []
@@ -61,11 +61,11 @@ class One(Rig):
             super().do(action)
 
     def fetch(self) -> int:
-        """Number of the fetch that brings object 0; one that was never started."""
+        """Return the number of the fetch of object 0, or of one that was never started."""
         return next((n for n, f in self.fetches.items() if 0 in f.ids), 99)
 
     def answer(self, *nbytes: int) -> None:
-        """Fetched, as the shell says it; nothing comes of a fetch that nobody knows."""
+        """Feed Fetched as the shell does; a fetch that is not known has no effect."""
         if self.fetch() == 99:
             self.feed(Fetched(99, np.array(nbytes)))
         else:
@@ -171,7 +171,7 @@ OBJECT_EVENTS: dict[str, Callable[[One], object]] = {
 
 
 def state_of_object(rig: One) -> str:
-    """The state of object 0, as a shell and its clients see it."""
+    """Return the state of object 0, as a shell and its clients see it."""
     if not rig.core.snapshot()["datasets"]:
         return "forgotten"
     ready = any(r.ready > r.done for n, r in rig.readers.items() if n != 3)
@@ -224,7 +224,7 @@ SESSIONS: dict[str, Callable[[], One]] = {
 
 
 def extended(rig: One, ahead: int) -> None:
-    """The plan goes on with a step that reads object 0, `ahead` steps beyond its end."""
+    """Extend the plan by a step that reads object 0, `ahead` steps beyond its end."""
     reader = rig.readers.get(1)
     at = ahead + (len(reader.objects) if reader else 0)
     ids, ends = np.zeros(1, np.int32), np.ones(1, np.int64)

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""The page for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from creel.messages import Open
 
 CAUSES = ("source", "decode", "collate", "daemon", "sampler")
 STAGES = ("source", "decode", "collate", "handover")
-#: The names that were promised: kind, labels.
+#: The promised names: kind, labels.
 PROMISED = {
     "creel_cache_hits_total": ("counter", {"tier"}),
     "creel_cache_misses_total": ("counter", {"tier"}),
@@ -61,20 +61,20 @@ TOLD: dict[str, Any] = {
 
 @dataclass
 class Session:
-    """As much of a session as is counted."""
+    """The parts of a session that are counted."""
 
     opened: Open
     words: SharedWords
 
     def count(self, **counters: int) -> None:
-        """As a trainer does."""
+        """Count as a trainer does."""
         for name, value in counters.items():
             self.words.add(name, value)
 
 
 @pytest.fixture
 def session() -> Iterator[Callable[..., Any]]:
-    """Makes sessions with boards of their own."""
+    """A function that makes sessions with shared words of their own."""
     all_words: list[SharedWords] = []
 
     def make(job: str, rank: int, **counters: int) -> Any:
@@ -125,7 +125,7 @@ def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> 
 
 @pytest.fixture(scope="module")  # its end takes half a second
 def page() -> Iterator[str]:
-    """What a scraper gets of one rank."""
+    """The page that a scraper gets for one rank."""
     pytest.importorskip("prometheus_client")
     served = serve_page("127.0.0.1:0", lambda: TOLD)
     try:

@@ -238,7 +238,7 @@ def test_damaged_headers_never_raise_anything_else(tmp_path: Path, seed: int) ->
 
 @pytest.mark.parametrize("record", [b"0  path=other.txt\n", b"18 size=-00001536\n"])
 def test_a_pax_header_that_leads_backwards_ends(tmp_path: Path, record: bytes) -> None:
-    """A length of nothing, or below it, would be read again and again."""
+    """A length of 0 or less would be read again and again."""
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("a.txt")

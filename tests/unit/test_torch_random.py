@@ -1,4 +1,4 @@
-"""The pure re-creation of torch's draws, against torch itself."""
+"""The reproduction of torch's draws, against torch itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_generator_goes_to_numpy_at_any_point(case: int) -> None:
     before = rng.choice([0, 1, 623, 624, 625, rng.randrange(5000)])
     torch.empty(before, dtype=torch.int32).random_(generator=source)
     if rng.random() < 0.5:
-        torch.randn(3, generator=source)  # leaves a kept normal deviate behind
+        torch.randn(3, generator=source)  # leaves a cached normal deviate in the state
     ours = torch_random.TorchRandom(source.get_state().numpy())
     k = rng.choice([1, 2, 311, 624, rng.randrange(1, 4000)])
     want = torch.empty(k, dtype=torch.int64).random_(0, 2**20, generator=source)
@@ -72,7 +72,7 @@ def test_the_head_of_a_huge_permutation_costs_its_own_draws_only() -> None:
     head = torch_random.Shuffle(n, rng).more(2000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < n // 4  # nothing has a place for each entry
+    assert peak < n // 4  # no array has an entry for each place
     assert rng.random(1) == twin.random(2001)[-1]
     whole = torch.randperm(n, generator=torch_generator(seed), dtype=torch.int32)
     np.testing.assert_array_equal(head, whole[:2000].numpy())

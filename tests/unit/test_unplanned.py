@@ -43,7 +43,7 @@ def test_what_can_be_told(pulled: object, indices: list[int] | None) -> None:
 
 
 class Sulky:
-    """Raises whatever it is asked, in words of its own."""
+    """Raises an error of its own for any attribute."""
 
     def __array__(self, *_: object, **__: object) -> None:
         raise KeyError("no array")

@@ -1,4 +1,4 @@
-"""Versions: whatever writes to a file changes its version, and nothing else does."""
+"""Versions: every write to a file changes its version, and nothing else does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _S = 10**9
 def status(
     size: int = 9, mtime: int = 1, ino: int = 7, dev: int = 3, ctime: int = 1
 ) -> os.stat_result:
-    """What stat tells; times in nanoseconds since an arbitrary moment."""
+    """Return a result of stat; times in nanoseconds since an arbitrary moment."""
     whole = (0o100644, ino, dev, 1, 0, 0, size, 0, mtime // _S, ctime // _S)
     named = {"st_atime_ns": 0, "st_mtime_ns": mtime, "st_ctime_ns": ctime}
     return os.stat_result(whole, named)
@@ -57,7 +57,7 @@ def test_each_of_five_numbers_counts(what: str) -> None:
         (_NOW - 19_000_000, 1, False),
         (_NOW + _S, 1, False),  # another machine's clock
         (1, _NOW + 10**6 * _S + 1, False),
-        (_NOW + 10**6 * _S, 7, True),  # a date that somebody set: the next write sets another
+        (_NOW + 10**6 * _S, 7, True),  # a date that was set: the next write sets another
         (1, 999 * _S, False),  # of whole seconds: the second may not be over
         (1, 997 * _S, True),
         (1, 999 * _S + 1, True),
@@ -82,18 +82,18 @@ def test_tags_are_told_apart() -> None:
 
 
 def settle(*paths: Path) -> None:
-    """Come back once a further change of these files would show."""
+    """Wait until a further change of these files would show."""
     while any(version.of_stat(p.stat(), time.time_ns()) == CHANGING for p in paths):
         threading.Event().wait(0.002)
 
 
 def one(source: Source) -> int:
-    """The version of the first file by now."""
+    """Return the present version of the first file."""
     return int(source.versions(np.zeros(1, np.int32))[0])
 
 
 def read(source: Source, *ids: int) -> tuple[Read, list[bytes]]:
-    """What `read_parts` fills in."""
+    """Return what `read_parts` returns and fills in."""
     which = np.array(ids)
     length = source.manifest.ranges(which)[1]
     parts = [bytearray(n) for n in length.tolist()]
@@ -103,7 +103,7 @@ def read(source: Source, *ids: int) -> tuple[Read, list[bytes]]:
 
 
 def files(root: Path, *contents: bytes) -> Source:
-    """A source of whole files, whose versions have settled."""
+    """Return a source of whole files, whose versions have settled."""
     names = [str(i) for i in range(len(contents))]
     for name, content in zip(names, contents, strict=True):
         (root / name).write_bytes(content)
@@ -112,7 +112,7 @@ def files(root: Path, *contents: bytes) -> Source:
 
 
 def records(root: Path, content: bytes, count: int) -> Source:
-    """A source of `count` records of one file, likewise."""
+    """Return a source of `count` records of one file, whose version has settled."""
     (root / "records").write_bytes(content)
     settle(root / "records")
     run = (np.array([n]) for n in (0, len(content) // count, count))
@@ -167,7 +167,7 @@ def test_every_change_of_a_file_is_another_version(
     after = one(source)
     assert after > 0
     assert after != before
-    got, new = read(source, *ids)  # by a descriptor that was kept, where there are records
+    got, new = read(source, *ids)  # records: by a descriptor that was kept open
     assert (got.version == after).all()
     assert new != old
     assert b"".join(new) == b"".join(path.read_bytes()[10 * i : 10 * i + 10] for i in ids) or (
@@ -250,7 +250,7 @@ def test_storage_that_coughs_is_asked_again(
 
     monkeypatch.setattr(os, "stat", coughs)
     asked = np.array([2, 1, 0], np.int32)
-    assert source.versions(asked).tolist() == [told[2], MISSING, told[0]]  # patience: 3 tries
+    assert source.versions(asked).tolist() == [told[2], MISSING, told[0]]  # after 3 attempts
     assert source.versions(asked).tolist() == told[asked].tolist()
 
 
@@ -259,7 +259,7 @@ def test_storage_that_coughs_is_asked_again(
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path, int], None]]:
-    """`written(path, times)`: so many reads of the file are followed by a write, ere they end."""
+    """`written(path, times)`: so many reads of the file are followed by a write before they end."""
     real = os.preadv, os.read
     left: dict[int, int] = {}  # by inode
 
@@ -270,7 +270,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path, int], N
             path = Path(f"/proc/self/fd/{fd}")
             before = path.stat().st_ctime_ns
             with path.open("r+b") as f:
-                while path.stat().st_ctime_ns == before:  # until the clock has ticked
+                while path.stat().st_ctime_ns == before:  # until the kernel's clock has ticked
                     f.seek(0)
                     f.write(b"N")
                     f.flush()
