@@ -1,4 +1,4 @@
-"""What people, networks and strangers do to a training: no wrong batch, no hang, nothing left."""
+"""What users, networks and strangers do to a training: no wrong batch, no hang, no leftovers."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ N = 600
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons have room for a fifth of the files."""
+    """Give daemons room for a fifth of the files."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
 
 
 def content(i: int) -> bytes:
-    """What file i holds: its number, then noise of its own, of a length of its own."""
+    """Return the content of file i: its number, then noise of a length of its own."""
     rng = np.random.default_rng(i)
     return i.to_bytes(4, "little") + rng.bytes(int(rng.lognormal(8.5, 1)))
 
@@ -81,7 +81,7 @@ def loader(paths: list[str], seed: int = 0, workers: int = 2, **kwargs: Any) -> 
 
 
 def numbers(batch: list[torch.Tensor], contents: list[bytes]) -> list[int]:
-    """Which files a batch holds; each must be whole and right."""
+    """Return the numbers of the files in a batch; each must be whole and right."""
     found = []
     for sample in batch:
         data = sample.numpy().tobytes()
@@ -101,13 +101,13 @@ def epoch(batches: Any, contents: list[bytes]) -> list[int]:
 def test_an_iterator_that_was_never_used_costs_no_session(
     paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Room for all: a busy daemon that has none in time leaves parts of a step to its reader.
+    # Room for all files: a busy daemon that lacks room leaves parts of a step to its reader.
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "16MiB")
     batches = loader(paths, persistent_workers=True)
     iter(batches)
     for _ in iter(batches):
         pass
-    # Workers may still have read for the first iterator, whose steps nobody held for them any more.
+    # Workers may still have read for the first iterator, whose steps were not pinned any more.
     assert batches.stats()["direct_reads"] <= 2 * 2 * 12
 
 
@@ -239,7 +239,7 @@ def test_a_read_that_never_ends_runs_into_the_timeout_and_holds_up_no_end(
 
 @pytest.fixture
 def session(paths: list[str], served: str) -> Iterator[Session]:
-    """A client of the daemon that the others use, with bad intentions."""
+    """A hostile client of the daemon that other clients use."""
     batches = loader(paths, workers=0)
     next(iter(batches))
     with Client.connect(served) as client:
@@ -340,7 +340,7 @@ def _talk_nonsense(where: str, rng: random.Random) -> None:
 
 
 def _shrinking_manifest(control_socket: socket.socket, rng: random.Random) -> None:
-    """Not sealed, and shorter a moment later than it was said to be."""
+    """Send a manifest that is not sealed and shrinks after its length was sent."""
     data = Manifest.of_files(["/etc/passwd"] * 50).to_arrow()
     fd = os.memfd_create("shrinks")
     try:
@@ -359,7 +359,7 @@ def test_after_a_fork_both_go_on(paths: list[str], contents: list[bytes]) -> Non
     batches = iter(loader(paths, workers=0))
     begun = numbers(next(batches), contents)
     pid = os.fork()
-    if not pid:  # the child; whatever happens, nothing of pytest's may run here
+    if not pid:  # the child, where no code of pytest may run
         with contextlib.suppress(BaseException):
             rest = epoch(batches, contents)
             os._exit(int(sorted(begun + rest) != list(range(N))))
@@ -396,7 +396,7 @@ def test_a_drained_daemon_is_replaced(paths: list[str], contents: list[bytes], s
     assert sorted(epoch(train, contents)) == list(range(N))
 
 
-# Its workers live on, as Python loses a Ctrl-C that comes while it forks.
+# Its workers are persistent, as Python loses a Ctrl-C that comes while it forks.
 TRAINER = """
     import sys, creel
     data = creel.FileDataset(sys.argv[1:])
@@ -468,7 +468,7 @@ def test_nothing_is_left_after_the_daemon_was_killed(
     paths: list[str], contents: list[bytes], served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(epoch(loader(paths), contents)) == N
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # a slow rest of the epoch would start one
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # no new daemon for the rest
     with nothing_left():
         train = loader(paths)
         it = iter(train)

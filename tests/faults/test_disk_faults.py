@@ -33,7 +33,7 @@ def sizes(version: int, ids: list[int]) -> list[int]:
 
 
 def rounds(seed: int) -> Iterator[tuple[int, list[int], list[int]]]:
-    """(version, objects to drop, objects to store), without end: what a process does to a store."""
+    """Yield (version, objects to drop, objects to store) endlessly: what a process does."""
     rng = np.random.default_rng(seed)
     version = 0
     while True:
@@ -43,7 +43,7 @@ def rounds(seed: int) -> Iterator[tuple[int, list[int], list[int]]]:
 
 
 def churn(path: str, seed: int, told: Connection) -> None:
-    """Store and drop until killed; tell what was stored after each round."""
+    """Store and drop objects until killed; report what was stored after each round."""
     store = DiskStore(path, BUDGET, keep_free=0)
     store.attach("data", OBJECTS)
     for version, gone, ids in rounds(seed):
@@ -57,7 +57,7 @@ def churn(path: str, seed: int, told: Connection) -> None:
 
 
 def killed_after(path: Path, seed: int, many: int) -> dict[int, tuple[int, int]]:
-    """Kill -9 a process that has stored `many` rounds and is in another; what must be there."""
+    """Kill -9 a process after `many` rounds, amid another one; return what must be there."""
     mine, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.Process(target=churn, args=(str(path), seed, theirs), daemon=True)
     process.start()
@@ -84,7 +84,7 @@ def killed_after(path: Path, seed: int, many: int) -> dict[int, tuple[int, int]]
 
 @pytest.mark.timeout(300)
 def test_killed_again_and_again_it_gives_no_wrong_byte_and_finds_nearly_all(tmp_path: Path) -> None:
-    """Each time in the middle of writing: what the last round was replacing may be gone.
+    """Each time in the middle of writing: objects that the last round replaced may be gone.
 
     SEEDS=4 kills it 60 times.
     """
@@ -114,7 +114,7 @@ def test_killed_again_and_again_it_gives_no_wrong_byte_and_finds_nearly_all(tmp_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB, of its own."""
+    """A file system of its own with 8 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system needs root")
     at = tmp_path / "small"

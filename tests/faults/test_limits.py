@@ -1,6 +1,6 @@
-"""Limits under which torch finishes: so does creel, with the same batches.
+"""Under limits with which torch finishes, creel finishes, too, with the same batches.
 
-Each case runs in a process of its own, which sets the limit to what it has by then and some more.
+Each case runs in a process of its own, which sets the limit to its present use and some more.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ CASES = [
     ("descriptors", 24, "own", 0),
     ("descriptors", 32, "own", 2),
     ("descriptors", 32, "wrapped", 2),
-    ("none left", 0, "own", 2),  # once the workers run; torch itself needs some
+    ("none left", 0, "own", 2),  # once the workers run, as torch itself needs some
     ("none left", 0, "wrapped", 2),
     ("memory", 900 << 20, "large", 2),
     ("memory", 600 << 20, "files", 0),
@@ -131,7 +131,7 @@ keep_freed_memory()
 
 
 def test_a_process_reads_where_no_memory_can_be_kept() -> None:
-    """A worker died of what it only wants for speed, where torch's has room for its batch."""
+    """A worker died of an optional allocation, while torch's had room for its batch."""
     assert Program(_NO_ROOM).communicate() == ("", "")
 
 
@@ -148,7 +148,7 @@ assert may_map(100 << 20) and not may_map(160 << 20)
 
 
 def test_the_cache_leaves_address_space_for_batches() -> None:
-    """Mapped, it took what torch's own allocations needed then: they raised, creel's or not."""
+    """A mapping of it took the space of torch's own allocations, which then raised."""
     assert Program(_LITTLE_ROOM).communicate() == ("", "")
 
 

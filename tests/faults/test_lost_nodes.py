@@ -1,7 +1,7 @@
 """A node of a job is lost, cut off or restarted in the middle of an epoch.
 
-Four emulated hosts, whose memories together hold the data 1.6 times: also three of them hold it.
-The ranks go at a pace of their own, as DDP would stop with a lost rank.
+There are four emulated hosts, whose memories together hold the data 1.6 times, so three of them
+also hold it. The ranks run at their own pace, as DDP would stop with a lost rank.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from testbed import jobs
 from testbed.jobs import Rank
 
 FILES, WORLD, BATCH = 1200, 4, 8
-#: What one of the nodes holds of the data.
+#: Files that one node holds.
 SHARE = FILES // WORLD
-#: Seconds of a step. Nodes join in the first epoch; in the third one of them is lost.
+#: Seconds per step. Nodes join in the first epoch; in the third epoch one of them is lost.
 PACES = "0.1,0.05,0.25,0.1,0.1"
 FAULT, LAST = 2, 4
 CUT_S = 3.0
-#: A fetch that nobody ends goes on for 45 s (fetch.deadline_s); a busy machine pauses for less.
+#: A fetch that is not ended takes 45 s (fetch.deadline_s); pauses of a busy machine are shorter.
 LONG_S = 20.0
 
 pytestmark = [
@@ -48,7 +48,7 @@ class Job:
     before: int  # files opened at the source so far
 
     def opens(self) -> int:
-        """Files that were opened at the source since the fault."""
+        """Return the files opened at the source since the fault."""
         return int(self.storage.totals()["opens"]) - self.before
 
 
@@ -69,14 +69,14 @@ def running(lost_s: float = 30.0) -> Iterator[Job]:
 
 
 def check(one: Rank, rank: int, epoch: int) -> None:
-    """The same batches as torch's, and nobody waited long for one."""
+    """Check that the batches are torch's and that no rank waited long for one."""
     said = one.next("epoch")["epoch"]
     assert said["digest"] == jobs.digest(FILES, rank, WORLD, epoch)
     assert said["slowest"] < LONG_S
 
 
 def finish(job: Job, ranks: list[int]) -> tuple[int, int]:
-    """Until these ranks have ended: files opened since the fault, and in the last epoch."""
+    """Wait until these ranks end; return files opened since the fault, and in the last epoch."""
     for epoch in range(FAULT, LAST):
         for rank in ranks:
             check(job.ranks[rank], rank, epoch)
@@ -99,8 +99,8 @@ def test_a_node_that_is_cut_off_comes_back_by_itself() -> None:
         time.sleep(CUT_S)
         job.cluster.heal("n3")
         opens, last = finish(job, [0, 1, 2, 3])
-        # While it is cut off n3 reads what the others hold for it, and they read what it holds: 3/4
-        # of its samples, and 1/4 of theirs. It is back at the latest when this epoch ends.
+        # While n3 is cut off, it reads the samples that the others hold for it, 3/4 of its own, and
+        # they read those that it holds, 1/4 of theirs. It is back when this epoch ends, at latest.
         left = SHARE / 2
         assert 0 < opens <= 1.05 * left * (3 / 4 + 3 * 1 / 4)
         assert last <= 0.02 * SHARE
@@ -120,7 +120,7 @@ def test_a_daemon_that_was_killed_is_replaced_and_its_node_is_served_again() -> 
 
 
 def daemon_on(job: Job, host: str) -> int:
-    """The process of a host's daemon."""
+    """Return the pid of a host's daemon."""
     found: list[int] = [
         pid
         for pid in job.cluster.pids(host)

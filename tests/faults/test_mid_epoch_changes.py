@@ -1,4 +1,4 @@
-"""A sampler or dataset changed within an epoch, or after it, gives torch's batches."""
+"""A sampler or dataset that changes during or after an epoch gives torch's batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 
 class Fickle:
-    """A sampler that may be moved on at any time, and begins alike or not."""
+    """A sampler that may be advanced at any time, and may begin differently."""
 
     def __init__(self, rng: random.Random) -> None:
         self.shift, self.length, self.turn = 0, 96, 60
@@ -41,7 +41,7 @@ ROW_NBYTES = 8192
 
 
 def fickle(rng: random.Random) -> tuple[Any, list[Callable[[], None]]]:
-    """A sampler, and what somebody may do to it in the midst of an epoch or after it."""
+    """Return a sampler, and changes to it during or after an epoch."""
     kind = rng.randrange(4)
     if kind == 0:
         moody = Fickle(rng)
@@ -71,7 +71,7 @@ def dawdling(memory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def training(cls: Any, data: Any, seed: int) -> list[Any]:
-    """What somebody gets who changes the order, leaves early, and reads twice at a time."""
+    """Return the batches of a user who changes the order, leaves early, and reads two epochs."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sampler, changes = fickle(rng)
@@ -82,7 +82,7 @@ def training(cls: Any, data: Any, seed: int) -> list[Any]:
     if workers:
         more["prefetch_factor"] = rng.choice([1, 2, 3])
         more["persistent_workers"] = rng.random() < 0.25
-        more["worker_init_fn"] = rng.choice([None, nothing])  # with one there must be workers
+        more["worker_init_fn"] = rng.choice([None, nothing])  # worker_init_fn needs workers
     loader = cls(data, 6, sampler=sampler, **more)
     got: list[Any] = []
     for _ in range(4):
@@ -106,7 +106,7 @@ def training(cls: Any, data: Any, seed: int) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons have room for a fifth of the files."""
+    """Give daemons room for a fifth of the files."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
 
 
@@ -139,7 +139,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 def test_whoever_changes_the_order_gets_torchs_batches(
     paths: list[str], rows: Any, served: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:
-    if seed % 2:  # threads gather rows, and all dawdle between looking them up and copying them
+    if seed % 2:  # threads gather rows, and pause between looking them up and copying them
         monkeypatch.setattr("creel.loader.iterators.gather_iter.INLINE_NBYTES", 0)
         monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
         monkeypatch.setattr(BufferPool, "take", dawdling(BufferPool.take))
@@ -182,7 +182,7 @@ def _other(subset: Any, rows: Any) -> None:
 def test_a_dataset_changed_in_an_epoch_is_read_as_by_torch(
     rows: Any, workers: int, change: Callable[[Any, Any], None]
 ) -> None:
-    """At once where the trainer reads itself; by workers, who have a copy, in the next epoch."""
+    """At once if the trainer reads itself; in the next epoch by workers, which have a copy."""
 
     def seen(cls: Any) -> list[float]:
         subset = torch.utils.data.Subset(rows, list(range(0, WIDE, 2)))
@@ -203,7 +203,7 @@ def test_a_dataset_changed_in_an_epoch_is_read_as_by_torch(
 
 
 def _fill(name: str, stop: threading.Event) -> None:
-    """Have what nobody has pinned leave, and something else lie there, again and again."""
+    """Evict all unpinned objects, and put others in their place, again and again."""
     with Client.connect(name, "cli") as client:
         while not stop.wait(0.002):
             for dataset in client.ask("datasets")["datasets"]:

@@ -1,4 +1,4 @@
-"""What breaks while a training runs: it goes on with the same batches, or says clearly why not."""
+"""Faults during training: it goes on with the same batches, or says clearly why not."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def files_of(folder: Path) -> creel.FileDataset:
 
 
 def loaders(dataset: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """creel's loader and torch's over the same dataset and arguments, and the same seeds.
+    """Return creel's loader and torch's over the same dataset, arguments and seeds.
 
-    torch's has no workers: the batches are the same, and its workers end 10 s after an error.
+    torch's has no workers: batches are the same, and workers would end 10 s after an error.
     """
     common: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": 2, **kwargs}
     ours = creel.DataLoader(dataset, generator=torch.Generator().manual_seed(5), **common)
@@ -70,7 +70,7 @@ def loaders(dataset: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 
 def assert_same_epoch(ours: Any, theirs: Any, at: dict[int, Any] | None = None) -> None:
-    """Both give the same epoch; `at[i]` is called before batch i is taken."""
+    """Check that both yield the same epoch; `at[i]` is called before batch i is taken."""
     taken = 0
     them = iter(theirs)
     for i, batch in enumerate(ours):
@@ -78,7 +78,7 @@ def assert_same_epoch(ours: Any, theirs: Any, at: dict[int, Any] | None = None) 
         taken += 1
         if at and i + 1 in at:
             at[i + 1]()
-    # Run to its end, as ours was: a user's generator moves on only then.
+    # Run torch's to its end, too: only then has a user's generator advanced as far.
     assert next(them, None) is None
     assert taken == len(theirs)
 
@@ -127,10 +127,10 @@ def test_a_machine_out_of_descriptors_at_any_step_of_joining_means_direct_reads(
 def test_a_task_that_finds_no_descriptor_travels_in_the_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long indices travel in a memory file, where there is one to be had."""
+    """Long lists of indices travel in a memfd if there is a descriptor for it."""
     batches = [list(range(8000))] * 20
     ours: Any = creel.DataLoader(
-        range(8000),  # type: ignore[arg-type]  # as good as a dataset
+        range(8000),  # type: ignore[arg-type]  # enough of a dataset
         batch_sampler=batches,
         num_workers=1,
         collate_fn=len,
@@ -241,7 +241,7 @@ def test_one_percent_of_memory_is_enough(
     for i in range(400):
         with (tmp_path / f"{i:03}").open("wb") as file:
             file.write(i.to_bytes(2, "little"))
-            file.truncate(nbytes)  # the rest costs no disk
+            file.truncate(nbytes)  # sparse
     ours, theirs = loaders(files_of(tmp_path), batch_size=2)
     assert_same_epoch(ours, theirs)
     with Client.connect(embedded, "cli") as client:
@@ -296,7 +296,7 @@ def test_no_daemon_possible_means_direct_reads(
 @pytest.mark.usefixtures("served")
 def test_loaders_come_and_go_and_nothing_is_left(folder: Path) -> None:
     data = files_of(folder)
-    assert_same_epoch(*loaders(data))  # imports, thread pools and the daemon itself are there now
+    assert_same_epoch(*loaders(data))  # starts imports, thread pools and the daemon
     with nothing_left():
         for workers in (0, 2, 0):
             ours, theirs = loaders(data, num_workers=workers)
@@ -306,7 +306,7 @@ def test_loaders_come_and_go_and_nothing_is_left(folder: Path) -> None:
 
 
 class _Scarce:
-    """A multiprocessing context on a machine that has processes left for two workers."""
+    """A multiprocessing context on a machine that can start only two more workers."""
 
     def __init__(self) -> None:
         self.fork = multiprocessing.get_context("fork")
@@ -315,7 +315,7 @@ class _Scarce:
     def get_start_method(self) -> str:
         return "fork"
 
-    def Process(self, **kwargs: Any) -> Any:  # noqa: N802  as multiprocessing calls it
+    def Process(self, **kwargs: Any) -> Any:  # noqa: N802  multiprocessing's name
         process: Any = self.fork.Process(**kwargs)
         self.left -= 1
         if self.left < 0:
@@ -332,6 +332,6 @@ def test_workers_end_where_not_all_can_be_started() -> None:
     loader: Any = creel.DataLoader([1, 2], num_workers=3, creel=False)  # type: ignore[arg-type]
     loader._DataLoader__multiprocessing_context = _Scarce()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's: more workers than cores
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of more workers than cores
         with pytest.raises(BlockingIOError, match="no more processes"):
             iter(loader)

@@ -27,14 +27,14 @@ pytestmark = [pytest.mark.faults, pytest.mark.system, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """Its address."""
+    """The address of such a server."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request of this process has 0.3 s."""
+    """Give every request of this process 0.3 s."""
     forget_stores(monkeypatch, FetchSettings(deadline_s=0.3, attempts=5, backoff_s=0.01))
 
 
@@ -62,7 +62,7 @@ def test_every_request_has_the_deadline(silent: str, what: str) -> None:
 def test_one_hung_object_delays_no_other_batch(
     silent: str, daemon_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One worker makes all batches but those of another that still waits for its object."""
+    """One worker makes all batches except those of the one that waits for its object."""
     forget_stores(monkeypatch)
     uris = [str(tmp_path / str(i)) for i in range(64)]
     for i, uri in enumerate(uris):
@@ -75,7 +75,7 @@ def test_one_hung_object_delays_no_other_batch(
     )
     batches = iter(loader)
     got = [next(batches) for _ in range(14)]
-    queued = 2  # as in torch: the batch that was given to the same worker before anybody knew
+    queued = 2  # as in torch: another batch was given to that worker before it hung
     assert sorted(got) == [[*range(4 * i, 4 * i + 4)] for i in range(1, 16) if i != queued]
     with Client.connect(daemon_name, "cli") as client:
         row = client.ask("stats")["sessions"][0]
@@ -100,7 +100,7 @@ except OSError as e:
 
 
 def test_a_silent_s3_is_given_up(silent: str) -> None:
-    """In a process of its own: the client lives as long as that, threads and all."""
+    """In a process of its own, as the client and its threads live as long as the process."""
     env = os.environ | {
         "AWS_ENDPOINT_URL": silent,
         "AWS_ACCESS_KEY_ID": "a",

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 import creel
 
 N, BATCH = 6, 3
-#: Larger than what is cached however little of it is read.
+#: Bytes of a file too large, and of one small enough, to be cached if little of it is read.
 NUMBERS, SMALL = 20_000, 10_000
 
 
@@ -38,7 +38,7 @@ def library(name: str) -> Any:
 
 
 def images() -> Any:
-    """torchvision.io, if its operators are those of this torch."""
+    """Return torchvision.io, if its operators are built for this torch."""
     try:
         found = library("torchvision.io")
         _ = torch.ops.image.read_file
@@ -60,7 +60,7 @@ def write_raw(path: str, seed: int) -> None:
 
 
 def write_little(path: str, seed: int) -> None:
-    """Small enough to be cached, however much of it is seen to be read."""
+    """Write a file so small that it is cached however little of it is read."""
     np.save(path, numbers(seed, 5000))
 
 
@@ -133,7 +133,7 @@ def write_hdf5(path: str, seed: int) -> None:
 
 
 def write_linked_hdf5(path: str, seed: int) -> None:
-    """It names another file and itself, by links and as a virtual dataset."""
+    """Write a file that refers to another file and to itself, by links and a virtual dataset."""
     h5py, name = library("h5py"), Path(path).name
     write_hdf5(path + ".other", seed)
     with h5py.File(path, "w") as f:
@@ -237,7 +237,7 @@ def read_linked_hdf5(path: str) -> Any:
 
 
 def read_odd_hdf5(path: str) -> Any:
-    """Refusals, and what is not served."""
+    """Read in ways that are refused or not served."""
     h5py, found = library("h5py"), []
     calls: list[Any] = [
         ((path, "r", "core"), {}),
@@ -267,7 +267,7 @@ def read_fileio(path: str) -> bytes:
 
 
 def read_in_c(path: str) -> bytes:
-    """As a reader in C would."""
+    """Read a file as a C library does."""
     libc = ctypes.CDLL(None)
     fd = libc.open(path.encode(), os.O_RDONLY)
     try:
@@ -278,7 +278,7 @@ def read_in_c(path: str) -> bytes:
 
 Write: TypeAlias = Callable[[str, int], None]
 Read: TypeAlias = Callable[[str], Any]
-#: name -> (suffix, how it is written, how it is read, whether it is served)
+#: name -> (suffix, function to write, function to read, whether the cache serves it)
 CALLS: dict[str, tuple[str, Write, Read, bool]] = {
     "open.read": (".bin", write_raw, read_all, True),
     "open.seek.readinto": (".bin", write_raw, read_pieces, True),
@@ -379,7 +379,7 @@ CALLS: dict[str, tuple[str, Write, Read, bool]] = {
 
 
 class Opaque(Dataset[Any]):
-    """What people write: it knows nothing of creel."""
+    """A dataset as users write it: it knows nothing of creel."""
 
     def __init__(self, folder: Path, call: str) -> None:
         self.suffix, self.write, self.read, _ = CALLS[call]
@@ -416,7 +416,7 @@ def by_torchvision(path: str) -> Any:
 
 
 class Plain(Dataset[Any]):
-    """Reads by a function of the test's."""
+    """Reads by a function of the test."""
 
     def __init__(self, folder: Path, read: Callable[[str], Any] = read_all) -> None:
         self.paths = [str(folder / f"{i}.bin") for i in range(N)]

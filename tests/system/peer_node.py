@@ -1,4 +1,4 @@
-"""A node that serves objects to peers, and what stands between the two."""
+"""A node that serves objects to peers, and a proxy between two nodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Node:
         self.asked: list[PeerAsked] = []
         self.answered = Counter[int]()
         self.served = Counter[int]()
-        self.held: list[PeerAsked] | None = None  # requests, where the test answers them itself
+        self.held: list[PeerAsked] | None = None  # requests that the test answers itself
         self._queue: SimpleQueue[PeerAsked | None] = SimpleQueue()
         self.server = PeerServer(
             *("127.0.0.1", port, "node", self.arena, self._take, lambda cluster, beat: None),  # noqa: ARG005
@@ -109,7 +109,7 @@ class Node:
 
     @property
     def connections(self) -> list[PeerConnection]:
-        """Those that are open, as a glance."""
+        """Return the open connections."""
         return list(self.server.connections.values())
 
     def source(self) -> PeerSource:
@@ -119,7 +119,7 @@ class Node:
         return PeerLink(self.server.address, "node", credentials)
 
     def close(self) -> None:
-        """End; everything answered must have been served, once."""
+        """End; each answer must have been served exactly once."""
         self._queue.put(None)
         self._loop.join()
         self.server.close()
@@ -149,12 +149,12 @@ def data_of(*sizes: int) -> list[bytes | None]:
 
 
 def soon() -> float:
-    """When a test gives up."""
+    """Return the time at which a test gives up."""
     return time.monotonic() + 20
 
 
 def check_read(source: PeerSource, objects: list[bytes | None], ids: NDArray[np.int32]) -> None:
-    """Read objects into an arena, and compare; those that are absent are reported so."""
+    """Read objects into an arena and compare; absent ones must be reported as such."""
     wanted = [objects[i] for i in ids.tolist()]
     length = np.array([len(data or b"") for data in wanted], np.int64)
     with closing(Arena.create(max(int(length.sum()), 1))) as arena:
@@ -175,9 +175,9 @@ SIZES = [0, 1, 63, 64, 3000, 150_528, 4096, 0, 65_537, 1 << 20, 5_000_000, 17, 3
 
 
 class Proxy:
-    """Forwards one connection at a time to a server; `limit` bytes of its answers, then `then`.
+    """Forwards one connection at a time to a server: `limit` bytes of its answers, then `then`.
 
-    "flip": changes one bit of the next byte, and forwards the rest as it is.
+    "flip": changes one bit of the next byte, and forwards all others as they are.
     """
 
     def __init__(self, target: tuple[str, int], limit: int, then: str) -> None:
@@ -212,7 +212,7 @@ class Proxy:
             while data := client.recv(1 << 16):
                 self.said += data
                 upstream.sendall(data)
-        with suppress(OSError):  # also where the client has reset its connection
+        with suppress(OSError):  # the client may have reset its connection
             upstream.shutdown(socket.SHUT_RDWR)
 
     def _forward_down(self, upstream: socket.socket, client: socket.socket) -> None:
@@ -238,12 +238,12 @@ class Proxy:
 
 
 def blocked(node: Node) -> Callable[[], bool]:
-    """Whether the server has a connection that takes no more bytes."""
+    """Return whether the server has a connection that takes no more bytes."""
     return lambda: any(one.blocked_since for one in node.connections)
 
 
 def large(node: Node, link: PeerLink, *, times: int = 1) -> None:
-    """Ask for more than the kernel buffers of a connection that nobody reads from."""
+    """Ask for more bytes than the kernel buffers for a connection that is not read."""
     link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     for number in range(times):
         link.ask(number, "data", np.zeros(1, np.int32), 10.0)

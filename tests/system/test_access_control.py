@@ -177,10 +177,10 @@ def test_a_sessions_owner_alone_commands_it(daemon: Running, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "step, ids, ends",
     [
-        (1, [0], [1]),  # steps are missing
+        (1, [0], [1]),  # a gap in the steps
         (0, [10], [1]),  # no such object
         (0, [-1], [1]),
-        (0, [0, 1], [1]),  # ends that do not cover
+        (0, [0, 1], [1]),  # ends before the last object
         (0, [0, 1], [2, 1, 2]),
         (0, [0], []),
         (0, [0], [-1, 1]),
@@ -288,7 +288,7 @@ def test_no_packet_at_the_control_socket_hurts_the_daemon(
                     s.recv(1000)
                 socket.send_fds(s, [data], fds)
             except OSError:
-                pass  # it hung up already
+                pass  # the daemon has hung up
             finally:
                 for fd in fds:
                     os.close(fd)

@@ -28,13 +28,13 @@ from kit import descriptors
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-#: Enough that all is cached. What is learnt as an epoch ends may come too late for the next one,
-#: some batches of which were made ahead; and these may be read directly once more.
+#: Enough epochs for all to be cached. Reads recorded at an epoch's end may come too late for the
+#: next one, some batches of which were made ahead and may be read directly once more.
 EPOCHS = 5
 
 
 class Own(Dataset[bytes]):
-    """A person's own: two files a sample, one of them shared by all."""
+    """A user's own dataset: two files per sample, one of them shared by all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Own(Dataset[bytes]):
 
 
 class Around(Dataset[bytes]):
-    """A person's own wrapper, as is written to give one part of a split its transform."""
+    """A user's own wrapper, as for giving one part of a split its transform."""
 
     def __init__(self, *parts: Any) -> None:
         self.inside = {"parts": parts}
@@ -70,7 +70,7 @@ def content(sample: Any) -> bytes:
 
 
 class Batched(Own):
-    """It cannot be heard which sample reads what."""
+    """A dataset whose reads cannot be assigned to samples."""
 
     def __getitems__(self, indices: list[int]) -> tuple[bytes, ...]:
         return tuple(self[i] for i in indices)
@@ -82,12 +82,12 @@ def kind_and_items(samples: Any) -> tuple[type, list[Any]]:
 
 @pytest.fixture
 def never_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in memory is served though the files have changed: so it is seen where it lies."""
+    """Serve objects in memory although their files have changed, which shows what memory serves."""
     monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
 
 
 def reads(daemon: Running) -> list[int]:
-    """By the daemon, of each dataset."""
+    """Return the daemon's reads of each dataset."""
     with daemon.client("cli") as client:
         datasets = client.ask("stats")["core"]["datasets"]
     return [d["reads"] for d in datasets.values()]
@@ -101,7 +101,7 @@ def test_from_the_second_epoch_on_the_cache_serves(
     same = HOW["fork, persistent"] if "persistent_workers" in HOW[how] else {}
     ours, theirs = batches(creel.wrap(bare), **HOW[how]), batches(bare, **same)
     assert list(ours) == list(theirs)
-    assert reads(daemon) in ([], [0])  # a map may be known, nothing was read by it
+    assert reads(daemon) in ([], [0])  # a trace may be known, but nothing was read by it
     assert list(ours) == list(theirs)
     (first,) = reads(daemon)
     assert 0.85 * N < first <= N
@@ -156,14 +156,14 @@ def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
     assert reads(daemon) == [objects * N]
     before = sorted(chain.from_iterable(theirs))
     for path in tmp_path.rglob("*"):
-        if path.is_file() and path.suffix != ".tar":  # a shard that was written gives no sample
+        if path.is_file() and path.suffix != ".tar":  # a rewritten shard has no sample
             path.write_bytes(bytes(path.stat().st_size))
     assert sorted(chain.from_iterable(theirs)) != before
     assert sorted(chain.from_iterable(ours)) == before
 
 
 def told(daemon: Running) -> list[int]:
-    """Batches that each session's daemon knows of."""
+    """Return the batches that the daemon knows of each session."""
     with daemon.client("cli") as client:
         sessions = client.ask("stats")["core"]["sessions"]
     return sorted(int(s["known"]) for s in sessions.values())
@@ -175,7 +175,7 @@ def told(daemon: Running) -> list[int]:
 def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
     daemon: Running, tmp_path: Path, how: str, *, inside: bool
 ) -> None:
-    """Also where the proxy is only a part of what the loader reads."""
+    """Also if the proxy is only a part of what the loader reads."""
     bare = Own(folder(tmp_path / "data"))
     wrapped = creel.wrap(bare)
     some = range(N - 1)
@@ -237,14 +237,14 @@ def test_a_sample_that_reads_differently_later_is_right(daemon: Running, tmp_pat
 
 
 class More(Own):
-    """It gives more samples than its length says."""
+    """A dataset with more samples than its length says."""
 
     def __getitem__(self, i: int) -> bytes:
         return creel.read(self.path / f"{i % N:03}.raw")
 
 
 class Foreign(Own):
-    """Not all of its files have names that a daemon can be told of."""
+    """Not all its files have names that a daemon can open."""
 
     def __getitem__(self, i: int) -> bytes:
         name = os.fsdecode(b"\xff") if i % 2 else f"{i:03}.raw"
@@ -256,7 +256,7 @@ class Foreign(Own):
 
 
 class Mapped(Own):
-    """As numpy does, which hands on the descriptor; every other sample is read as others are."""
+    """Maps files as numpy does, by their descriptor; every other sample is read normally."""
 
     def __getitem__(self, i: int) -> bytes:
         with creel.open(self.path / f"{i % 7:03}.raw") as f:
@@ -281,7 +281,7 @@ def test_what_cannot_be_told_of_is_right(tmp_path: Path, own: type[Own], kind: A
 
 
 def test_a_file_of_which_little_is_read_is_left_alone(daemon: Running, tmp_path: Path) -> None:
-    """All of it for each sample would cost a thousand times as much."""
+    """Reading the whole file for each sample would cost a thousand times as much."""
 
     class Records(Own):
         def __getitem__(self, i: int) -> bytes:
@@ -317,14 +317,14 @@ def test_a_split_and_a_proxy_in_a_proxy_are_learnt(
 def test_many_new_workers_each_epoch_learn_together(
     daemon: Running, tmp_path: Path, kind: Any
 ) -> None:
-    """Each meets too few samples again to know that an epoch is over. A part reads nothing."""
+    """Each sees too few samples again to know that an epoch is over. A part reads nothing."""
 
     class Odd(Own):
         def __getitem__(self, i: int) -> bytes:
             return super().__getitem__(i) if i % 2 else b""
 
     bare = Odd(folder(tmp_path / "data"))
-    some = range(5, 65)  # the whole is never read
+    some = range(5, 65)  # never all samples
     more: Any = {"num_workers": 10, "drop_last": True, "multiprocessing_context": "fork"}
     ours = batches(Subset(creel.wrap(bare), some), 1, kind=kind, **more)
     theirs = batches(Subset(bare, some), 1, num_workers=1)
@@ -334,7 +334,7 @@ def test_many_new_workers_each_epoch_learn_together(
 
 
 class Arrays(Own):
-    """numpy reads a real file by its descriptor where it can."""
+    """numpy reads a real file by its descriptor if it can."""
 
     def __getitem__(self, i: int) -> bytes:
         with creel.open(self.path / f"{i:03}.raw") as f:
@@ -353,7 +353,7 @@ def test_arrays_are_cached(daemon: Running, tmp_path: Path) -> None:
 
 
 class Cropped(Dataset[bytes]):
-    """A wrapper of a person's own around torchvision's folder, which opens the files itself."""
+    """A user's own wrapper around torchvision's folder, which opens the files itself."""
 
     def __init__(self, images: Any) -> None:
         self.images = images
@@ -393,7 +393,7 @@ def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:
 
 
 def journals() -> list[str]:
-    """Of this process, that are open."""
+    """Return the open journals of this process."""
     return [what for _, what in descriptors() if "creel-learnt" in what]
 
 
@@ -448,7 +448,7 @@ def test_nothing_is_kept_open(tmp_path: Path) -> None:
     before = descriptors()
 
     def kept() -> list[str]:
-        """Of these alone: a thread of an earlier test may just connect to its daemon."""
+        """Return only these: a thread of an earlier test may be connecting to its daemon."""
         what = [name for _, name in descriptors() - before]
         return [name for name in what if any(x in name for x in (JOURNAL, COPIES, str(tmp_path)))]
 

@@ -1,4 +1,4 @@
-"""Samples that cannot be read are left out or replaced where a person asks for it, else raised."""
+"""Samples that cannot be read are left out or replaced on request, otherwise they raise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAD = frozenset({3, 17, 40})
 
 
 class Files(Dataset[torch.Tensor]):
-    """Files of which some hold what cannot be decoded; notes each call in a file."""
+    """Files of which some cannot be decoded; notes each call in a file."""
 
     def __init__(self, folder: Path, *, many: bool = False) -> None:
         self.folder = folder
@@ -52,14 +52,14 @@ class Files(Dataset[torch.Tensor]):
 
 
 class FilesAtOnce(Files):
-    """The same, a batch at a time."""
+    """The same files, a batch at a time."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[i] for i in indices]
 
 
 def stand_in(bad: int) -> int:
-    """The sample that takes the place of a bad one."""
+    """Return the sample that replaces a bad one."""
     return next(i for a in range(100) if (i := replacement(bad, a, N)) not in BAD)
 
 
@@ -196,7 +196,7 @@ def test_what_was_found_for_a_batch_that_nobody_took_is_named_later(
 ) -> None:
     more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "creel": served}
     loader: Any = creel.DataLoader(Files(tmp_path), BATCH, on_error="skip", **more)
-    next(iter(loader))  # the workers go on to sample 17
+    next(iter(loader))  # the workers continue to sample 17
     with caplog.at_level(logging.WARNING, "creel.loader"):
         list(loader)
     named = " ".join(r.getMessage() for r in caplog.records)

@@ -1,4 +1,4 @@
-"""Files that change between epochs, datasets and loaders: what is served is what is there now."""
+"""Files that change between epochs, datasets and loaders: the present bytes are served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N, NBYTES, BATCH = 24, 512, 4
 
 
 class Declared(Dataset[Any]):
-    """A dataset that says what its samples read."""
+    """A dataset that declares what its samples read."""
 
     def __init__(self, paths: list[str]) -> None:
         self.creel_uris = paths
@@ -60,7 +60,7 @@ def in_place(path: Path, data: bytes) -> None:
 
 
 def overwritten(path: Path, data: bytes) -> None:
-    """As `in_place`, but whoever reads meanwhile, as workers do, sees no empty file."""
+    """As `in_place`, but readers such as workers never see an empty file."""
     with path.open("r+b", buffering=0) as f:
         f.write(data)
 
@@ -73,7 +73,7 @@ def replaced(path: Path, data: bytes) -> None:
 
 
 def as_if_untouched(path: Path, data: bytes) -> None:
-    """In place, of the same size, with the times put back."""
+    """Write in place, with the same size and the old times."""
     before = path.stat()
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -105,7 +105,7 @@ def reads(daemon: Running) -> int:
         return sum(int(source["reads"]) for source in client.ask("stats")["sources"])
 
 
-#: Every kind in this process; what workers add is the same for all.
+#: Every kind in this process; a few with workers, as these add the same to all.
 CASES = [(kind, 0) for kind in KINDS] + [("decoded", 2), ("sized", 2), ("wrapped", 2)]
 
 
@@ -140,7 +140,7 @@ def test_a_new_dataset_and_loader_see_what_changed(
 def test_torchs_loader_over_a_wrapped_dataset_sees_what_changed_in_the_midst_of_an_epoch(
     folder: Path, workers: int
 ) -> None:
-    """Nobody tells where its epochs begin, so each batch is looked at."""
+    """No call says where its epochs begin, so versions are checked for each batch."""
     dataset = creel.wrap(Declared(names(folder)))
     loader = torch.utils.data.DataLoader(
         dataset, BATCH, num_workers=workers, persistent_workers=workers > 0
@@ -150,7 +150,7 @@ def test_torchs_loader_over_a_wrapped_dataset_sees_what_changed_in_the_midst_of_
     first = rows([next(it)])
     for i in range(N):
         overwritten(folder / f"{i:02}", content(i, 1))
-    ahead = BATCH * (1 + 2 * workers)  # torch has asked its workers for as much, at most
+    ahead = BATCH * (1 + 2 * workers)  # most samples that torch requests ahead
     assert rows(list(it))[ahead - BATCH :] == expected(folder)[ahead:]
     assert first == [content(i, 0) for i in range(BATCH)]
     assert rows(list(loader)) == expected(folder)
@@ -182,11 +182,11 @@ def test_the_setting_says_when_a_change_is_noticed(folder: Path, recheck: str, s
 
 
 def test_what_did_not_change_is_not_read_again(daemon: Running, folder: Path) -> None:
-    for p in folder.iterdir():  # out of the moment in which a second write might not show
+    for p in folder.iterdir():  # beyond the time in which a second write might not show
         os.utime(p, ns=(0, 0))
     loader = creel.DataLoader(creel.FileDataset(names(folder)), BATCH)
     list(loader)
-    list(loader)  # whatever was written a moment before it was read first
+    list(loader)  # even if files were written just before their first read
     before = reads(daemon)
     for i in (3, 8):
         in_place(folder / f"{i:02}", content(i, 1))

@@ -1,4 +1,4 @@
-"""The command line for real: daemons, terminals, scripts that train."""
+"""The command line with real daemons, terminals, and scripts that train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch  # noqa: F401  the forks have it
+import torch  # noqa: F401  for the forks
 
 from creel.cli.main import main
 from kit import until
@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def name() -> str:
-    """A daemon name of this test alone."""
+    """A daemon name for this test alone."""
     return f"test-{os.getpid()}-{time.monotonic_ns()}"
 
 
@@ -98,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def forked(*words: str, cwd: Path | None = None) -> tuple[int, str, str]:
-    """Run the command in a fork of this process, to which its imports are no news.
+    """Run the command in a fork of this process, which has imported its modules.
 
     Returns:
         Its exit code, output and errors.
@@ -127,7 +127,7 @@ def forked(*words: str, cwd: Path | None = None) -> tuple[int, str, str]:
 
 
 def creel(*words: str, cwd: Path | None = None, code: int = 0) -> str:
-    """The output of the command, whose exit code must be `code`."""
+    """Return the output of the command, whose exit code must be `code`."""
     found, out, err = forked(*words, cwd=cwd)
     assert found == code, f"{found}\n{out}\n{err}"
     return out
@@ -135,7 +135,7 @@ def creel(*words: str, cwd: Path | None = None, code: int = 0) -> str:
 
 @pytest.fixture
 def daemon(name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon in the foreground, ready; it must end cleanly by SIGTERM."""
+    """A daemon in the foreground that serves; it must end cleanly by SIGTERM."""
     process = subprocess.Popen([*CREEL, "--name", name, "run", "--memory", "64MiB"])
     while forked("--name", name, "status")[0]:
         assert process.poll() is None
@@ -253,7 +253,7 @@ def test_no_daemon_outlives_a_run_that_is_killed(
 
 
 def _daemons() -> list[psutil.Process]:
-    """Daemons of this test's name."""
+    """Return the daemons of this test's name."""
     found = []
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -297,14 +297,14 @@ def _children_named(pid: int, word: str) -> list[int]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # what is compared needs no cache
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # comparing needs no cache
     (tmp_path / "loaders.py").write_text(LOADERS)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path
 
 
 def verify(project: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of `creel verify` in the project."""
+    """Run `creel verify` in the project; return its exit code, output and errors."""
     return forked("verify", *words, cwd=project)
 
 

@@ -1,4 +1,4 @@
-"""Clients: who answers them, threads at once, descriptors; none blocks or breaks its process."""
+"""Clients: answers, threads, descriptors; none may block or break its process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 def config(name: str, **daemon: object) -> Config:
-    """Small, and gone quickly."""
+    """Return settings for a small daemon that ends quickly."""
     settings = {"name": name, "linger_s": 0.3, "log_level": "warning", **daemon}
     return msgspec.convert({"daemon": settings, "memory": {"budget": "16MiB"}}, Config)
 
@@ -43,7 +43,7 @@ def config(name: str, **daemon: object) -> Config:
 def test_a_line_is_not_begun_where_no_thread_can_be(
     daemon: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libzmq would end the process. Nothing is left of what was tried; the next call is whole."""
+    """libzmq would end the process. The attempt leaves nothing, and the next call works."""
     start = threading.Thread.start
     begun: list[threading.Thread] = []
 
@@ -92,7 +92,7 @@ def test_who_answers_nonsense_means_direct_reads(
 
 
 def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_path: Path) -> None:
-    """A wait of one feed must not be a wait of all feeds of the process."""
+    """A wait of one stream must not make all streams of the process wait."""
     manifest = folder(tmp_path, [100] * 40)
     with daemon.client() as client:
         session = opened(client, manifest)
@@ -106,7 +106,7 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
         sending.join(20)
         assert not sending.is_alive(), "it waits for who listens"
         assert listening.is_alive()
-        assert client.ask("status")  # an answer, taken in by whoever: all who listen look again
+        assert client.ask("status")  # any thread takes the answer; all that listen look again
         listening.join(20)
         assert not listening.is_alive()
         assert not descriptors(eventfds=True) - before
@@ -195,7 +195,7 @@ def test_closing_ends_a_question_of_another_thread_in_silence(
             opened = threads.submit(open_batch_stream, binding, settings, {})
             assert asked.wait(20)
             connections.disconnect(daemon.name)
-            assert opened.result(20) is None  # it would have waited for 120 s
+            assert opened.result(20) is None  # instead of waiting for 120 s
     finally:
         daemon.signal(signal.SIGCONT)
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""A client that asks for too much or breaks something does not affect the others."""
+"""A client that asks for too much or breaks something does not affect other clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ quota.MIN_LIMIT_NBYTES = 32 << 20
 {more}
 sys.exit(main.main())
 """
-#: What the interpreter's allocator and a message on its way may take beside that.
+#: Memory beyond that for the interpreter's allocator and a message in transit.
 SLACK_NBYTES = 64 << 20
 
 
@@ -45,8 +45,9 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Iterato
 
 @contextmanager
 def beating(session: Session) -> Iterator[None]:
-    """The daemon's heartbeat, as another client sees it, never stands still for so long that
-    the client would give the daemon up."""
+    """Check that the daemon's heartbeat, as another client sees it, never stops for so long
+    that the client would give the daemon up.
+    """
     stop, gaps = threading.Event(), [0.0]
 
     def watch() -> None:
@@ -73,7 +74,7 @@ def resident(daemon: Running) -> int:
 
 
 def rows(objects: int, nbytes: int = 1) -> Manifest:
-    """A manifest of a few hundred bytes that claims so many objects."""
+    """Return a manifest of a few hundred bytes that claims so many objects."""
     one = np.array([0]), np.array([nbytes]), np.array([objects])
     return Manifest.of_runs(["/nowhere"], *one)
 
@@ -107,7 +108,7 @@ def test_a_dataset_of_millions_stops_nobody(daemon_name: str, tmp_path: Path) ->
 
 
 def test_records_that_nobody_reads_take_no_memory(daemon_name: str) -> None:
-    """Nothing is done for each of them: neither the table nor the core's columns are written to."""
+    """No page is written for them, neither of the table nor of the core's columns."""
     with Running(daemon_name, memory="16MiB") as daemon, daemon.client() as client:
         client.register(rows(10))
         before = resident(daemon)
@@ -124,7 +125,7 @@ def test_idle_datasets_make_room_for_tables(
     with small(daemon_name, monkeypatch) as daemon, daemon.client() as client:
         keys = [client.register(rows(360_000, nbytes)) for nbytes in range(1, 4)]
         with pytest.raises(UnavailableError, match="memory for tables"):
-            client.register(rows(360_000, 9))  # all are claimed
+            client.register(rows(360_000, 9))  # all are in use
         sessions = [opened(client, key) for key in keys]
         small_key = client.register(rows(10))
         small_one = opened(client, small_key)
@@ -132,7 +133,7 @@ def test_idle_datasets_make_room_for_tables(
             session.close()
         client.register(rows(360_000, 9))
         told = {d["dataset"] for d in client.ask("datasets")["datasets"]}
-        assert keys[0] not in told  # the largest that was idle
+        assert keys[0] not in told  # the largest idle one
         assert small_key in told
 
 
@@ -153,7 +154,7 @@ def test_a_plan_without_end_ends_its_session(
                 if not greedy.alive:
                     break
                 greedy.extend(0, 100 * i, *piece)
-                b.ask("status")  # what was sent is taken in
+                b.ask("status")  # after all messages sent before
             assert not greedy.alive
             plan(other, np.arange(20), 5)
             assert read_steps(other, manifest, np.arange(20), 5) == 20

@@ -1,4 +1,4 @@
-"""Sessions as their client has them: plans in messages, waits with deadlines, when one is lost."""
+"""Sessions of a client: plans in messages, waits with deadlines, lost sessions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_waiting_has_a_deadline(daemon: Running, tmp_path: Path) -> None:
 def test_a_plan_that_never_reaches_the_daemon_is_not_waited_for(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where no descriptor is left for libzmq's connection, which is made in the background."""
+    """As if there were no descriptor for libzmq's connection, which is made in the background."""
     monkeypatch.setattr("creel.loader.client.session.ARRIVAL_S", 0.2)
     with daemon.client() as client:
         dataset = client.register(folder(tmp_path, [10] * 4))
@@ -56,7 +56,7 @@ def test_a_plan_that_never_reaches_the_daemon_is_not_waited_for(
 def test_a_finaliser_may_end_a_session_wherever_its_client_is(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
 ) -> None:
-    """An iterator in a cycle with its own traceback ends when garbage is collected: in any call."""
+    """An iterator in a reference cycle is collected at any time, in any call of the client."""
     ids = np.arange(10, dtype=np.int32)
     with daemon.client() as client:
         dataset = client.register(folder(tmp_path, [10] * 10))
@@ -79,7 +79,7 @@ def test_a_finaliser_may_end_a_session_wherever_its_client_is(
             assert not other.wait(0, 0.1)
         plan(other, ids, 5)
         assert other.wait(1, 20)
-        # Between the frames of another message there is no room for it: the session is lost.
+        # Its message cannot be sent between the frames of another one: the session is lost.
         assert truncated == [inside != "send_multipart"]
         assert not left.ready(0)
 
@@ -104,7 +104,7 @@ def test_a_session_that_cannot_be_mapped_is_not_left_open(daemon: Running) -> No
         unmapped = mock.patch.object(client_module, "LocationTable", side_effect=none)
         with unmapped, pytest.raises(OSError):  # noqa: PT011
             opened(client, key)
-        opened(client, key)  # the daemon has dealt with all that was said before
+        opened(client, key)  # after all messages sent before
         assert client.ask("status")["sessions"] == 1
 
 
@@ -132,7 +132,7 @@ def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
 def test_each_epoch_is_told_in_small_messages_at_first(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For these the daemon touches memory anew; and libzmq keeps but so many messages."""
+    """The daemon touches new memory for large ones, and libzmq's queue is bounded."""
     sizes = MessageSizes(limit=20, fresh=4, fresh_part=4, messages=50)
     monkeypatch.setattr("creel.loader.client.session.SIZES", sizes)
     with daemon.client() as client:

@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 N, NBYTES, BATCH = 160, 14_000, 8
 
-#: Whoever draws from it moves it for everybody.
+#: A shared generator: each draw advances it for all.
 OUTSIDE = torch.Generator()
 
 
 class Drawing:
-    """A shuffle that draws for each sample, from a generator that is not its own."""
+    """A shuffle that draws for each sample from a generator that is not its own."""
 
     def __len__(self) -> int:
         return N
@@ -38,7 +38,7 @@ class Drawing:
 
 
 class Batches(Drawing):
-    """The same in batches, some of which are nothing that the daemon could be told."""
+    """The same in batches, some of which cannot be published to a daemon."""
 
     kinds = (list, tuple, np.array, torch.tensor)
 
@@ -55,7 +55,7 @@ class Batches(Drawing):
 
 
 class OfATable:
-    """Looks up its attributes in a table, which has none of creel's."""
+    """Looks up its attributes in a table that has none of creel's."""
 
     def __init__(self, items: list[Any]) -> None:
         self.table = {"items": items}
@@ -68,7 +68,7 @@ class OfATable:
 
 
 class Mining:
-    """Reads anew what the training loop found hard, as soon as it says so."""
+    """Repeats samples that the training loop reports as hard, immediately."""
 
     def __init__(self) -> None:
         self.hard: list[int] = []
@@ -139,7 +139,7 @@ def test_each_sample_is_read_once_from_the_source(
 def test_with_half_the_memory_half_is_read(
     daemon: Running, data: Dataset[Any], workers: int
 ) -> None:
-    """L1 holds though nobody knows it; all but for what is pinned while it is read."""
+    """L1 holds although the order is unknown, except for objects pinned while they are read."""
     ours = creel.DataLoader(data, BATCH, sampler=Drawing(), num_workers=workers)
     epochs = 6
     for _ in range(epochs):
@@ -166,7 +166,7 @@ def test_whatever_a_sampler_yields(daemon: Running, data: Dataset[Any], workers:
     (session,) = stats_of(daemon)["sessions"]
     assert session["batches"] == len(expected)
     assert session["samples"] == sum(map(len, expected))
-    # Negative numbers are read directly, and nothing else.
+    # Only negative numbers are read directly.
     assert ours.stats()["direct_reads"] == 2 * 2 * (N // 40)
 
 
@@ -192,7 +192,7 @@ def test_an_index_that_is_no_group_is_refused_as_by_torch(data: Dataset[Any], wo
                 next(iterator)
             out.append(str(raised.value).splitlines()[-1])
         if workers:
-            iterator._shutdown_workers()  # left to the garbage collector it would take torch 5 s
+            iterator._shutdown_workers()  # the garbage collector would take torch 5 s
         return out
 
     for index in (3, np.array(3), torch.tensor(3), torch.tensor(-1)):
@@ -234,7 +234,7 @@ SEEN = [0]
 
 
 class Logging:
-    """Writes down each run of itself, and names a list of its module."""
+    """Writes a line for each run of itself, and uses a list of its module."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -255,7 +255,7 @@ class Declared(Logging):
 
 
 class NoGenerator(Logging):
-    """Its body runs where `iter` is called."""
+    """Its body runs when `iter` is called."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(super().__iter__()))
@@ -280,7 +280,7 @@ def test_a_sampler_runs_as_often_as_under_torch(
 
 
 class Counting(Logging):
-    """Draws another order in each epoch, at once; counts them where an epoch ends."""
+    """Draws another order in each epoch, at once; counts epochs at their end."""
 
     epoch = 0
 
@@ -355,7 +355,7 @@ def test_a_sampler_that_decides_as_it_goes_is_run_ahead_no_more(
         assert seen == expected
         (core,) = stats_of(daemon)["core"]["sessions"].values()
         ran_ahead.append(core["misses"] + core["hits"] + core["joined"])
-    # One epoch was foreseen, wrongly; the plan of another would have been fetched ahead.
+    # One epoch was predicted, wrongly; the plan of another would have been fetched ahead.
     assert ran_ahead[3] - ran_ahead[2] == N
     assert sum(s["nbytes"] for s in stats_of(daemon)["sources"]) <= N * NBYTES
 

@@ -1,4 +1,4 @@
-"""A real daemon: bytes are right, and deaths are met."""
+"""A real daemon: its bytes are right, and it survives deaths of clients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_small_budget_evicts_and_stays_right(daemon_name: str, tmp_path: Path)
             at += 40
         reads = client.ask("stats")["sources"][0]["reads"]
     assert 200 < reads <= 600
-    assert reads <= 200 + 2 * 200 * 0.95  # something was kept from epoch to epoch
+    assert reads <= 200 + 2 * 200 * 0.95  # objects stayed from epoch to epoch
 
 
 def test_a_missing_file_is_absent_and_holds_up_nobody(daemon: Running, tmp_path: Path) -> None:
@@ -117,14 +117,14 @@ def test_a_truncated_plan_goes_on_differently(daemon: Running, tmp_path: Path) -
             assert session.truncate(2)
             assert not session.ready(2)
             assert session.settle()
-            assert session.words[READY] <= 2  # it speaks of the new plan
+            assert session.words[READY] <= 2  # it is about the new plan
             plan(session, backwards, 4, epoch=1, at=2)
             assert read_steps(session, manifest, backwards, 4, at=2) == 40
             session.close()
 
 
 def ten_steps(client: Client, tmp_path: Path) -> Session:
-    """A session of ten steps, all ready."""
+    """Return a session of ten steps, all ready."""
     session = opened(client, folder(tmp_path, [500] * 40))
     plan(session, np.arange(40, dtype=np.int32), 4)
     assert session.wait(9, 10)
@@ -134,7 +134,7 @@ def ten_steps(client: Client, tmp_path: Path) -> Session:
 def test_a_step_that_is_done_is_not_ready_and_not_waited_for(
     daemon: Running, tmp_path: Path
 ) -> None:
-    """An iterator that begins anew leaves its workers with such steps: they read directly."""
+    """Workers of an iterator that begins again have such steps: they read directly."""
     with daemon.client() as client:
         session = ten_steps(client, tmp_path)
         stamp = session.hold(1)
@@ -164,7 +164,7 @@ def test_a_plan_is_taken_back_without_waiting_for_the_daemon(
 
 
 def test_ready_is_never_ahead_of_the_bytes(daemon: Running, tmp_path: Path) -> None:
-    """Whoever sees READY = r finds the objects of all steps below r, however quick the look."""
+    """A client that sees READY = r finds the objects of all steps below r at any moment."""
     manifest = folder(tmp_path, [3000] * 200)
     with daemon.client() as client:
         session = opened(client, manifest)
@@ -211,7 +211,7 @@ def test_a_killed_client_gives_everything_back(daemon: Running, tmp_path: Path) 
         holder.kill()
         holder.wait()
     until(lambda: status(daemon)["sessions"] == 0, what="the session ends")
-    # What stays is the dataset's: manifest, table, its mapping.
+    # The dataset's descriptors stay: manifest, table, its mapping.
     until(lambda: daemon.fds() <= before + 3, what="all but the dataset's")
 
 
@@ -255,7 +255,7 @@ def test_a_stopped_daemon_is_given_up_after_two_seconds(daemon: Running, tmp_pat
 def test_a_machine_that_stood_still_gives_no_daemon_up(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who looks first after all were stopped finds an old heartbeat, and a daemon that goes on."""
+    """After a pause of all processes the heartbeat is old at first, but the daemon lives."""
     monkeypatch.setattr("creel.loader.client.session.STALE_CONFIRM_NS", 10**12)
     with daemon.client() as client:
         session = opened(client, folder(tmp_path, [100] * 10))
@@ -265,7 +265,7 @@ def test_a_machine_that_stood_still_gives_no_daemon_up(
         assert session.alive
         daemon.signal(signal.SIGCONT)
         until(lambda: session.words[HEARTBEAT] > old, what="it goes on")
-        assert session.wait(0, 0.001) is False  # nothing was planned: asked, and answered
+        assert session.wait(0, 0.001) is False  # no plan: the daemon has answered
         assert session.alive
 
 
@@ -309,7 +309,7 @@ def test_a_second_daemon_of_the_name_is_turned_away(daemon: Running) -> None:
 def test_a_thread_in_a_dead_mount_holds_up_neither_others_nor_the_end(
     daemon: Running, tmp_path: Path
 ) -> None:
-    """A named pipe that nobody writes stands for the mount: open(2) never returns."""
+    """A named pipe without a writer stands for the mount: open(2) never returns."""
     (tmp_path / "dead").mkdir()
     os.mkfifo(tmp_path / "dead/0000")
     (tmp_path / "live").mkdir()

@@ -104,7 +104,7 @@ def test_disabled_nothing_of_ours_can_be_wrong(
     given: Any,
     workers: int,
 ) -> None:
-    """Whatever is called, of a loader or of what is wrapped."""
+    """Whichever method of a loader or of a wrapped dataset is called."""
     monkeypatch.chdir(tmp_path)
     Path("creel.toml").write_text("nonsense = 1")
     monkeypatch.setenv("CREEL_DISABLE", "1")
@@ -139,7 +139,7 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
 
 
 def test_elsewhere_than_on_linux_it_can_be_imported() -> None:
-    """Nothing at import needs what Windows lacks; torch and its like come first, as they do."""
+    """Imports need nothing that Windows lacks; torch and others are imported first, as usual."""
     program = (
         "import sys, os, mmap, torch.utils.data, pyarrow.fs, zmq, msgspec, xxhash, psutil;"
         "del os.register_at_fork, os.memfd_create, os.sched_getaffinity, os.fork, os.getuid;"
@@ -166,7 +166,7 @@ def test_a_state_that_cannot_be_kept_is_no_secret(monkeypatch: pytest.MonkeyPatc
         disabled.load_state_dict(state)
     assert len(list(disabled)) == len(disabled)
     with pytest.warns(UserWarning, match="cannot be resumed"):
-        assert disabled.state_dict()["batches"] == 0  # what was loaded did not come true, either
+        assert disabled.state_dict()["batches"] == 0  # the loaded state was not used, either
 
 
 @pytest.mark.skipif(
@@ -270,7 +270,7 @@ def test_a_run_resumes_to_the_bit(workers: int, later: int, seeded: bool, stop: 
             break
         second.append(batch.tolist())
         state = whole.state_dict()
-    if stop == 10:  # the end itself: what follows is a new epoch
+    if stop == 10:  # the end: a new epoch follows
         state = whole.state_dict()
     torch.manual_seed(1)
     straight = make(workers)
@@ -293,7 +293,7 @@ def test_a_run_resumes_to_the_bit(workers: int, later: int, seeded: bool, stop: 
 
 
 class Faulty(Squares):
-    """Batch 1 of four samples each cannot be made."""
+    """Batch 1, of four samples, always fails."""
 
     def __getitem__(self, i: int) -> Any:
         if 4 <= i < 8:
@@ -318,7 +318,7 @@ def test_a_batch_that_raised_is_tried_again_unless_training_went_on(
 
 
 class Counting:
-    """Another order in each epoch, which it counts by itself."""
+    """Another order in each epoch, which it counts itself."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -346,7 +346,7 @@ class Saved(Counting):
 
 
 class Placed(Saved):
-    """Goes on in mid-epoch, by a state that is changed in place."""
+    """Continues in mid-epoch, by a state that is changed in place."""
 
     def __init__(self) -> None:
         super().__init__()

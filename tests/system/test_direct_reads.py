@@ -1,4 +1,4 @@
-"""A trainer waits for the daemon where the source is slow, and reads a quick one by itself."""
+"""A trainer waits for the daemon if the source is slow, and reads a quick one by itself."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def paths(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system does not say what it has in memory, as most do not."""
+    """Hide from creel what is in the page cache, as on most file systems."""
     monkeypatch.setattr("creel.loader.binding.bind.in_page_cache", lambda _: False)
 
 
 class Reads(torch.utils.data.Dataset[torch.Tensor]):
-    """A dataset of a person's own, which says what it reads."""
+    """A user's own dataset, which declares what it reads."""
 
     def __init__(self, paths: list[str]) -> None:
         self.creel_uris = paths
@@ -64,7 +64,7 @@ class Reads(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Silent(Reads):
-    """The same, which does not say it."""
+    """The same dataset without the declaration."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -104,7 +104,7 @@ def test_nobody_waits_for_a_daemon_where_the_page_cache_is_quicker(
         mine += list(it)
         daemon.signal(signal.SIGCONT)
         assert all(map(torch.equal, mine, theirs))
-        # Steps that were ready came from memory; for the others nobody waited.
+        # Steps that were ready came from memory; the reader waited for no other.
         assert ours.stats()["stall_s"]["daemon"] == 0
         assert 0 < ours.stats()["direct_reads"] < FILES
         del it, ours
@@ -114,7 +114,7 @@ def test_nobody_waits_for_a_daemon_where_the_page_cache_is_quicker(
 def test_a_daemon_without_processors_is_not_waited_for_where_reading_is_quick(
     daemon_name: str, paths: list[str]
 ) -> None:
-    """Its own reads are slow then, too; it stands still here, which is the extreme."""
+    """Its own reads are slow then, too; here it is stopped, the extreme case."""
     near = {"CREEL_WINDOW__MAX_STEPS": "4"}
     with Running(daemon_name, env=near) as daemon:
         torch.manual_seed(3)
@@ -131,7 +131,7 @@ def test_a_daemon_without_processors_is_not_waited_for_where_reading_is_quick(
         rest = len(list(it))
         daemon.signal(signal.SIGCONT)
         assert rest > 2
-        assert ours.stats()["stall_s"]["daemon"] == 0  # nobody waited until it counted as lost
+        assert ours.stats()["stall_s"]["daemon"] == 0  # no wait until it counted as lost
         del it, ours
 
 
@@ -140,7 +140,7 @@ def test_a_daemon_without_processors_is_not_waited_for_where_reading_is_quick(
 def test_files_in_the_page_cache_are_read_by_whoever_decodes_them(
     daemon_name: str, paths: list[str], kind: str, workers: int
 ) -> None:
-    """And nobody waits for the daemon, which stands still; but rows are copied out of the arena."""
+    """No reader waits for the daemon, which is stopped; rows are copied from the arena."""
     data: Any = creel.FileDataset(paths, nbytes=[NBYTES] * FILES)
     if kind != "rows":
         data = Reads(paths) if kind == "own" else creel.FileDataset(paths, decode=decode)
@@ -169,7 +169,7 @@ def test_files_in_the_page_cache_are_read_by_whoever_decodes_them(
 def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
     served: str, paths: list[str], workers: int
 ) -> None:
-    """As of files that another job has read, or that were not in the page cache at first."""
+    """As for files that another job has read, or that were not in the page cache at first."""
     data = creel.FileDataset(paths, decode=decode)
     never: Any = creel.DataLoader(data, BATCH, creel={"loader.direct": "never"})
     assert len(list(never)) == len(never)
@@ -178,7 +178,7 @@ def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
     assert sum(map(len, ours)) == FILES  # in its first epoch the loader has no session
 
     def is_ready() -> bool:
-        """Whether the next step is: an epoch of 7 ms may be over before the daemon looked."""
+        """Whether the next step is ready: an epoch of 7 ms may be too short for the daemon."""
         client = connections.connected(served)
         assert client is not None
         words = [session.words for session in client.sessions if session.alive]
@@ -202,7 +202,7 @@ def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
 def test_a_loaders_settings_hold_below_wrap(
     daemon: Running, paths: list[str], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    """Nobody waits for these files: without the setting they are left alone."""
+    """These files make no reader wait: without the setting they are not intercepted."""
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
     read = []
     for setting in ("auto", "never"):
@@ -320,7 +320,7 @@ def test_below_torchs_loader_no_daemon_is_asked_for_what_is_in_the_page_cache(
 
 
 class Opens(Silent):
-    """It opens its files itself, and says whether that was by a function of creel's."""
+    """Opens its files itself, and reports whether creel's function did it."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         seen = not isinstance(open, BuiltinFunctionType)
@@ -338,7 +338,7 @@ def test_files_that_nobody_waits_for_are_opened_as_without_creel(
         theirs = torch.cat(list(batches(DataLoader, Opens(paths))))
         mine = torch.cat(list(batches(kind, wrapped)))
         assert torch.equal(mine[:, :-1], theirs[:, :-1])
-        # The first few are looked at; one thread alone waits for nobody, however busy the machine.
+        # The first few are measured; a single thread waits for no other, on any busy machine.
         assert int(mine[:, -1].sum()) <= 64 + BATCH
     assert not linked(served) or kind is creel.DataLoader
 
@@ -356,17 +356,17 @@ def test_what_is_waited_for_is_learnt_and_read_once(
             assert all(map(torch.equal, mine, theirs))
             gets.append(server.stats(reset=True)["gets"])
     assert served
-    assert gets == [FILES, FILES, 0]  # read by the samples, by the daemon, and by nobody
+    assert gets == [FILES, FILES, 0]  # by the samples, by the daemon, by none
 
 
 def linked(name: str) -> bool:
-    """Whether this process has a session with the daemon."""
+    """Return whether this process has a session with the daemon."""
     client = connections.connected(name)
     return client is not None and bool(client.sessions)
 
 
 def session_of(name: str) -> Session:
-    """This process's only session with the daemon."""
+    """Return this process's only session with the daemon."""
     client = connections.connected(name)
     assert client is not None
     (session,) = client.sessions

@@ -1,4 +1,4 @@
-"""The disk tier of a real daemon: what memory has no room for, restarts, changed files."""
+"""The disk tier of a real daemon: objects beyond memory, restarts, changed files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOTAL = 6 << 20  # about, of all files
 
 @pytest.fixture
 def files(tmp_path: Path) -> Manifest:
-    """Written so long ago that their versions may be trusted."""
+    """Files written so long ago that their versions are reliable."""
     (tmp_path / "data").mkdir()
     rng = np.random.default_rng(0)
     return folder(tmp_path / "data", rng.integers(5_000, 37_000, N).tolist())
@@ -48,7 +48,7 @@ def running(
 
 
 class Reading:
-    """A session that reads whole epochs; the next one is always planned as well."""
+    """A session that reads whole epochs; the next epoch is always planned, too."""
 
     def __init__(self, daemon: Running, manifest: Manifest, recheck: str = "epoch") -> None:
         self._client = daemon.client()
@@ -60,7 +60,7 @@ class Reading:
         self._epoch = self._step = self._planned = 0
 
     def epoch(self) -> None:
-        """Read the next epoch, checking every byte."""
+        """Read the next epoch and check every byte."""
         self.steps(-(-N // BATCH))
         self._step += -(-N // BATCH)
         self._epoch += 1
@@ -84,7 +84,7 @@ class Reading:
 
 
 def told(daemon: Running) -> dict[str, Any]:
-    """What the daemon says of its one dataset, sources included."""
+    """Return the daemon's report of its one dataset, with sources."""
     with daemon.client("cli") as client:
         stats = client.ask("stats")
     (counted,) = stats["core"]["datasets"].values()
@@ -92,7 +92,7 @@ def told(daemon: Running) -> dict[str, Any]:
 
 
 def written(daemon: Running) -> int:
-    """Objects on disk, once nothing more is being written."""
+    """Wait until nothing more is written; return the objects on disk."""
     seen = [-1]
 
     def same() -> bool:
@@ -110,7 +110,7 @@ def test_what_memory_has_no_room_for_is_read_from_disk(files: Manifest, scratch:
         reading.epoch()
         reading.epoch()
         last = told(daemon)
-    # The second epoch began to be read in the first: what the source gave is counted over all.
+    # The second epoch is read ahead in the first, so source reads are counted over both.
     assert last["reads"] == N
     assert first["spilled"] > 0.5 * N
     assert last["disk_reads"] > N
@@ -119,7 +119,7 @@ def test_what_memory_has_no_room_for_is_read_from_disk(files: Manifest, scratch:
 
 
 def test_memory_and_disk_together_are_one_capacity(files: Manifest, scratch: Path) -> None:
-    """Neither holds all of it: 2 MiB and 5.1 of 6.3."""
+    """Neither holds all: memory has 2 MiB, the disk 5.1 of 6.3."""
     with running(scratch, disk="5200KiB") as daemon, Reading(daemon, files) as reading:
         for _ in range(4):
             reading.epoch()
@@ -162,7 +162,7 @@ def test_a_daemon_killed_while_it_writes_gives_no_wrong_byte_to_the_next(
 def test_what_only_memory_has_is_written_when_the_daemon_ends(
     files: Manifest, scratch: Path
 ) -> None:
-    """Read ahead for a step of all that nobody has read: pinned, so nothing was written yet."""
+    """Objects read ahead for a step that was not read yet are pinned, so not written before."""
     with running(scratch, memory="16MiB") as daemon, daemon.client() as client:
         session = opened(client, files, "job", 0, 1, "epoch")
         plan(session, np.arange(N), N, 0, 0)
@@ -178,7 +178,7 @@ def test_what_only_memory_has_is_written_when_the_daemon_ends(
 
 
 def test_rewritten_files_are_served_new(files: Manifest, scratch: Path) -> None:
-    """In the same daemon, and by the next one; of the same size, with the times put back."""
+    """In the same daemon and by the next one; same size, old times."""
     with running(scratch) as daemon:
         with Reading(daemon, files) as reading:
             reading.epoch()
@@ -238,7 +238,7 @@ def test_a_dropped_dataset_is_not_found_by_the_next_daemon(files: Manifest, scra
 
 
 def test_an_idle_dataset_is_found_again_on_disk(files: Manifest, scratch: Path) -> None:
-    """It left memory for good when it was forgotten; a new registration finds it."""
+    """It left memory for good when it was forgotten; a new registration finds it on disk."""
     with running(scratch, idle="0") as daemon:
         with Reading(daemon, files) as reading:
             reading.epoch()

@@ -1,4 +1,4 @@
-"""A loader has its daemon come up beside what the person does before the first batch."""
+"""A loader starts its daemon while the user's code works towards the first batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config(name: str, **more: object) -> Config:
 
 
 def pid_of(name: str) -> int:
-    """Of the daemon that answers to a name."""
+    """Return the pid of the daemon that answers to a name."""
     found: list[int] = []
 
     def answers() -> bool:
@@ -58,7 +58,7 @@ def pid_of(name: str) -> int:
 def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
     start = start_early(config(daemon_name))
     assert start is not None
-    pid = pid_of(daemon_name)  # a client, and gone again: that alone would end it in 0.2 s
+    pid = pid_of(daemon_name)  # a client that leaves, which alone would end the daemon in 0.2 s
     with pytest.raises(AssertionError):
         until(lambda: gone(pid), 1.0)
     start.close()
@@ -81,7 +81,7 @@ def test_python_dev_mode_finds_nothing_of_a_start_in_a_forked_child(
 
 
 def test_a_daemon_hears_signals_that_the_training_has_blocked(daemon_name: str) -> None:
-    """A job that is requeued gets SIGTERM; the daemon is then to write what its disk lacks."""
+    """A requeued job gets SIGTERM; the daemon must then write what its disk lacks."""
     blocked = {signal.SIGTERM, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
@@ -102,7 +102,7 @@ def test_a_program_that_is_no_python_starts_nothing_and_reads_directly(
     *,
     frozen: bool,
 ) -> None:
-    """Python below another program may know no executable; a frozen one would start itself."""
+    """Python inside another program may have no executable; a frozen one would start itself."""
     if frozen:
         monkeypatch.setattr(sys, "frozen", True, raising=False)
     else:
@@ -118,7 +118,7 @@ def test_a_program_that_is_no_python_starts_nothing_and_reads_directly(
 def test_a_daemon_that_dies_at_once_is_not_waited_for(
     daemon_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where none can start, the new workers of each epoch may find that out anew."""
+    """If none can start, new workers of each epoch may find out for themselves."""
 
     def sleep(seconds: float) -> None:
         raise AssertionError(f"waits {seconds} s")
@@ -133,7 +133,7 @@ def test_a_daemon_that_dies_at_once_is_not_waited_for(
 def test_a_log_record_that_is_kept_keeps_no_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As handlers of pytest and Sentry do; the frames of an error in it would hold the loader."""
+    """Handlers of pytest and Sentry keep records; an error's frames would keep the loader."""
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     (tmp_path / "a").write_bytes(b"some")
     loader = creel.DataLoader(creel.FileDataset([tmp_path / "a"], nbytes=[4]))
@@ -178,7 +178,7 @@ def test_no_worker_is_forked_that_would_keep_open_what_a_start_waits_for(
 def test_a_working_directory_that_is_gone_is_no_obstacle(
     daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch does not look at it; nor do the settings' search and the daemon's start need it."""
+    """torch does not use it; the search for settings and the daemon's start need not, either."""
     (tmp_path / "0.raw").write_bytes(b"x")
     (tmp_path / "gone").mkdir()
     options = {"daemon.name": daemon_name, "daemon.linger_s": 0.2, "memory.budget": "16MiB"}
@@ -207,7 +207,7 @@ def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
 
 
 def test_it_is_let_go_where_settings_want_none_any_more(daemon_name: str) -> None:
-    """A person may switch creel off between the making of a loader and its first batch."""
+    """A user may switch creel off between making a loader and its first batch."""
     start = start_early(config(daemon_name))
     pid = pid_of(daemon_name)
     off = config(daemon_name, **{"loader.disable": True})
@@ -231,7 +231,7 @@ def test_a_loader_of_what_cannot_be_cached_starts_none(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(connections, "start_early", lambda c: asked.append(c.daemon.name))
-    creel.DataLoader(list(range(10)))  # type: ignore[arg-type]  # as people do
+    creel.DataLoader(list(range(10)))  # type: ignore[arg-type]  # as users do
     (tmp_path / "x").write_bytes(bytes(100))
     records = creel.RecordDataset(tmp_path / "x", torch.uint8, (10,))
     creel.DataLoader(records, creel=False)
@@ -264,7 +264,7 @@ def test_it_ends_with_a_process_that_never_read(daemon_name: str, tmp_path: Path
 
 
 class Endless(Sequence[str]):
-    """Addresses of so many files that nobody wants to wait for them."""
+    """Addresses of so many files that listing them takes too long."""
 
     def __len__(self) -> int:
         return 1 << 40
@@ -292,7 +292,7 @@ def test_a_loader_is_made_without_a_look_at_any_sample(daemon_name: str) -> None
 
 
 def test_of_several_processes_one_starts_it(daemon_name: str) -> None:
-    """As ranks do that make their loaders at the same time; all connect to that one."""
+    """Ranks that make their loaders at the same time all connect to one daemon."""
     starts = [start_early(config(daemon_name)) for _ in range(3)]  # each has a turn of its own
     assert [start is not None for start in starts] == [True, False, False]
     client = connect_or_start(config(daemon_name))
@@ -319,7 +319,7 @@ def test_who_did_not_start_it_knows_that_it_starts(daemon_name: str) -> None:
 
 
 class Opens(torch.utils.data.Dataset[bytes]):
-    """Files that nobody knows of before they are opened."""
+    """Files that are unknown before they are opened."""
 
     def __init__(self, folder: Path, n: int) -> None:
         self.paths = [folder / f"{i}.raw" for i in range(n)]
@@ -350,5 +350,5 @@ def test_below_wrap_it_starts_once_reads_are_recorded(
 
 
 def held(name: str) -> bool:
-    """Whether a daemon answers to a name, or one is being started."""
+    """Return whether a daemon answers to a name, or one is being started."""
     return not startable(name) or started_elsewhere(name)

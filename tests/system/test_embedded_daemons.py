@@ -1,4 +1,4 @@
-"""Daemons that a client starts: races, failures to start, who waits for them, when they end."""
+"""Daemons that a client starts: races, failed starts, waiting clients, ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 def config(name: str, **daemon: object) -> Config:
-    """Small, and gone quickly."""
+    """Return settings for a small daemon that ends quickly."""
     settings = {"name": name, "linger_s": 0.3, "log_level": "warning", **daemon}
     return msgspec.convert({"daemon": settings, "memory": {"budget": "16MiB"}}, Config)
 
@@ -39,7 +39,7 @@ def test_the_first_client_starts_a_daemon_and_the_last_one_ends_it(
     manifest = folder(tmp_path, [100] * 10)
     first = connect_or_start(config(daemon_name))
     assert first is not None
-    # Nobody's child: it outlives us.
+    # No process's child: it outlives this one.
     assert first.daemon_pid not in {child.pid for child in psutil.Process().children()}
     second = connect_or_start(config(daemon_name))
     assert second is not None

@@ -1,4 +1,4 @@
-"""What samples of an opaque dataset have read of slow storage is not read again by the daemon."""
+"""Parts of files that samples of an opaque dataset have read are not read again by the daemon."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_every_file_is_opened_at_the_source_once(slow: SlowFiles, workers: int) 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("slow", ["h5", "raw", "bit", "fd", "cv2", "torchvision"], indirect=True)
 def test_files_that_c_reads_are_too_but_for_the_first(slow: SlowFiles, workers: int) -> None:
-    """Each process has to see first that they are read whole."""
+    """Each process must first see that they are read whole."""
     ours, theirs = slow.loader(num_workers=workers), slow.torchs(num_workers=workers)
     opens = opened_by_epoch(slow.opens, ours, theirs)
     first = max(workers, 1)
-    more = first if slow.kind == "cv2" else 0  # it opens a file twice, some versions of it
+    more = first if slow.kind == "cv2" else 0  # some versions of cv2 open a file twice
     assert N <= opens[0] <= N + more
     assert opens[1:] == [first, 0]
 
@@ -64,22 +64,22 @@ def test_files_that_c_reads_are_too_but_for_the_first(slow: SlowFiles, workers: 
 def test_with_a_disk_tier_they_are_opened_once_more(
     slow: SlowFiles, daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is kept, as another job could not find it on disk; memory and disk hold it then."""
+    """Copies are not kept, as no other job could find them on disk; the tiers hold all then."""
     (tmp_path / "disk").mkdir()
     for name, value in (("LOADER__EMBED", "false"), ("LOADER__DIRECT", "never")):
         monkeypatch.setenv(f"CREEL_{name}", value)
     for name, value in (("DISK__PATH", str(tmp_path / "disk")), ("DISK__BUDGET", "16MiB")):
         monkeypatch.setenv(f"CREEL_{name}", value)
-    with Running(daemon_name, memory="1MiB"):  # for less than half of them
+    with Running(daemon_name, memory="1MiB"):  # for less than half of the files
         opens = opened_by_epoch(slow.opens, slow.loader(), slow.torchs(), 4)
         connections.disconnect(daemon_name)
     assert opens[0] == N
-    assert N <= opens[1] < 2 * N  # some leave again before they are on disk
+    assert N <= opens[1] < 2 * N  # some leave before they are on disk
     assert sum(opens[2:]) < N / 2
 
 
 class Other(OpaqueFiles):
-    """Looks as `OpaqueFiles` at its first, middle and last file; the others are dealt anew."""
+    """Equals `OpaqueFiles` at the first, middle and last file; the others are shuffled."""
 
     def __init__(self, folder: str | Path, kind: str) -> None:
         super().__init__(folder, kind)
@@ -98,7 +98,7 @@ def test_a_later_job_finds_on_disk_what_its_samples_read(
     kind: str,
     workers: int,
 ) -> None:
-    """From its first epoch on, unless the files, or what samples read, are others by then."""
+    """From its first epoch on, unless the files, or the samples' reads, have changed."""
     (tmp_path / "disk").mkdir()
     settings = {"LOADER__EMBED": "false", "LOADER__DIRECT": "never", "DISK__KEEP_FREE": "0"}
     settings |= {"DISK__PATH": str(tmp_path / "disk"), "DISK__BUDGET": "16MiB"}
@@ -119,9 +119,9 @@ def test_a_later_job_finds_on_disk_what_its_samples_read(
     assert job(mounted, bare, 2) == [N, N]
     assert job(mounted, bare, 2) == [0, 0]
     slow.fill(1)
-    assert job(mounted, bare, 2) == [2 * N, 0]  # the daemon reads what is served from then on
+    assert job(mounted, bare, 2) == [2 * N, 0]  # the daemon reads all for later epochs
     other, mounted = (Other(f, "npy") for f in (slow.folder, slow.fs.mountpoint))
-    dealt_anew = N // 2 - 2  # one of them lies in the middle of these
+    dealt_anew = N // 2 - 2  # one of the three is in the middle of these
     assert job(mounted, other, 2) == [dealt_anew, 0]
     assert job(mounted, other, 1) == [0]
     with Running(daemon_name, memory="16MiB"), Client.connect(daemon_name) as client:
@@ -145,7 +145,7 @@ def test_files_that_have_changed_since_they_were_copied_give_their_new_bytes(
 
 
 def test_a_daemon_that_ends_takes_its_copies_along(slow: SlowFiles, daemon: Running) -> None:
-    """The next one reads the source: what its predecessor took is not there any more."""
+    """The next daemon reads the source: the copies are gone."""
     ours, theirs = slow.loader(), slow.torchs()
     assert same(list(ours), list(theirs))
     for i, (batch, expected) in enumerate(zip(ours, theirs, strict=True)):
@@ -161,7 +161,7 @@ def test_a_daemon_that_ends_takes_its_copies_along(slow: SlowFiles, daemon: Runn
 
 
 def by_two_threads(path: str) -> Any:
-    """The first half in another thread, the rest here."""
+    """Read the first half in another thread, the rest here."""
     found: list[bytes] = []
     with open(path, "rb") as f:  # noqa: PTH123
         thread = threading.Thread(target=lambda: found.append(f.read(50_000)))
@@ -202,7 +202,7 @@ def test_a_file_of_several_samples_is_kept_if_they_read_a_quarter_of_it_together
 def test_copies_take_no_more_than_the_budget(
     slow: SlowFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest is read by the daemon, as it was without any."""
+    """The daemon reads the other files, as without copies."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
     opens = opened_by_epoch(slow.opens, slow.loader(), slow.torchs())
     kept = (1 << 20) // (SIDE * SIDE * 6 + 128)

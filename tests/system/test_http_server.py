@@ -1,4 +1,4 @@
-"""The slow server is as slow as it says, and counts exactly: what rests on it rests on this."""
+"""The slow server is as slow as asked, and counts exactly, which other tests rely on."""
 
 from __future__ import annotations
 

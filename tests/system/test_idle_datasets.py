@@ -1,4 +1,4 @@
-"""A dataset that nobody reads any more is kept warm for a while, then gives everything back."""
+"""A dataset without readers stays in memory for a while, then frees everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serving(**settings: object) -> Iterator[Running]:
 
 
 def dataset(path: Path, number: int) -> Manifest:
-    """A folder of four small files; the content differs with the number."""
+    """Write a folder of four small files, whose content depends on the number."""
     path = path / f"{number:03}"
     path.mkdir()
     return folder(path, [100 + number] * 4)
@@ -45,13 +45,13 @@ def read_all(client: Client, manifest: Manifest) -> Session:
 
 
 def held(daemon: Running) -> int:
-    """Descriptors, mappings (tables and manifests are some) and threads of the daemon."""
+    """Return the descriptors, mappings (of tables and manifests) and threads of the daemon."""
     process = psutil.Process(daemon.pid)
     return daemon.fds() + len(process.memory_maps(grouped=False)) + process.num_threads()
 
 
 def test_200_short_lived_jobs_leave_no_more_than_a_few(tmp_path: Path) -> None:
-    """Descriptors, mappings, threads and pages stay bounded, what was read last stays warm."""
+    """Descriptors, mappings, threads and pages stay bounded; the latest datasets stay."""
     with serving(max_idle_datasets=8) as daemon:
         begun = held(daemon)
         for number in range(200):
@@ -62,11 +62,11 @@ def test_200_short_lived_jobs_leave_no_more_than_a_few(tmp_path: Path) -> None:
             told = known(client)
             assert set(told) == {f"{n:03}" for n in range(192, 200)}
             assert all(d["resident_objects"] == 4 for d in told.values())
-            # Counters do not go back when a dataset goes.
+            # Counters do not decrease when a dataset is forgotten.
             assert client.ask("stats")["tiers"]["memory"]["misses"] == 800
             used = client.ask("status")["memory"]["used_nbytes"]
             assert used <= 8 * 4 * 512
-            # Of each: 3 descriptors, 2 mappings and a thread at least, which ends in its own time.
+            # Each had 3 descriptors, 2 mappings and a thread at least, which ends later.
             until(lambda: held(daemon) < begun + 6 * 100, what="what 192 datasets held is gone")
 
 
@@ -88,7 +88,7 @@ def test_the_next_run_finds_its_data_and_a_later_one_does_not(tmp_path: Path) ->
 
 
 def test_what_somebody_means_to_read_stays(tmp_path: Path) -> None:
-    """Registered and not yet opened, or open in a client that does nothing at all."""
+    """Registered and not yet opened, or open in a client that does nothing."""
     first, second, third = (dataset(tmp_path, n) for n in range(3))
     with serving(idle_s=0, max_idle_datasets=0) as daemon, daemon.client() as client:
         session = opened(client, first)

@@ -19,7 +19,7 @@ from testbed.same import same
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
-#: What such a Python lacks; its `preadv` takes no flags.
+#: Functions that such a Python lacks; its `preadv` takes no flags.
 LACKING = """
 import fcntl, os
 for name in dir(os):
@@ -83,7 +83,7 @@ def test_a_python_without_memfd_create_trains_and_is_served(
 def test_where_the_system_gives_no_memfd_workers_are_torchs_and_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where seccomp filters it: `num_workers=0` needs none, and reads directly."""
+    """As if seccomp filtered it: `num_workers=0` needs none, and reads directly."""
     refusing = mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
     monkeypatch.setattr(os, "memfd_create", refusing)
     monkeypatch.setattr(dataloader, "_warned", False)  # once in a process

@@ -1,4 +1,4 @@
-"""What stands for `open` below `creel.wrap`: when, for whom, and that it behaves alike."""
+"""The functions that replace `open` below `creel.wrap`: when, for which code, and how they act."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def originals() -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_workers_that_are_spawned_are_served_too(daemon: Running, tmp_path: Path) -> None:
-    """What each has recorded is too little for itself: a half of the samples.
+    """Each has recorded half of the samples, which is too little for itself.
 
     (A fork server would keep this test's environment.)
     """
@@ -74,7 +74,7 @@ def test_names_are_replaced_only_while_a_sample_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("daemon")
 def test_other_threads_open_as_ever_and_samples_may_be_read_in_several(tmp_path: Path) -> None:
-    """What another thread opens while samples are read is neither recorded nor served."""
+    """Files that another thread opens meanwhile are neither recorded nor served."""
     inside, outside = threading.Event(), threading.Event()
     kinds: list[type] = []
 
@@ -126,7 +126,7 @@ def test_what_somebody_else_has_replaced_is_called_and_stays(
 
 
 class Theirs(io.BytesIO):
-    """A file object that somebody's own `open` gives: it has no descriptor."""
+    """A file object from another library's `open`: it has no descriptor."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -147,7 +147,7 @@ def test_file_objects_of_somebody_elses_open_stay_theirs(
 def test_what_somebody_elses_open_reads_elsewhere_is_read_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes what it wants to take, and its path need not be that of the file."""
+    """It takes any arguments, and its path need not be the file's."""
     for name in "ab":
         (tmp_path / name).mkdir()
     bare, other = Plain(tmp_path / "a", read_by_keyword), Plain(tmp_path / "b")
@@ -198,7 +198,7 @@ def test_a_proxy_that_is_wrapped_again_says_so(tmp_path: Path) -> None:
 
 
 def rewritten(path: str) -> bytes:
-    """Reads what it has just written."""
+    """Read what was just written."""
     with open(path, "r+b") as f:  # noqa: PTH123
         now = bytes([(f.read(1)[0] + 1) % 256])
         f.seek(0)
@@ -207,7 +207,7 @@ def rewritten(path: str) -> bytes:
 
 
 def replaced(path: str) -> bytes:
-    """The same by a file that takes its place."""
+    """Read what was just written, through a file that replaces it."""
     new = Path(path + ".new")
     new.write_bytes(bytes([(Path(path).read_bytes()[0] + 1) % 256]) * 1000)
     new.rename(path)
@@ -215,7 +215,7 @@ def replaced(path: str) -> bytes:
 
 
 def moved(path: str) -> tuple[bytes, bool]:
-    """It is elsewhere for a while."""
+    """Read a file that is elsewhere for a while."""
     Path(path).rename(path + ".away")
     try:
         read_all(path)
@@ -233,7 +233,7 @@ def replaced_by_keyword(path: str) -> Any:
 
 
 def saved(path: str) -> Any:
-    """torch writes in C++."""
+    """Save with torch, which writes in C++."""
     before = read_all(path)
     torch.save(torch.tensor(before[0]), path)
     after = int(torch.load(path))
@@ -266,7 +266,7 @@ def test_a_sample_that_changes_its_file_reads_what_is_there(
 
 
 def odd(path: str) -> list[Any]:
-    """What a file object says and refuses, and calls that are none for the cache."""
+    """Return attributes and errors of file objects, and results of calls that are not cached."""
     found: list[Any] = []
     for args, more in [
         ((path,), {}),
@@ -314,11 +314,11 @@ def test_arguments_and_refusals_are_pythons(tmp_path: Path) -> None:
 
 
 def sought(path: str) -> list[Any]:
-    """Where seeks lead, also those before the beginning and to holes; and the file below."""
+    """Return where seeks lead, also before the beginning and to holes; and the file's bytes."""
     found: list[Any] = []
     for buffering in (-1, 0):
         for offset, whence in [
-            (-1 << 20, os.SEEK_END),  # as for a tag at the end, which a short file does not have
+            (-1 << 20, os.SEEK_END),  # as for a tag at the end of a file that is too short
             (-1, os.SEEK_SET),
             (-41, os.SEEK_CUR),
             (-40, os.SEEK_CUR),
@@ -341,7 +341,7 @@ def sought(path: str) -> list[Any]:
 
 
 def descriptors(path: str) -> list[Any]:
-    """What may be done with descriptors that are for reading, of `os.open` and of a file object."""
+    """Use read-only descriptors of `os.open` and of a file object."""
     found: list[Any] = []
     with open(path, "rb") as f:  # noqa: PTH123
         for fd in (os.open(path, os.O_RDONLY), os.dup(f.fileno())):
@@ -373,7 +373,7 @@ def test_a_served_file_does_what_a_file_does(
 
 
 def locked(path: str) -> bool:
-    """Whether a lock on a file shuts out another one on it."""
+    """Return whether a lock on a file excludes another one."""
     with open(path + ".lock") as held, open(path + ".lock", "rb") as other:  # noqa: PTH123
         fcntl.flock(held, fcntl.LOCK_EX)
         try:

@@ -1,4 +1,4 @@
-"""What one rank of a node has seen a dataset read, all of its ranks know."""
+"""All ranks of a node know the reads that one of them has recorded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Hidden(OpaqueFiles):
-    """A part of the files, dealt by the dataset itself, of which nobody can see which."""
+    """A part of the files, dealt by the dataset itself in a way that cannot be observed."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
         super().__init__(folder, "npy")
@@ -47,13 +47,13 @@ class Hidden(OpaqueFiles):
 
 
 def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any) -> list[int]:
-    """Files opened at the source in each epoch, by two ranks whose batches are all torch's.
+    """Return the files opened at the source in each epoch, by two ranks with torch's batches.
 
-    `loaders`: creel's and torch's loader of a rank.
+    `loaders`: returns creel's and torch's loader of a rank.
     """
 
     def read(rank: int) -> list[int]:
-        torch.set_num_threads(1)  # OpenMP's threads do not outlive a fork
+        torch.set_num_threads(1)  # a fork has no OpenMP threads
         ours, theirs = loaders(rank)
         found = []
         for epoch in range(EPOCHS):
@@ -76,7 +76,7 @@ def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any) -> list[int]:
 
 
 def by_sampler(slow: SlowFiles, rank: int, **more: Any) -> tuple[Any, Any]:
-    """The whole dataset on each rank, dealt anew in each epoch."""
+    """Return loaders of the whole dataset on each rank, dealt again in each epoch."""
     ours, theirs = (
         creel.wrap(OpaqueFiles(slow.fs.mountpoint, "npy")),
         OpaqueFiles(slow.folder, "npy"),
@@ -103,7 +103,7 @@ def test_each_file_is_opened_once_by_all_ranks_together(
 def test_where_other_nodes_read_too_the_daemon_reads_once_more(
     slow: SlowFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their daemons know the files by what is in them, and ask this one."""
+    """Their daemons identify files by content, and ask this one."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     found = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank))
     assert found == [N, N, 0, 0]

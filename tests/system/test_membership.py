@@ -36,7 +36,7 @@ KEY = bytes(range(32))
 
 
 class Plans(ClusterPlans):
-    """What a core would say of its plans; a test sets it."""
+    """A core's reports of its plans, set by a test."""
 
     now: tuple[EpochMoment, ...] = ()
     inputs: tuple[PlanDigest, ...] = ()
@@ -84,13 +84,13 @@ class Peer:
         self.clusters.tick(time.monotonic())
 
     def there(self) -> list[bool]:
-        """Whom it would ask."""
+        """Return for each node whether this one would ask it."""
         view = self.clusters.view("c")
         assert view is not None
         return [node == view.me or origin != SOURCE for node, origin in enumerate(view.origin)]
 
     def members(self) -> list[bool]:
-        """Whom its plans count on."""
+        """Return for each node whether plans count on it."""
         view = self.clusters.view("c")
         assert view is not None
         bits = view.log[-1].members[0] if view.log else 0xFF
@@ -125,7 +125,7 @@ def enter(peer: Peer, members: list[Member]) -> None:
 
 
 def within(limit_s: float, peers: list[Peer], condition: Callable[[], bool]) -> float:
-    """Turn the loops until something is so; how long that took."""
+    """Run the loops until the condition holds; return how long that took."""
     began = time.monotonic()
     while not condition():
         for peer in peers:
@@ -170,7 +170,7 @@ def disks(peer: Peer) -> list[int]:
 
 
 def test_a_daemon_that_takes_the_place_of_another_is_found_by_itself(stack: ExitStack) -> None:
-    """It knows where the others are; they learn from it where it is."""
+    """It knows the others' addresses; they learn its own from it."""
     peers = joined(stack, 3)
     members = [peer.member for peer in peers]
     within(5, peers, lambda: all(all(peer.there()) for peer in peers))
@@ -190,7 +190,7 @@ def latest(peer: Peer) -> int:
 
 
 def counted(peers: list[Peer]) -> bool:
-    """Whether all ask, and count on, all."""
+    """Return whether all nodes ask, and count on, all others."""
     return all(latest(p) >= 2 and all(p.there()) and all(p.members()) for p in peers)
 
 
@@ -202,7 +202,7 @@ def test_who_has_missed_a_plan_is_told(stack: ExitStack) -> None:
     (asked,) = (event for event in peers[0].events if isinstance(event, PlanAsked))
     assert (asked.dataset, asked.seed) == ("d", 7)
     peers[0].clusters.share_plan(SharePlan(asked.request, None))
-    peers[1].clusters.ask_plan(AskPlan("d", "c", 7))  # under way already
+    peers[1].clusters.ask_plan(AskPlan("d", "c", 7))  # asked already
     within(5, peers, lambda: sum(isinstance(e, PlanAsked) for e in peers[0].events) == 1)
 
 
@@ -222,7 +222,7 @@ def test_who_takes_something_else_for_granted_is_told(stack: ExitStack) -> None:
 def test_all_nodes_hear_of_a_dataset_that_one_of_them_reads_for_a_job_on_others(
     stack: ExitStack,
 ) -> None:
-    """And do not forget it: neither when that job ends, nor when a daemon is restarted."""
+    """They do not forget it when that job ends, or when a daemon is restarted."""
     peers = joined(stack, 3)
     members = [peer.member for peer in peers]
     peers[1].plans.elsewhere = frozenset({"d"})
@@ -244,7 +244,7 @@ def by_hash(peer: Peer) -> frozenset[str]:
 
 
 def test_a_stranger_is_no_member(stack: ExitStack) -> None:
-    """Without the key, or with an old one, nobody is moved and nothing is heard."""
+    """Without the key, or with an old one, it changes no address and learns nothing."""
     peers = joined(stack, 2)
     within(5, peers, lambda: all(all(peer.there()) for peer in peers))
     stranger = started(stack)

@@ -1,4 +1,4 @@
-"""Processes that share a network namespace but see other files, and other users' squatting."""
+"""Processes that share a network namespace but see other files, and addresses taken by others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ sys.stdin.read()
 def test_two_jobs_with_private_mounts_read_their_own_files(
     tmp_path: Path, daemon_name: str
 ) -> None:
-    """As Slurm's job_container/tmpfs: the same path, other files, one network namespace."""
+    """As with Slurm's job_container/tmpfs: same path, other files, one network namespace."""
     shared = tmp_path / "scratch"
     shared.mkdir()
     script = tmp_path / "job.py"
@@ -84,7 +84,7 @@ def test_two_jobs_with_private_mounts_read_their_own_files(
     jobs: list[Any] = [subprocess.Popen([*command, name], **pipes) for name in ("first", "second")]
     try:
         told = [json.loads(job.stdout.readline()) for job in jobs]
-        # From out here a command says where they are.
+        # A command outside lists them.
         assert sorted(elsewhere(daemon_name)) == sorted(pid for pid, _ in told)
         command = [sys.executable, "-m", "creel", "status"]
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -142,7 +142,7 @@ print(said, fds)
 
 @root
 def test_a_process_that_may_not_be_looked_at_is_refused(daemon_name: str) -> None:
-    """Even one of the same user: what cannot be verified is not believed."""
+    """Even one of the same user: files that cannot be verified are not trusted."""
     code = f"""
 import os, socket, sys
 os.chroot("/tmp")
@@ -185,7 +185,7 @@ for root in ("/", {str(tmp_path)!r}):
 
 
 def test_the_services_sandbox_leaves_it_in_its_users_namespaces() -> None:
-    """What of systemd.exec(5) makes a mount or user namespace would lock all clients out."""
+    """Options of systemd.exec(5) that make a mount or user namespace would lock out all clients."""
     unit = (Path(__file__).parents[2] / "deploy/creeld.service").read_text()
     given = {line.partition("=")[0] for line in unit.splitlines() if "=" in line}
     making = re.compile(
@@ -241,7 +241,7 @@ def config(name: str) -> Config:
 
 
 def doctors_view(name: str) -> doctor.Finding:
-    """What `creel doctor` says of a daemon's address."""
+    """Return the finding of `creel doctor` about a daemon's address."""
     found = doctor.checks(config(name), lambda _: {"name": "", "pid": 0, "version": ""})
     return next(one for one in found if one.name == "address")
 
@@ -252,7 +252,7 @@ def doctors_view(name: str) -> doctor.Finding:
 def test_an_address_of_another_user_is_final_and_named(
     daemon_name: str, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No daemon's start, no waiting for an answer: those took half a minute."""
+    """No daemon is started and no answer awaited: that took half a minute."""
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a daemon is started where none can be")
@@ -316,7 +316,7 @@ def test_root_is_another_user_too() -> None:
     """A daemon reads with its user's rights, and for that user alone."""
     address = f"\0{unique_name()}"
     with select.epoll() as epoll:
-        with mock.patch.object(os, "getuid", return_value=os.getuid() + 1):  # another's
+        with mock.patch.object(os, "getuid", return_value=os.getuid() + 1):  # another user
             control_socket = ControlSocket(address, cast("Node", None), epoll, limit=5)
         with knock(address) as caller:
             caller.send(encode(Hello(PROTOCOL, "trainer")))

@@ -1,6 +1,6 @@
-"""Datasets in S3 and GCS, through a daemon and torch, while the store fails, cuts and refuses.
+"""Datasets in S3 and GCS, through a daemon and torch, with a store that fails, cuts and refuses.
 
-The clients are the real ones (pyarrow's), the servers `testbed/s3_server.py` and `gcs_server.py`.
+The clients are real (pyarrow's), the servers are `testbed/s3_server.py` and `gcs_server.py`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def tars(store: str = "s3://bucket") -> Dataset[object]:
 
 
 def twin(dataset: Dataset[object], bucket: Path) -> list[object]:
-    """The same samples from the local folder."""
+    """Return the same samples from the local folder."""
     kind = type(dataset)
     if kind is creel.RecordDataset:
         local = creel.RecordDataset(str(bucket / "tokens.bin"), dtype=np.int64, shape=(128,))
@@ -132,7 +132,7 @@ def test_a_second_epoch_asks_the_store_for_nothing(s3: S3, daemon_name: str) -> 
 
 
 def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture) -> None:
-    """Longer than the three tries of Arrow's own client, after which creel's begin."""
+    """It lasts longer than the three attempts of Arrow's own client; creel's begin after these."""
     source = Source(Manifest.of_files(["tokens.bin"], root="s3://bucket"))
     s3.fail(4, 503)
     assert source.read(0) == (s3.root / "bucket/tokens.bin").read_bytes()
@@ -141,7 +141,7 @@ def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture
 
 
 def versions_of(source: Source, n: int) -> tuple[list[int], list[int]]:
-    """What the first n files' versions are when asked for, and when they are read."""
+    """Return the versions of the first n files when asked for, and when read."""
     ids = np.arange(n)
     length = source.manifest.ranges(ids)[1]
     parts = [[memoryview(bytearray(k))] for k in length.tolist()]
@@ -149,7 +149,7 @@ def versions_of(source: Source, n: int) -> tuple[list[int], list[int]]:
 
 
 def rewritten(root: Path, source: Source) -> None:
-    """Reads and questions agree on versions; that of a file written anew is another."""
+    """Check that reads and questions agree on versions, and that a rewritten file has another."""
     before, read = versions_of(source, 3)
     assert read == before
     assert len(set(before)) == 3
@@ -182,7 +182,7 @@ def test_s3_tells_versions_and_no_read_costs_a_request_more(
 
 
 def test_two_servers_named_in_addresses_are_not_one(s3: S3, tmp_path: Path) -> None:
-    """The address says which server (`endpoint_override`); bucket and key are the same."""
+    """The address names the server (`endpoint_override`); bucket and key are the same."""
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket/tokens.bin").write_bytes(b"other bytes")
     with S3(tmp_path) as other:
@@ -205,7 +205,7 @@ def test_google_cloud_storage_tells_versions(three: Path, monkeypatch: pytest.Mo
 def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
     three: Path, monkeypatch: pytest.MonkeyPatch, silent: str, deadline_s: float
 ) -> None:
-    """Its client waits for an answer without end, however short its retries."""
+    """Its client waits endlessly for an answer, however short its retries are."""
     settings = FetchSettings(attempts=3, deadline_s=deadline_s, backoff_s=0.001)
     forget_stores(monkeypatch, settings)
     root = "gs://anonymous@three"

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 def test_each_call_gives_what_it_gives_and_is_served_from_the_cache(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then other files lie there: whose bytes come shows where they come from."""
+    """Other files have replaced them by then: the bytes show where they come from."""
     monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
     bare = Opaque(tmp_path, call)
     before = [bare[i] for i in range(N)]
@@ -67,7 +67,7 @@ def test_each_call_gives_what_it_gives_and_is_served_from_the_cache(
 def test_whole_files_are_cached_where_the_person_says_so(
     read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tree: bool
 ) -> None:
-    """What is mapped is not seen to be read."""
+    """Reads of a mapped file cannot be observed."""
     monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
     bare = Opaque(tmp_path, "np.memmap")
     bare.read = read
@@ -98,7 +98,7 @@ def test_files_rewritten_between_epochs_give_their_new_bytes(
 def test_a_stand_in_for_torchvisions_operators_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they were built for another torch: its modules' names, and how they call each other."""
+    """If torchvision was built for another torch: same module names and calls."""
     names = "torchvision.io.image", "torchvision.io"
     image, package = (sys.modules.get(name) or types.ModuleType(name) for name in names)
 
@@ -199,7 +199,7 @@ def hdf5_driver(path: str) -> Any:
 
 @pytest.mark.usefixtures("daemon")
 def test_no_copy_of_an_hdf5_file_is_made_on_its_way_to_hdf5(tmp_path: Path) -> None:
-    """Whose image is a copy already, and whose memory is not Python's."""
+    """HDF5's file image is a copy already, in memory that is not Python's."""
     bare = Plain(tmp_path, hdf5_driver)
     for i, path in enumerate(bare.paths):
         write_large_hdf5(path, i)

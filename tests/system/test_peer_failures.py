@@ -1,4 +1,4 @@
-"""Peers and readers that fail in the middle of a transfer: it costs time, and nothing else."""
+"""Peers and readers that fail in the middle of a transfer cost time, nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 def test_a_peer_that_fails_costs_only_time(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: int, then: str
 ) -> None:
-    """In the handshake, an answer or a payload: what did not come is -1, and the peer is lost."""
+    """In handshake, answer or payload: missing objects are -1, and the peer is lost."""
     for module, name in (link, "STALL_S"), (peer_source, "ANSWER_S"), (link, "CONNECT_S"):
         monkeypatch.setattr(module, name, 0.3)
     monkeypatch.setattr(peer_source, "WAIT_S", 0.1)
@@ -62,7 +62,7 @@ def test_a_peer_that_comes_back_is_asked_again(stack: ExitStack) -> None:
     assert source.lost_until == until_s
     node = Node(objects, port=port)
     stack.callback(node.close)
-    source.lost_until = 0.0  # the time has passed
+    source.lost_until = 0.0  # as if the time had passed
     check_read(source, objects, ids)
 
 
@@ -104,11 +104,11 @@ def test_a_source_closed_while_it_waits_returns(
 
 
 def test_a_reader_that_leaves_while_it_is_sent_to_is_served(stack: ExitStack) -> None:
-    """As far as the loop is concerned: it unpins."""
+    """As far as the loop is concerned: it unpins the objects."""
     node = node_of(stack, data_of(10 << 20))
     link = node.link()
     large(node, link, times=3)
-    until(lambda: sum(node.answered.values()) == 3, what="answers")  # what is unread, a reset drops
+    until(lambda: sum(node.answered.values()) == 3, what="answers")  # a reset drops unread requests
     assert sum(node.served.values()) == 0
     link.socket.close()
     until(lambda: sum(node.served.values()) == 3, what="served")
@@ -124,7 +124,7 @@ def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
     node.server.close()
     assert node.served == node.answered
     columns = node.place, node.nbytes, node.nbytes, node.nbytes / 1
-    node.server.serve(ServeObjects(1, *columns))  # nothing happens
+    node.server.serve(ServeObjects(1, *columns))  # no effect
     assert node.served == node.answered
 
 

@@ -1,4 +1,4 @@
-"""Who has no key, another one, or a recording gets nothing from a node."""
+"""Without the key, with another one, or with a recording a client gets nothing from a node."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_who_records_the_wire_sees_payload_only_where_it_is_not_encrypted(
 
 @pytest.mark.parametrize("at", [400, 500, 1500, 200_000, 262_700, 500_000])
 def test_a_bit_that_flips_on_the_way_never_becomes_a_wrong_byte(stack: ExitStack, at: int) -> None:
-    """In an answer, its payload or between two records: what is not vouched for is not there."""
+    """In an answer, its payload or between two records: unauthenticated bytes do not count."""
     objects = data_of(100, 200_000, 300_000, 200_000)
     node = node_of(stack, objects, encrypt=True)
     proxy = Proxy(node.server.address, at, "flip")
@@ -71,7 +71,7 @@ def test_of_two_nodes_that_disagree_on_encryption_none_gets_anything(
 
 
 def test_who_does_not_encrypt_is_sent_nothing_whatever_it_says(stack: ExitStack) -> None:
-    """A daemon of ours does not ask; this client with the key does."""
+    """A daemon of creel does not ask; this client with the key does."""
     node = node_of(stack, data_of(100), encrypt=True)
     sock = stack.enter_context(socket.create_connection(node.server.address))
 
@@ -101,7 +101,7 @@ def test_who_does_not_encrypt_is_sent_nothing_whatever_it_says(stack: ExitStack)
     ],
 )
 def test_without_the_key_there_is_nothing(stack: ExitStack, credentials: Credentials) -> None:
-    """Wrong, of another cluster, of one that was removed, or old."""
+    """The key is wrong, of another cluster, of a removed one, or old."""
     node = node_of(stack, data_of(1000))
     for name in "removed", "renewed":
         node.server.admit(name, KEY, "node")
@@ -157,7 +157,7 @@ def test_a_recorded_session_gets_a_challenge_and_nothing_else(stack: ExitStack) 
                 said += data
     header = said[: wire.HEADER.size]
     rest = said[wire.HEADER.size :]
-    if said:  # the server may have ended the connection before all of it arrived
+    if said:  # the server may have closed the connection before all bytes arrived
         assert len(rest) == wire.following(header, wire.Challenge)
     assert len(node.asked) == asked
 

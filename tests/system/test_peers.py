@@ -34,7 +34,7 @@ def test_objects_of_all_sizes_arrive(stack: ExitStack, runs: bool, encrypt: bool
 def test_the_last_bytes_are_not_waited_for(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, beyond: int
 ) -> None:
-    """A thread that is woken for many bytes at once must not sleep where fewer are to come."""
+    """A thread that is woken for many bytes at once must not sleep if fewer are to come."""
     monkeypatch.setattr(link, "STALL_S", 1000.0)
     wake = link.WAKE_NBYTES
     objects = data_of(wake + beyond, 2 * wake + beyond, 100, 3 * wake + beyond, 10, 9 * wake)
@@ -45,7 +45,7 @@ def test_the_last_bytes_are_not_waited_for(
 
 
 def test_many_records_come_in_few_system_calls_and_large_requests(stack: ExitStack) -> None:
-    """More objects than one request, one answer and one system call may have."""
+    """There are more objects than fit into one request, one answer and one system call."""
     objects = data_of(*[3072] * 9000)
     node = node_of(stack, objects)
     source = source_of(stack, node)
@@ -115,7 +115,7 @@ def test_threads_read_at_once(stack: ExitStack) -> None:
 
 
 def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
-    """Of the answers that wait while another is being sent."""
+    """Of the answers that wait while another one is being sent."""
     node = node_of(stack, data_of(10 << 20, 1000))
     link = node.link()
     stack.callback(link.socket.close)

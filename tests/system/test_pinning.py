@@ -1,4 +1,4 @@
-"""Batches in pinned memory, and their copies on a CUDA device, are torch's."""
+"""Batches in pinned memory, and their copies on a CUDA device, equal torch's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DATASETS: dict[str, Callable[[Path], Dataset[Any]]] = {
 def test_what_reaches_the_device_is_torchs(
     tmp_path: Path, kind: str, workers: int, batch: int
 ) -> None:
-    """Each batch is let go while its copy is under way: its memory must not be reused too early."""
+    """Each batch is released while its copy is in progress: its memory must not be reused early."""
     path = tmp_path / "records.bin"
     np.random.default_rng(0).integers(0, 256, RECORDS * NBYTES, np.uint8).tofile(path)
     dataset = DATASETS[kind](path)
@@ -92,7 +92,7 @@ def on_device(data: Any) -> Any:
 def test_an_iterator_that_leaves_the_kind_open_pins_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Older torch names no device unless it is told one."""
+    """Older torch names no device unless it is given one."""
     accelerator = SimpleNamespace(current_device_index=lambda: 3, set_device_index=print)
     monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
     iterator: Any = SimpleNamespace(_pin_memory=True, _pin_memory_device=None)

@@ -1,4 +1,4 @@
-"""Plans that are made and told in the background, through the public loader and a real daemon."""
+"""Plans made and published in the background, through the public loader and a real daemon."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes with which a small epoch is told as a large one is."""
+    """Sizes that make a small epoch be published like a large one."""
     sizes = publish.PieceSizes(whole=100, trainer=64, thread=500)
     monkeypatch.setattr(publish, "SIZES", sizes)
 
@@ -63,7 +63,7 @@ def planners() -> list[threading.Thread]:
 
 
 def same(ours: Any, theirs: Any, seed: int, stops: list[int]) -> None:
-    """Epochs of both, each left after so many batches, or read to its end."""
+    """Compare epochs of both, each left after so many batches, or read to its end."""
     got: list[list[torch.Tensor]] = []
     for made in (ours, theirs):
         torch.manual_seed(seed)
@@ -126,7 +126,7 @@ def test_all_is_told_while_nobody_pulls(daemon: Running, rows: Any, kind: str) -
     assert sum(1 for _ in iterator) == len(ours) - 1
     both = range(2 * len(ours), 3 * len(ours) + 1)
     for i, _ in enumerate(ours):
-        if not i:  # where the second epoch was not the one that was foreseen, it is told anew
+        if not i:  # a wrongly predicted second epoch is published again
             until(lambda: session(daemon)["known"] in both, what="the second epoch is told")
     assert ours.stats()["direct_reads"] == 0
 

@@ -1,4 +1,4 @@
-"""Two real ranks, each on a node of its own by its name, agree on how they exchange samples."""
+"""Two real ranks, each on a node of its own by name, agree on how they exchange samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES, BATCH = 203, 10
 
 
 def loader_of(rank: int, batch: int = BATCH, workers: int = 0, **more: Any) -> Any:
-    exchange.node_name = lambda: f"n{rank}"  # type: ignore[attr-defined]  # where it is used
+    exchange.node_name = lambda: f"n{rank}"  # type: ignore[attr-defined]  # in the module that uses it
     data = TensorDataset(torch.arange(SAMPLES))
     sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank, seed=3)
     more = {"remap": "global-batch", **more}
@@ -29,7 +29,7 @@ def loader_of(rank: int, batch: int = BATCH, workers: int = 0, **more: Any) -> A
 
 
 def torchs(epoch: int) -> list[list[list[int]]]:
-    """For each rank, the batches that torch deals to it."""
+    """Return for each rank the batches that torch deals to it."""
     loaders = [loader_of(rank, remap=None) for rank in range(2)]
     for loader in loaders:
         loader.set_epoch(epoch)

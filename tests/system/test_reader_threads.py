@@ -1,4 +1,4 @@
-"""Threads of the training process copy large batches of plain bytes, as torch's workers would."""
+"""Threads of the training process copy large batches of plain bytes, like torch's workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def threads() -> list[threading.Thread]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No thread copies rows before this is set."""
+    """An event before which no thread copies rows."""
     opened, rows = threading.Event(), Gatherer.rows
 
     def held(*args: Any) -> Any:

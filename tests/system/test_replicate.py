@@ -1,4 +1,4 @@
-"""Real ranks of one group (tensor, pipeline, context parallel): one of a node makes the batches."""
+"""Real ranks of one group (tensor, pipeline, context parallel): one per node makes the batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLONE_NEWNET = 0x40000000
 
 
 class Augmented(Dataset[Any]):
-    """Samples that differ each time they are made, and leave a mark in a file then."""
+    """Samples that differ each time they are made, and then append a mark to a file."""
 
     def __init__(self, folder: Path, floats: int = 5000) -> None:
         self.marks, self.floats = folder / "made", floats
@@ -49,7 +49,7 @@ class Augmented(Dataset[Any]):
 
 
 def loader_of(rank: int, folder: Path, workers: int, **more: Any) -> Any:
-    """torch's or creel's loader of a rank; each group of ranks is one to the sampler."""
+    """Return torch's or creel's loader of a rank; the sampler counts each group as one rank."""
     torch.manual_seed(3)
     data = Augmented(folder, more.pop("floats", 5000))
     given: Any = DistributedSampler(data, 2, rank // GROUP, seed=7)
@@ -65,7 +65,7 @@ def digest(batch: Any) -> str:
 
 
 def epochs(loader: Any) -> Iterator[str]:
-    """Digests of three epochs, the second of which is left early; each batch is written over."""
+    """Yield digests of three epochs, of which the second is left early; overwrite each batch."""
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         for i, batch in enumerate(loader):
@@ -103,12 +103,12 @@ def test_a_group_has_torchs_batches_and_makes_each_once(how: Any, tmp_path: Path
     assert ours[0] == ours[1] != ours[2] == ours[3]
     if how.get("in_order", True):
         assert ours[0] == theirs[0], "not what torch gives to a rank with the leader's seed"
-        # In the epoch that is left early, two workers may be at the next batches.
+        # In the epoch that is left early, two workers may be making the next batches.
         assert Augmented(folders[0]).made() <= 2 * Augmented(folders[1]).made() + 8 * BATCH
 
 
 class Pinnable:
-    """A batch that notes in which thread its memory was pinned."""
+    """A batch that records in which thread its memory was pinned."""
 
     def __init__(self, samples: list[Any]) -> None:
         self.rows = torch.stack([row for row, _ in samples])
@@ -184,7 +184,7 @@ def test_what_one_rank_cannot_read_raises_on_all(workers: int, tmp_path: Path) -
 def test_a_follower_whose_sampler_reads_other_samples_raises(workers: int, tmp_path: Path) -> None:
     def read(rank: int) -> str:
         data = Augmented(tmp_path)
-        sampler: Any = DistributedSampler(data, 2, rank)  # not the group's number
+        sampler: Any = DistributedSampler(data, 2, rank)  # the rank instead of the group's number
         try:
             next(iter(loader_of(rank, tmp_path, workers, replicate=2, sampler=sampler)))
         except RuntimeError as e:
@@ -256,7 +256,7 @@ def test_ranks_whose_loaders_differ_all_raise(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(cluster.unavailable()), reason="needs network namespaces")
 def test_each_node_makes_the_batches_of_a_group_once(tmp_path: Path) -> None:
-    """Two ranks here, one in another network namespace."""
+    """Two ranks are here, one is in another network namespace."""
 
     def read(rank: int) -> list[str]:
         if rank == 2:
@@ -293,7 +293,7 @@ def test_what_is_no_group_is_refused_when_the_loader_is_made(wrong: Any) -> None
 
 
 class Scaled(creel.FileDataset):
-    """A dataset whose samples are made by code of a person's."""
+    """A dataset whose samples are made by a user's code."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.frombuffer(bytearray(super().__getitem__(index)), dtype=torch.uint8) * 2

@@ -1,4 +1,4 @@
-"""Files that samples write and read again: each read gives what torch's would, whoever wrote."""
+"""Files that samples write and read again: each read returns what torch's would."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _libc.fclose.argtypes = (ctypes.c_void_p,)
 
 
 def in_c(path: str, data: bytes) -> None:
-    """As cv2.imwrite, soundfile and pyarrow do."""
+    """Write as cv2.imwrite, soundfile and pyarrow do."""
     file = _libc.fopen(os.fsencode(path), b"w")
     _libc.fputs(data, file)
     _libc.fclose(file)
 
 
 def by_a_program(path: str, data: bytes) -> None:
-    """As ffmpeg does."""
+    """Write as ffmpeg does."""
     subprocess.run(["tee", path], input=data, stdout=subprocess.DEVNULL, check=True)
 
 
@@ -61,7 +61,7 @@ def through_its_folder(path: str, data: bytes) -> None:
 
 
 def by_a_link_to_another_file(path: str, data: bytes) -> None:
-    """The path leads elsewhere now, to a file that has long been there."""
+    """Make the path lead to another, older file."""
     new = Path(path + data.decode())
     if not new.exists():
         new.write_bytes(data)
@@ -73,7 +73,7 @@ def in_python(path: str, data: bytes) -> None:
 
 
 class Scratch(Dataset[Any]):
-    """Sample i writes to a file, one for all samples or its own, and reads it."""
+    """Sample i writes to a file, shared or its own, and reads it."""
 
     def __init__(self, folder: Path, write: Write, *, own: bool) -> None:
         folder.mkdir()
@@ -98,7 +98,7 @@ WRITERS = [
 
 
 def pair(tmp_path: Path, kind: Any, workers: int, write: Write, *, own: bool) -> tuple[Any, Any]:
-    """Loaders over the wrapped dataset and the bare one, whose workers stay."""
+    """Return loaders over the wrapped dataset and the bare one, with persistent workers."""
     more: dict[str, Any] = {"persistent_workers": True} if workers else {}
     ours = creel.wrap(Scratch(tmp_path / "ours", write, own=own))
     theirs = Scratch(tmp_path / "theirs", write, own=own)
@@ -181,7 +181,7 @@ class Made(Dataset[Any]):
 
 
 def served(daemon: Running) -> int:
-    """Objects that the daemon has fetched."""
+    """Return the objects that the daemon has fetched."""
     with daemon.client("cli") as client:
         datasets = client.ask("stats")["core"]["datasets"]
     return sum(int(d["reads"]) for d in datasets.values())
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 def test_a_trace_kept_by_an_earlier_job_serves_nothing_that_was_written_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a job before has recorded, and what is on disk, is older than what samples write."""
+    """An earlier job's trace and the objects on disk are older than the samples' writes."""
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
     monkeypatch.setenv("CREEL_DISK__PATH", str(tmp_path / "disk"))
     (tmp_path / "script.py").write_text(REWRITES)

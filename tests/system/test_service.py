@@ -1,4 +1,4 @@
-"""A daemon as a service: commands, signals, what it tells others; and that it leaves nothing."""
+"""A daemon as a service: commands, signals, reports; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_commands_are_answered(daemon: Running, tmp_path: Path) -> None:
 def test_an_idle_daemon_is_quiet_and_small(daemon_name: str, tmp_path: Path) -> None:
     with Running(daemon_name, fresh=True) as daemon, daemon.client() as client:
         process = psutil.Process(daemon.pid)
-        # Its own memory: of Arrow's libraries the kernel maps 35 MB more or less as it likes.
+        # Private memory: the mapped part of Arrow's libraries varies by 35 MB.
         assert process.memory_full_info().uss < 60e6
         opened(client, folder(tmp_path, [10]))
         time.sleep(1)
@@ -118,7 +118,7 @@ def test_a_log_in_a_file_has_no_end(daemon_name: str, tmp_path: Path) -> None:
 def test_sighup_finds_a_projects_settings_again(
     daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, named: bool
 ) -> None:
-    """A daemon works in /, and its settings are looked for where it was started."""
+    """A daemon works in /, but its settings are searched from where it was started."""
     settings = tmp_path / ("mine.toml" if named else "creel.toml")
     settings.write_text("[daemon]\nidle_s = 7\n")
     monkeypatch.chdir(tmp_path)

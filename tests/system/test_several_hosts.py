@@ -1,7 +1,7 @@
 """A job over several hosts: torch's batches on each, and the source read once.
 
-The hosts are network namespaces (`tests/testbed/cluster.py`), the storage counts what reaches it
-(`tests/testbed/slowfs.py`), the process group is gloo's, and nothing is configured but the memory.
+The hosts are network namespaces (`tests/testbed/cluster.py`), the storage counts its requests
+(`tests/testbed/slowfs.py`), the process group is gloo's, and only the memory is configured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testbed import cluster as hosts
 from testbed import http_server, jobs
 
 FILES = 1200
-#: Per node and epoch, beside heartbeats: what connections begin with, and plans that were missed.
+#: Per node and epoch, besides heartbeats: handshakes, and plans that were missed.
 _CONTROL_NBYTES = 1024
 
 _SERVER = (sys.executable, http_server.__file__, "--host=0.0.0.0")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why)
 
 
 def finished(ranks: list[jobs.Rank], epochs: int) -> list[dict[str, Any]]:
-    """What each rank's daemon counted, once all have read what torch would."""
+    """Return the counters of each rank's daemon, once all ranks have read what torch would."""
     for rank, one in enumerate(ranks):
         for epoch in range(epochs):
             said = one.next("epoch")["epoch"]["digest"]
@@ -38,31 +38,31 @@ def finished(ranks: list[jobs.Rank], epochs: int) -> list[dict[str, Any]]:
 
 
 def test_what_one_host_holds_no_other_reads_again() -> None:
-    """Of two ranks on each. A hit costs no open, and one host asks whether the file has changed."""
+    """Two ranks per host. A hit costs no open, and one host checks whether the file changed."""
     epochs, world, each = 4, 4, 2
     # Together 1.3 of the data, but less than the data each.
     memory = int(1.3 * FILES * jobs.HELD_NBYTES / 2)
-    # The kernel, which all hosts share, keeps no attributes: the storage hears of each stat.
+    # The kernel, which all hosts share, keeps no attributes: each stat reaches the storage.
     with jobs.storage(FILES, attr_timeout=0) as storage, hosts.Cluster(hosts=2) as cluster:
         words = [storage.mountpoint, "8", ",".join(["step"] * epochs)]
         with jobs.job(cluster, world, words, memory, each=each) as ranks:
             stats = finished(ranks, epochs)
-            totals = storage.totals()  # before one of them ends, whose part the others would read
+            totals = storage.totals()  # before one host ends, whose part the others would read
     opens = totals["opens"]
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
-    # Each host alone would read a third of its part of each later epoch, twice as much in all. What
-    # is above 1 (nothing, on an idle machine) is read where hosts learn late of each other.
+    # Each host alone would read a third of its part of each later epoch, twice as much in all.
+    # Reads above 1 (none on an idle machine) come from hosts that learn late of each other.
     assert opens <= 1.1 * FILES
     # Each open and each stat by path is one look-up; a fetch sees the version itself.
     assert totals["lookups"] - opens <= 1.1 * FILES * (epochs - 1)
-    # Nobody tells anybody what lies where: plans are computed.
+    # No node tells others which objects it holds: all compute the plans.
     talk = [said["peers"] for said in stats[::each]]
     control = sum(one["plans_nbytes"] + one["handshakes_nbytes"] for one in talk)
     assert control <= _CONTROL_NBYTES * len(talk) * epochs
 
 
 def test_of_what_lies_in_remote_storage_one_host_asks_for_all() -> None:
-    """Each object is read once, and hardly any is looked at again, whoever reads it."""
+    """Each object is read once, and hardly any version is checked again, by any reader."""
     epochs, world = 3, 2
     memory = int(1.2 * FILES * jobs.HELD_NBYTES / world)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -87,7 +87,7 @@ def test_of_what_lies_in_remote_storage_one_host_asks_for_all() -> None:
 
 def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_at_home() -> None:
     epochs, world, batch = 4, 2, 100
-    more = {"CREEL_LOADER__DIRECT": "never"}  # what a reader reads itself is counted here, too
+    more = {"CREEL_LOADER__DIRECT": "never"}  # direct reads would count here, too
     memory = int(1.2 * FILES * jobs.HELD_NBYTES / world)
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
         words = [storage.mountpoint, str(batch), ",".join(["step"] * epochs), "global-batch"]
@@ -98,22 +98,22 @@ def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_at_home()
                 assert together == jobs.global_batches(FILES, batch, world, epoch)
             peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
         opens = storage.totals()["opens"]
-    # At most 3 % of an epoch are not at home: read twice while hosts learn late of each other.
+    # At most 3 % of an epoch are not at home; they are read twice if hosts find each other late.
     assert opens <= 1.15 * FILES
-    # A third of all later reads, if ranks read what torch deals to them.
+    # It would be a third of all later reads without the exchange.
     assert sum(peer["hits"] for peer in peers) <= 0.08 * FILES * (epochs - 1)
 
 
 def test_memories_and_disks_of_all_hosts_are_one_capacity() -> None:
-    """What lies on a host's disk is sent to the other; no later epoch needs the source."""
+    """Objects on a host's disk are sent to the other; no later epoch needs the source."""
     epochs, world = 5, 2
     memory = int(0.25 * FILES * jobs.HELD_NBYTES)  # of each host; of each disk 0.4
     more = {
         "CREEL_DISK__PATH": "/tmp",
         "CREEL_DISK__BUDGET": str(int(0.4 * FILES * jobs.HELD_NBYTES)),
         "CREEL_DISK__KEEP_FREE": "0",
-        "CREEL_LOADER__DIRECT": "never",  # what a reader reads itself is counted here, too
-        "STEP_S": "0.02",  # a disk that takes longer than 0.25 s is not waited for
+        "CREEL_LOADER__DIRECT": "never",  # direct reads would count here, too
+        "STEP_S": "0.02",  # readers do not wait longer than 0.25 s for a disk
     }
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
         words = [storage.mountpoint, "8", ",".join(["step"] * epochs)]
@@ -127,7 +127,7 @@ def test_memories_and_disks_of_all_hosts_are_one_capacity() -> None:
     assert first <= 1.1 * FILES
     # 0 on an idle machine.
     assert later <= 0.03 * FILES
-    # An epoch reads half of all on each host: what its memory has not comes from a disk.
+    # An epoch reads half of all files on each host: those not in its memory come from a disk.
     assert min(tiers["disk"]["hits"] for tiers in said) >= 0.2 * FILES * (epochs - 2)
     assert min(tiers["peers"]["hits"] for tiers in said) > 0
 
@@ -148,7 +148,7 @@ def test_nodes_share_what_they_read_by_samplers_of_which_they_know_nothing(kind:
             peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
     assert min(peer["hits"] for peer in peers) > 0
     # Alone, each reads .35 ("random": of all files, else of its half) again in each epoch, or more.
-    # What was read before the nodes had found each other is not where it belongs until epoch 2.
+    # Objects read before the nodes found each other are not in their places until epoch 2.
     assert reads[2] - reads[1] <= 0.2 * FILES
 
 
@@ -177,14 +177,14 @@ def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
         stats = [one.next("stats")["stats"] for one in ranks]
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
     # Each alone: 2, and .4 in each later epoch. Measured: 1.3 to 1.4, 1.5 to 1.9 on a busy machine,
-    # as both jobs want the same files at about the same time; and .14 (.75 where each of them
-    # went by a plan for its own nodes).
+    # as both jobs want the same files at about the same time; and .14 (.75 if each job followed a
+    # plan for its own nodes).
     assert reads[0] <= 2 * FILES
     assert reads[3] - reads[1] <= 2 * 0.3 * FILES
 
 
 def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough() -> None:
-    """Slurm's here; tests/unit/test_hostlist.py has the others."""
+    """Slurm's list here; tests/unit/test_hostlist.py has the others."""
     world, epochs = 2, 4
     memory = int(1.3 * FILES * jobs.HELD_NBYTES / world)
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:

@@ -34,7 +34,7 @@ N, NBYTES, BATCH = 160, 600, 8
 
 @pytest.fixture
 def name(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a daemon that the test starts, and no loader."""
+    """Name of a daemon that the test starts, not a loader."""
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     yield daemon_name
     connections.disconnect(daemon_name)
@@ -61,7 +61,7 @@ def stats_of(daemon: Running) -> Any:
 
 
 def reads(daemon: Running) -> int:
-    """Of the source, by the daemon."""
+    """Return the daemon's reads of the source."""
     return sum(int(source["reads"]) for source in stats_of(daemon)["sources"])
 
 
@@ -79,7 +79,7 @@ def test_the_next_epochs_batches_are_made_in_this_ones_memory(
 ) -> None:
     loader = creel.DataLoader(rows, 10, num_workers=workers)
     first, second = ({batch.data_ptr() for batch in loader} for _ in range(2))
-    assert len(first) <= 3  # and in as little as it takes
+    assert len(first) <= 3  # and in no more slots than necessary
     assert first & second
     held = [*loader]
     assert len({batch.data_ptr() for batch in held}) == len(held) == ROWS // 10
@@ -109,7 +109,7 @@ def test_workers_make_large_batches_of_rows(
     kept = loader(creel.DataLoader, num_workers=2, **more)
     iterator = iter(kept)
     assert type(iterator) is (WorkerIter if kind == "process" else GatherIter)
-    ours = [*iterator, *kept]  # all are held while slots are used again
+    ours = [*iterator, *kept]  # all are held while slots are reused
     assert len(ours) == len(theirs) == 6
     for mine, his in zip(ours, theirs, strict=True):
         pairs = zip(mine, his, strict=True) if labelled else [(mine, his)]
@@ -122,7 +122,7 @@ def test_workers_make_large_batches_of_rows(
 
 
 class Moody:
-    """Nobody can foresee it: whoever is asked in between may change its mind."""
+    """An unpredictable sampler: any question in between may change its order."""
 
     shift = 0
 
@@ -149,7 +149,7 @@ def test_a_wrong_prediction_leaves_no_step_pinned(
 
     def all_given_back() -> bool:
         (session,) = stats_of(daemon)["sessions"]
-        return bool(session["known"] - session["done"] <= 2 * workers)  # what torch pulls ahead
+        return bool(session["known"] - session["done"] <= 2 * workers)  # torch's lead
 
     def nothing_pinned() -> None:
         until(all_given_back, what="no step of a plan that is void is held")
@@ -210,7 +210,7 @@ print(loader.stats()["direct_reads"], flush=True)
 def test_two_trainers_with_orders_of_their_own_share_one_read(daemon: Running, files: Any) -> None:
     folder = str(Path(files.paths[0]).parent)
     both = [Program(_TRAINER, folder, seed) for seed in "12"]
-    for _ in range(3):  # in each epoch they begin together
+    for _ in range(3):  # each epoch begins at the same time
         first, second = (process.stdout.readline() for process in both)
         assert first
         assert first != second
@@ -243,7 +243,7 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
     paths = [str(tmp_path / str(i)) for i in range(N if kind == "files" else 1)]
 
     def write() -> None:
-        """Other bytes each time: a batch of what a lost daemon had is seen."""
+        """Write other bytes each time, so that a batch from a lost daemon shows."""
         for path in paths:
             Path(path).write_bytes(rng.bytes(NBYTES * N // len(paths)))
 
@@ -270,12 +270,12 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
         same_epoch()
         assert read_all(first)
     write()
-    with Running(name) as second:  # at once another
+    with Running(name) as second:  # another one at once
         same_epoch()
         assert read_all(second)
     assert ours.stats()["direct_reads"] == 0
     write()
-    same_epoch()  # and none for a while
+    same_epoch()  # none for a while
     write()
     with Running(name) as third:
         same_epoch()
@@ -290,7 +290,7 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
     """Also large rows, which threads copy."""
     monkeypatch.setattr(connections, "RETRY_S", 0)
     monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0 if kind == "large rows" else 1 << 20)
-    monkeypatch.setattr(epoch_run, "COUNT_S", 0)  # look after each batch whether it is alive
+    monkeypatch.setattr(epoch_run, "COUNT_S", 0)  # check after each batch whether it is alive
     paths = [tmp_path / str(i) for i in range(N)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]) * NBYTES)
@@ -323,7 +323,7 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
 def test_workers_that_live_on_keep_their_dataset_whatever_daemon_there_is(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is changed between epochs they do not see, and must not read by its numbers."""
+    """They do not see changes between epochs, and must not read by the new numbers."""
     monkeypatch.setattr(connections, "RETRY_S", 0)
     both: list[Any] = []
     for i in range(2):
@@ -355,19 +355,19 @@ ROWS, ROW_NBYTES, FEW = 400, 16384, 4
 
 
 def no_init(worker: int) -> None:
-    """With a `worker_init_fn` batches are made by worker processes, else by threads."""
+    """A `worker_init_fn`: with it, processes make batches instead of threads."""
 
 
 class Gate:
-    """Where a reader that has looked up a batch's rows stands still, just before it copies them.
+    """Stops a reader that has looked up a batch's rows, just before it copies them.
 
-    Meanwhile others may do to the memory whatever they do to bytes that nobody has pinned.
+    Meanwhile a test may overwrite memory that is not pinned.
     """
 
     def __init__(
         self, path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[list[int]], bool]
     ) -> None:
-        """The first batch whose objects are `chosen` stops here, in what is started later."""
+        """Stop the first batch whose objects are `chosen`, in loaders started later."""
         self.arrived, self.opened, self.passed = (path / n for n in ("here", "open", "past"))
         rows = Gatherer.rows
         stops = False
@@ -395,7 +395,7 @@ class Gate:
         monkeypatch.setattr(BufferPool, "take", watched(BufferPool.take))
 
     def let_through(self) -> None:
-        """Let the reader go on, if there is one, and wait until it has copied."""
+        """Let the reader continue, if there is one, and wait until it has copied."""
         self.opened.touch()
         if self.arrived.exists():
             until(self.passed.exists, what="the rows are copied")
@@ -416,14 +416,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 
 
 def by_one(kind: str, rows: Any, sampler: Any) -> Any:
-    """Read by one worker process, or by one thread."""
+    """Return the batches, read by one worker process or by one thread."""
     more: Any = {"prefetch_factor": 2, "multiprocessing_context": "fork"}
     more["worker_init_fn"] = no_init if kind == "process" else None
     return creel.DataLoader(rows, FEW, sampler=sampler, num_workers=1, **more)
 
 
 def numbers(batches: Any) -> list[int]:
-    """Of the rows, each of which must be whole."""
+    """Return the numbers of the rows, each of which must be whole."""
     found = []
     for batch in batches:
         assert (batch == batch[:, :1]).all()
@@ -432,7 +432,7 @@ def numbers(batches: Any) -> list[int]:
 
 
 def write_over(daemon: Running, rows: Any) -> None:
-    """Have other rows lie wherever nobody has pinned what was there."""
+    """Put other rows into all memory that is not pinned."""
     manifest = bind(rows).manifest  # type: ignore[union-attr]  # it is bound
     with daemon.client() as client:
         for dataset in client.ask("datasets")["datasets"]:
@@ -454,7 +454,7 @@ def test_what_is_copied_while_the_session_closes_is_read_anew(
     batches = iter(loader)
     ours = numbers(itertools.islice(batches, 3))
     until(gate.arrived.exists, what="the batch is being made")
-    connections.disconnect(tight.name)  # as after a reply that came too late
+    connections.disconnect(tight.name)  # as after a late reply
     until(lambda: not stats_of(tight)["sessions"], what="the daemon takes everything back")
     write_over(tight, rows)
     gate.let_through()
@@ -470,7 +470,7 @@ def test_a_thread_that_hangs_up_costs_the_others_no_batch(
     heard = itertools.count()
 
     def hear(thing: Any) -> Any:
-        """In the midst of the fourth batch, something else happens in this process."""
+        """Disturb this process in the middle of the fourth batch."""
         if next(heard) == (3 if kind == "rows" else 3 * FEW + 1):
             connections.disconnect(tight.name)
             until(lambda: not stats_of(tight)["sessions"], what="the daemon takes everything back")

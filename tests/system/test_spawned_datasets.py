@@ -1,4 +1,4 @@
-"""Datasets in workers that were spawned, not forked: what they pickle is all a worker has."""
+"""Datasets in spawned, not forked, workers: a worker has only what they pickle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_is(sample: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """Tensors as lists, so that `==` compares all of it."""
+    """Return a value with tensors as lists, so that `==` compares all of it."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return [listed(v) for v in value] if isinstance(value, (list, tuple)) else value

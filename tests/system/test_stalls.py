@@ -1,7 +1,7 @@
-"""What the training waited for, as the daemon tells it: each cause made the greatest by force.
+"""What training waited for, as reported by the daemon: each cause is made the greatest by force.
 
-A machine that is busy with something else for a second has a training wait as well, for whatever it
-was about to get. So what is slow goes on until it is the greatest: what is not counted never is.
+On a machine that is busy for a second, training waits for whatever comes next. So the slow part
+continues until it is the greatest cause: a cause that is not counted never becomes that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from testbed.http_server import Server
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 FILES, NBYTES = 64, 16_384
-PAUSE_S = 0.01  # for a sample or for a batch's draw: 64 of them are more than all else together
+PAUSE_S = 0.01  # per sample or per batch's draw: 64 of them exceed all other waits together
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
@@ -56,9 +56,9 @@ class SlowSampler(Sampler[int]):
 
 
 class Endless(SlowSampler):
-    """Cannot be foreseen: it has no length, and no copy of it can be drained.
+    """A sampler that cannot be predicted: it has no length, and a copy of it never ends.
 
-    Nor is the daemon stats_of of its batches one by one: it counts from the end.
+    The daemon does not get its batches one by one, either: it counts from the end.
     """
 
     def __iter__(self) -> Iterator[int]:
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def node(daemon_name: str) -> Iterator[Running]:
-    """A daemon that reads few steps ahead, so that it is needed all the time."""
+    """A daemon that reads few steps ahead, so that training needs it all the time."""
     few = {"CREEL_WINDOW__MIN_STEPS": "1", "CREEL_WINDOW__MAX_STEPS": "2"}
     with Running(daemon_name, env=few) as running:
         yield running
@@ -87,25 +87,25 @@ def node(daemon_name: str) -> Iterator[Running]:
 
 
 def stats_of(node: Running) -> dict[str, Any]:
-    """The one session, as `creel stats` has it."""
+    """Return the only session from `creel stats`."""
     with node.client("cli") as client:
         (session,) = client.ask("stats")["sessions"]
     return dict(session)
 
 
 def worst(seconds: dict[str, float]) -> str:
-    """Where most of the time went."""
+    """Return where most of the time went."""
     return max(seconds, key=seconds.__getitem__)
 
 
 def worst_since(before: dict[str, float], node: Running) -> str:
-    """The greatest cause of stalls since `before`."""
+    """Return the greatest cause of stalls since `before`."""
     now = stats_of(node)["stall_s"]
     return worst({cause: now[cause] - before[cause] for cause in now})
 
 
 def forget(node: Running) -> None:
-    """Have the daemon read again what it has, if it has anything."""
+    """Make the daemon read its objects again, if it has any."""
     with node.client("cli") as client:
         for dataset in client.ask("datasets")["datasets"]:
             client.ask("drop", dataset=dataset["dataset"])
@@ -208,8 +208,8 @@ def test_a_stopped_daemon_is_named(workers: int, node: Running, folder: Path) ->
             epoch(loader)
         finally:
             node.signal(signal.SIGCONT)
-        assert stats_of(node)["pid"] == os.getpid()  # it serves again
-        epoch(loader)  # and is told of the time when it could not hear
+        assert stats_of(node)["pid"] == os.getpid()  # the daemon serves again
+        epoch(loader)  # and gets the counts of the time when it was stopped
         return worst_since(before, node) == "daemon"
 
     until(named, what="the daemon is the greatest")

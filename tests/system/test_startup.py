@@ -1,4 +1,4 @@
-"""What starting costs, as counts: what a daemon without data has not loaded, and does not wait for.
+"""Costs of starting, as counts: modules that a daemon without data has not loaded or awaited.
 
 Seconds and megabytes are in benchmarks/startup.py.
 """
@@ -27,7 +27,7 @@ from kit import gone, unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-#: For sitecustomize.py: the daemon's `import pyarrow` says that it began, and waits for a word.
+#: For sitecustomize.py: the daemon's `import pyarrow` reports its start, and waits for an answer.
 _SLOW_PYARROW = """
 import os, sys, time
 class Slow:

@@ -1,4 +1,4 @@
-"""torchvision's other datasets of files, below `creel.wrap`: as they are, and opened once."""
+"""torchvision's other file datasets below `creel.wrap`: unchanged, and opened once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import creel
-from folders import folder  # torchvision.datasets, whichever build of torch it is for
+from folders import folder  # torchvision.datasets of any build
 from testbed.same import needs_fuse, opened_by_epoch
 from testbed.slow_files import generator
 from testbed.slowfs import SlowFS
@@ -177,7 +177,7 @@ def coco(root: Path) -> Any:
     return lambda at: made("CocoDetection")(at, f"{root}/all.json", transform=tensors)
 
 
-#: How each is laid out, and the files of one sample.
+#: The layout of each, and the number of files per sample.
 TREES: dict[Callable[[Path], Any], int] = {
     voc_detection: 2, voc_segmentation: 2, pets: 2, gtsrb: 1, food: 1, dtd: 1, aircraft: 1,
     cityscapes: 2, sun: 1, clevr: 1, kitti: 2, cars: 1, flowers: 1, coco: 1,
@@ -203,4 +203,4 @@ def test_what_it_opens_is_opened_once_and_its_samples_are_torchs(tree: Any, tmp_
     assert opens == [TREES[tree] * N, 0, 0]
 
 
-assert folder  # imported for what it makes importable
+assert folder  # imported for its side effect

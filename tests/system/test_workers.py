@@ -1,4 +1,4 @@
-"""Workers of creel.DataLoader: dead, hung and left ones, and what they leave behind."""
+"""Workers of creel.DataLoader: dead, hung and left ones, and their leftovers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Act(Squares):
         return i
 
     def leave_a_child(self) -> None:
-        """Die, but not a child, which has inherited all descriptors."""
+        """Exit, but leave a child that has inherited all descriptors."""
         if os.fork() == 0:
             until(self.gate.exists)
             os._exit(0)
@@ -63,27 +63,27 @@ class Act(Squares):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_live_on_where_torchs_do(persistent: bool) -> None:
-    """Two for each of three epochs; of persistent ones the same two."""
+    """Two for each of three epochs; persistent workers are the same two."""
     loader = creel.DataLoader(Pids(), 4, num_workers=2, persistent_workers=persistent)
     seen = {int(p) for _ in range(3) for b in loader for p in b}
     assert len(seen) == (2 if persistent else 6)
 
 
 def slots() -> set[int]:
-    """The slots that this process has mapped, by inode."""
+    """Return the slots that this process has mapped, by inode."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {int(line.split()[4]) for line in lines if "creel-slot" in line}
 
 
 def test_the_next_epochs_workers_write_where_the_last_ones_did() -> None:
-    """Except where somebody still holds a batch, which nobody may overwrite."""
+    """Except where a batch is still held, which must not be overwritten."""
     rows = torch.arange(64 * 5000).view(64, 5000)
     loader = creel.DataLoader(torch.utils.data.TensorDataset(rows), 4, num_workers=2)
     held, before = next(iter(loader))[0], set[int]()
     for _ in range(4):
         for i, (batch,) in enumerate(loader):
             assert torch.equal(batch, rows[4 * i : 4 * i + 4])
-        del batch  # held as the workers ended, so its slot was not handed on
+        del batch  # held when the workers ended, so its slot was not passed on
         now = slots()
         assert len(before - now) <= 1
         before = now
@@ -133,7 +133,7 @@ def test_ctrl_c_as_an_epoch_begins_leaves_no_workers(
 
 
 class Uneven(Squares):
-    """Worker 0 waits with its first batch for worker 1's fourth; each takes a slot."""
+    """Worker 0 delays its first batch until worker 1's fourth; each takes a slot."""
 
     def __init__(self, gate: Path) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_batch_whose_successor_the_sampler_fails_to_give_keeps_no_slot() -> No
 
     samples = [torch.full((10_000,), float(i)) for i in range(2)]
     loader: Any = creel.DataLoader(
-        samples,  # type: ignore[arg-type]  # has what it takes
+        samples,  # type: ignore[arg-type]  # has all that is needed
         batch_sampler=Ends(),
         num_workers=1,
         persistent_workers=True,
@@ -227,7 +227,7 @@ def test_two_live_iterators_have_workers_of_their_own() -> None:
 def test_a_dead_worker_is_named_at_once(
     what: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_iter, "LOOK_S", 1000)  # no wait looks up by itself
+    monkeypatch.setattr(worker_iter, "LOOK_S", 1000)  # no wait wakes up by itself
     loader = creel.DataLoader(Act(what), 2, num_workers=2)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited") as e:
         list(loader)
@@ -256,7 +256,7 @@ def test_after_a_death_the_other_workers_batches_still_come() -> None:
         got += (int(b[0]) for b in iterator)
     got += (int(b[0]) for b in iterator)
     assert got[:1] == [0]
-    assert got == sorted(set(range(0, 40, 2)) - {4, 8})  # the two that it had been given
+    assert got == sorted(set(range(0, 40, 2)) - {4, 8})  # without the two batches given to it
 
 
 def test_a_persistent_worker_killed_between_epochs_is_named() -> None:
@@ -287,7 +287,7 @@ def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"loader.hung_s": 0.5}
     iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, creel=options))
     (worker,) = pids(iterator)
-    until(lambda: stopped(worker))  # having sent the first batch
+    until(lambda: stopped(worker))  # after it has sent the first batch
     next(iterator)
     with (
         pytest.warns(StallWarning, match=r"batch 1 .* stopped by a signal.* reading") as told,
@@ -298,7 +298,7 @@ def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def woken_when(condition: Callable[[], bool], pid: int) -> Iterator[None]:
-    """A stopped process goes on as soon as something is true."""
+    """Let a stopped process continue as soon as the condition holds."""
 
     def wake() -> None:
         try:
@@ -342,7 +342,7 @@ def test_an_unpicklable_index_is_an_error_in_the_trainer() -> None:
         iter(loader)
 
 
-#: Of a trainer in a process of its own.
+#: The imports of a trainer in a process of its own.
 IMPORTS = f"""
 import os, sys, warnings
 warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -450,26 +450,26 @@ class Hundred(Squares):
 
 
 def faults(_: list[bytes]) -> int:
-    """Pages this process has touched for the first time."""
+    """Return how many pages this process has touched for the first time."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a hint to glibc")
 @pytest.mark.slow
 def test_a_worker_uses_what_a_batch_freed_for_the_next() -> None:
-    # Spawned: a forked one has the limits that this process came to.
+    # Spawned: a forked process inherits this process's adapted limits.
     told = list(
         creel.DataLoader(
             Hundred(1280), 64, num_workers=1, multiprocessing_context="spawn", collate_fn=faults
         )
     )
-    assert told[-1] - told[4] < 64 * 15  # there are 24 pages in a sample, 64 in a batch
+    assert told[-1] - told[4] < 64 * 15  # a sample has 24 pages, a batch 64 samples
 
 
 def test_a_ctrl_c_while_workers_end_keeps_none_of_their_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each left the slots of its pool behind, for as long as the process lived."""
+    """Each Ctrl-C kept the slots of a pool for as long as the process lived."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

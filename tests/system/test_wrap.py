@@ -42,11 +42,11 @@ SEALED = "creel.loader.client.client.sealed_file"  # what a manifest travels in
 
 
 class Files(FileDataset):
-    """Says in a log how often this process, whichever it is, read the source."""
+    """Logs how often this process, trainer or worker, read the source."""
 
     log: str
 
-    def _read_direct(self, object_id: int) -> bytes:  # what kinds of datasets may override
+    def _read_direct(self, object_id: int) -> bytes:  # a method that datasets may override
         with Path(self.log).open("ab", buffering=0) as f:
             f.write(b".")
         return super()._read_direct(object_id)
@@ -75,7 +75,7 @@ class Node:
         return self._log.stat().st_size
 
     def reads(self) -> int:
-        """Reads of the source since the last call, by the daemon and by all readers."""
+        """Return the reads of the source since the last call, by the daemon and by all readers."""
         datasets = self.stats()["core"]["datasets"].values()
         now = self.direct() + sum(int(d["reads"]) for d in datasets)
         before, self._before = self._before, now
@@ -103,7 +103,7 @@ def node(
 
 
 def batches(dataset: Any, size: int = BATCH, kind: Any = DataLoader, **more: Any) -> Any:
-    """A loader, torch's own or another, and the same order each time it is made."""
+    """Return a loader, torch's or another, with the same order each time."""
     generator = torch.Generator().manual_seed(3)
     return kind(dataset, size, True, collate_fn=list, generator=generator, **more)
 
@@ -127,7 +127,7 @@ HOW: dict[str, dict[str, Any]] = {
 def test_what_fits_is_read_once_over_all_epochs_and_workers(node: Node, how: str) -> None:
     files = node.files()
     loader = batches(creel.wrap(files), **HOW[how])
-    # persistent workers draw otherwise, and it takes workers to have them
+    # persistent workers draw differently, so torch's loader needs them, too
     same = HOW["fork, persistent"] if "persistent_workers" in HOW[how] else {}
     bare = batches(FileDataset(node.path, "*.raw", decode=bytes), **same)
     reads = []
@@ -140,7 +140,7 @@ def test_what_fits_is_read_once_over_all_epochs_and_workers(node: Node, how: str
 @pytest.mark.parametrize("node", [0.5], indirect=True)
 @pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
 def test_half_the_memory_gives_nearly_half_the_hits(node: Node, how: str) -> None:
-    """Less what two workers hold or just held: a fifteenth of the room, with batches of 2."""
+    """Less the objects that two workers hold or just held: 1/15 of the room, in batches of 2."""
     loader = batches(creel.wrap(node.files()), 2, **HOW[how])
     for _ in loader:
         pass
@@ -148,7 +148,7 @@ def test_half_the_memory_gives_nearly_half_the_hits(node: Node, how: str) -> Non
     for _ in range(3):
         for _ in loader:
             pass
-    assert 0.5 * N <= node.reads() / 3 <= 0.62 * N  # the least recently used would go: 0.85 N
+    assert 0.5 * N <= node.reads() / 3 <= 0.62 * N  # LRU would read 0.85 N
 
 
 @pytest.mark.parametrize("node", [0.5], indirect=True)
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_read_by_the_daemon_all_the_same(node: Node) -> Non
 
 
 class Squares(Dataset[bytes]):
-    """Nothing is known of it."""
+    """A dataset of which nothing is known."""
 
     def __len__(self) -> int:
         return 30
@@ -207,7 +207,7 @@ def other_indices(dataset: Any) -> None:
 def test_a_dataset_that_was_changed_gives_its_new_samples(
     node: Node, tmp_path: Path, how: str, change: Callable[[Any], None]
 ) -> None:
-    """A person may assign what its samples are made of; objects have other numbers then."""
+    """A user may assign other contents to its samples; objects get other numbers then."""
     images = tmp_path / "images"
     images.mkdir()
     for name in "ab":
@@ -238,7 +238,7 @@ def other_way(stacked: Any) -> Any:
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("kind", [None, creel.DataLoader], ids=["wrap", "creel"])
 def test_what_stands_around_a_folder_may_change_at_any_time(tmp_path: Path, kind: Any) -> None:
-    """torchvision's folders are read through a copy of what is around them."""
+    """torchvision's folders are read through a copy of their wrappers."""
     made = []
     for name, gray in (("one", 0), ("other", 9)):
         (tmp_path / name / "a").mkdir(parents=True)
@@ -273,7 +273,7 @@ def test_exceptions_are_the_datasets_own(node: Node) -> None:
     cases += [(files, 1.5), (Squares(), "x"), (Subset(files, [N + 3]), 0)]
     cases += [(FileDataset(node.path, "*.raw", decode=broken), 3)]
     for dataset, index in cases:
-        with pytest.raises(Exception) as theirs:  # noqa: PT011  (whatever it is)
+        with pytest.raises(Exception) as theirs:  # noqa: PT011  (any error)
             dataset[index]
         with pytest.raises(theirs.type) as ours:
             creel.wrap(dataset)[index]
@@ -336,7 +336,7 @@ def test_a_stopped_daemon_is_not_waited_for_again_and_again(node: Node) -> None:
     took = time.monotonic() - start
     node.daemon.signal(signal.SIGCONT)
     assert got == list(bare)
-    assert took < 20  # 2 s; waiting for each batch would take 28
+    assert took < 20  # it takes 2 s; waiting for each batch would take 28
 
 
 def test_a_stopped_daemon_that_goes_on_serves_again(node: Node, daemon_name: str) -> None:
@@ -382,7 +382,7 @@ def test_without_any_daemon_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_session_that_finds_no_memory_or_descriptor_means_direct_reads(
     node: Node, caplog: pytest.LogCaptureFixture, lacking: str
 ) -> None:
-    """The location table of a large dataset under `ulimit -v`; the manifest's descriptor."""
+    """A large dataset's location table under `ulimit -v`; the manifest's descriptor."""
     files = creel.wrap(node.files())
     with mock.patch(lacking, side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")):
         got = [files.__getitems__([i]) for i in range(3)]
@@ -392,7 +392,7 @@ def test_a_session_that_finds_no_memory_or_descriptor_means_direct_reads(
 
 
 def test_ctrl_c_amid_a_request_costs_no_later_read(node: Node, daemon_name: str) -> None:
-    """In a notebook: whether the daemon has got the request is unknown, so its session is lost."""
+    """In a notebook: whether the daemon got the request is unknown, so its session is lost."""
     files = creel.wrap(node.files())
     files.__getitems__([0, 1])
     client = connections.connected(daemon_name)
@@ -409,7 +409,7 @@ def test_ctrl_c_amid_a_request_costs_no_later_read(node: Node, daemon_name: str)
 def test_a_plan_that_does_not_arrive_is_waited_for_once_in_a_while(
     node: Node, daemon_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where libzmq finds no descriptor: another session's plan would not arrive, either."""
+    """As if libzmq found no descriptor: another session's plan would not arrive, either."""
     monkeypatch.setattr("creel.loader.client.session.ARRIVAL_S", 0.2)
     files = creel.wrap(node.files())
     files[0]
@@ -516,7 +516,7 @@ def test_a_daemon_stays_between_the_epochs_of_torchs_workers_and_goes_with_their
 def test_a_fork_starts_and_asks_nothing(
     daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever forks, and whatever for: there is a daemon once something is read."""
+    """Forks of any kind: a daemon is started only when something is read."""
 
     asked: list[object] = []
 
