@@ -68,7 +68,7 @@ class Result:
     tiers: dict[str, Any] = field(default_factory=dict)
 
 
-# --- the person's part: a dataset, a model, a loop --------------------------------------------
+# --- the user's part: a dataset, a model, a loop ----------------------------------------------
 
 
 def decode(data: bytes) -> torch.Tensor:

@@ -1,4 +1,4 @@
-# ruff: noqa: NPY002  the global generators are what is compared
+# ruff: noqa: NPY002  compares the global generators
 """Observable results of a loader, in forms that compare to the bit."""
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class HomesFarthest(FarthestNextUse):
         self._merged.forget()
         self._known = [{} for _ in self._jobs]
 
-    # --- who stays -------------------------------------------------------------------------------
+    # --- eviction --------------------------------------------------------------------------------
 
     def relist(self) -> None:
         """Sort all residents again, as plans or the jobs' speeds have changed."""

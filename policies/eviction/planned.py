@@ -181,7 +181,7 @@ class PlannedEviction(EvictionPolicy):
             gone &= self.stored[ids] == NOT_STORED
         return gone
 
-    # --- what may leave --------------------------------------------------------------------------
+    # --- eviction candidates ---------------------------------------------------------------------
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
         if uses is not self.uses or epoch <= self.epoch:

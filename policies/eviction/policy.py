@@ -64,7 +64,7 @@ class EvictionPolicy:
         self._pins = pins
         self.all_uses = uses
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- notifications ---------------------------------------------------------------------------
 
     def released(self, ids: Index) -> None:
         """Note that residents are no longer pinned (an object may be given twice)."""
@@ -118,7 +118,7 @@ class EvictionPolicy:
         """Return (k,) whether each object is worth a place on disk."""
         return np.ones(len(ids), np.bool_)
 
-    # --- who leaves ------------------------------------------------------------------------------
+    # --- eviction --------------------------------------------------------------------------------
 
     def victims(self, k: int, step: int) -> Index:
         """Return up to k distinct objects to evict for reads at `step` of the policy's clock."""

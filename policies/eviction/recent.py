@@ -107,7 +107,7 @@ class MostRecentFirst(EvictionPolicy):
     def _enter(self, ids: Index) -> None:
         self._log.add(ids)
 
-    def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (what is due is unknown)
+    def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (next uses are unknown)
         """Remove and return up to k distinct objects to evict, the objects read last first."""
         if self.stale:
             self.relist()

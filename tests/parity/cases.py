@@ -1,4 +1,4 @@
-# ruff: noqa: NPY002  the global generators are what is compared
+# ruff: noqa: NPY002  compares the global generators
 """Random uses of a DataLoader, and records of all their observable results."""
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def test_batches_that_cannot_be_fail_as_torchs(
         for _ in batches:
             try:
                 out.append(repr(next(it)))
-            except Exception as e:  # noqa: BLE001, PERF203  whatever torch makes of it
+            except Exception as e:  # noqa: BLE001, PERF203  any error of torch
                 out.append(f"{type(e).__name__}: {str(e).splitlines()[-1]}")
         assert next(it, None) is None
         return out

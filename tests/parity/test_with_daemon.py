@@ -167,7 +167,7 @@ def test_what_torch_says_of_a_batch_it_cannot_collate(
         for _ in batches:
             try:
                 out.append(repr(next(it)))
-            except Exception as e:  # noqa: BLE001, PERF203  whatever torch makes of it
+            except Exception as e:  # noqa: BLE001, PERF203  any error of torch
                 out.append(f"{type(e).__name__}: {str(e).splitlines()[-1]}")
         assert next(it, None) is None  # otherwise torch waits 10 s for its workers
         return out

@@ -121,7 +121,7 @@ def test_transfers_where_half_fits(nodes: int, most: float) -> None:
 
 
 def test_memory_beyond_one_copy_makes_most_reads_local_and_none_from_the_source() -> None:
-    """If each node kept what is best for it alone, last copies or not, the share were 0.588.
+    """If each node kept what is best for it alone, last copies or not, the share would be 0.588.
 
     A plan that never gives up a last copy for a second one reaches 0.582.
     """

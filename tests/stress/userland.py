@@ -170,7 +170,7 @@ def children_left() -> int:
     return len(multiprocessing.active_children())
 
 
-# --- files, and what is done to them ------------------------------------------------------------
+# --- files, and changes to them -----------------------------------------------------------------
 
 
 def make_files(name: str, sizes: Sequence[int]) -> list[str]:

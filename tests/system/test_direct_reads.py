@@ -324,7 +324,7 @@ class Opens(Silent):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         seen = not isinstance(open, BuiltinFunctionType)
-        with open(self.paths[index], "rb") as file:  # noqa: PTH123  as people do
+        with open(self.paths[index], "rb") as file:  # noqa: PTH123  as users do
             return torch.cat([decode(file.read()), torch.tensor([seen], dtype=torch.uint8)])
 
 

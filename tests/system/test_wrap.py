@@ -38,7 +38,7 @@ from programs import Program
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 N, NBYTES, BATCH = 120, 20_000, 8
-SEALED = "creel.loader.client.client.sealed_file"  # what a manifest travels in
+SEALED = "creel.loader.client.client.sealed_file"  # the memfd of a manifest
 
 
 class Files(FileDataset):

@@ -78,7 +78,7 @@ def _dealt(files: int, rank: int, world: int, epoch: int) -> list[int]:
         seed=7,
     )
     sampler.set_epoch(epoch)
-    return list(map(operator.index, sampler))  # type: ignore[arg-type]  # of these, torch says object
+    return list(map(operator.index, sampler))  # type: ignore[arg-type]  # torch types them as object
 
 
 def global_batches(files: int, batch: int, world: int, epoch: int) -> list[list[str]]:

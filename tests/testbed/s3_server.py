@@ -1,4 +1,4 @@
-"""A small S3 server on loopback that counts exactly, checks who asks, and fails on request.
+"""A small S3 server on loopback that counts exactly, checks access keys, and fails on request.
 
 What reading needs of S3: GET with ranges, HEAD, ListObjectsV2 in pages, and its errors as XML. It
 asks for the right access key and checks no signature. Keys are the files below a folder, buckets

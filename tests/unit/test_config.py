@@ -336,7 +336,7 @@ def test_a_budget_is_a_share_of_what_is_free_or_of_all_or_a_size() -> None:
         memory_budget(MemorySettings(budget="10kB"), **here)
 
 
-# --- what the machine allows ------------------------------------------------------------------
+# --- limits of the machine --------------------------------------------------------------------
 
 
 MemoryOf: TypeAlias = Callable[[str, dict[str, str]], limits.MemoryLimits]

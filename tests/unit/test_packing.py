@@ -268,7 +268,7 @@ def test_reductions_of_the_user_are_kept(road: Road, monkeypatch: pytest.MonkeyP
     assert road.trip([torch.zeros(7)]) == [7]
 
 
-# --- what can be done with what arrives -------------------------------------------------------
+# --- uses of received batches -----------------------------------------------------------------
 
 
 def test_what_arrives_is_writable_and_private(road: Road) -> None:

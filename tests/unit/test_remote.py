@@ -272,7 +272,7 @@ def test_the_tag_of_a_read_is_that_of_a_question() -> None:
         assert told == one.version[0] == other.version[0] > 0
 
 
-# --- who never answers ----------------------------------------------------------------------------
+# --- servers that never answer --------------------------------------------------------------------
 
 
 @pytest.fixture

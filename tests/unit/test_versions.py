@@ -333,7 +333,7 @@ def test_a_file_that_is_written_to_all_the_time_has_failed(
     assert source.counters.snapshot().errors == {"EBUSY": 1}
 
 
-# --- what is far ----------------------------------------------------------------------------------
+# --- remote files ---------------------------------------------------------------------------------
 
 
 def test_an_http_server_tells_versions_by_its_tags(tmp_path: Path) -> None:
