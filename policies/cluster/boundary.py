@@ -19,7 +19,7 @@ from creel.policies.eviction.sampling import Nodes
 #: Origin of a fetch from the dataset's storage; in `ClusterView.origin` this node has it. All other
 #: origins that policies return are numbers of peers.
 SOURCE = -1
-#: Parts of an epoch in which the time of a holder's receipt is counted.
+#: Parts of an epoch in which `Placed.when` counts.
 PARTS = 256
 #: Most epochs of a job whose orders are kept: loaders announce a few ahead.
 _MAX_ORDERS = 64
@@ -131,7 +131,7 @@ class Placed(NamedTuple):
     unread: Ids
 
     def part(self, ids: NDArray[np.integer]) -> Ints:
-        """Return (k,) the part of this epoch in which each holder gets the object; -1: has it."""
+        """Return (k,) the part of this epoch in which the holder gets each object, or -1 if held."""
         if not len(self.coming):
             return np.full(len(ids), -1)
         at = np.minimum(self.coming.searchsorted(ids), len(self.coming) - 1)

@@ -65,7 +65,7 @@ class ClusterEviction(PlannedEviction):
         self.deals = deals
         self._holder: Nodes | None = None  # holders when this epoch began
         self._copies = NO_IDS  # second copies on this node when this epoch began
-        self._second_copies = NO_IDS  # planned second copies, which leave before all else
+        self._second_copies = NO_IDS  # planned second copies, which make room for any fetch
         self._next: Placed | None = None  # the plan of this epoch's end
         # The plan of the next epoch's end, made ahead: its first steps' objects must not leave.
         self._later: tuple[ClusterBoundary, Placed] | None = None
@@ -240,7 +240,7 @@ class ClusterEviction(PlannedEviction):
                 self._follow(answer)
 
     def victims(self, k: int, step: int) -> Index:
-        """Return up to k distinct objects to evict; then second copies, the last used first."""
+        """Return up to k distinct objects to evict: second copies last, and the last used first."""
         found = super().victims(k, step)
         if len(found) >= k:
             return found

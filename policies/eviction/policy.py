@@ -85,7 +85,7 @@ class EvictionPolicy:
         """Note that objects were sent to the peer that reads them."""
 
     def read_ahead_room(self, room: float) -> float:  # noqa: ARG002
-        """Return how many objects may be read ahead at least, if memory has room for `room`."""
+        """Return how many objects may be read ahead at least, in a memory for `room` objects."""
         return 0.0
 
     def set_homes(self, homes: Homes | None) -> None:
@@ -125,7 +125,7 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def forced_victims(self, k: int, step: int) -> Index:
-        """Return up to k unpinned objects, farthest use first, if readers stall: against L1."""
+        """Return up to k unpinned objects for stalled readers, farthest use first, despite L1."""
         return self._farthest(self._unpinned(), k, step)
 
     def _farthest(self, ids: Index, k: int, step: int) -> Index:
