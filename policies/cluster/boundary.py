@@ -131,7 +131,7 @@ class Placed(NamedTuple):
     unread: Ids
 
     def part(self, ids: NDArray[np.integer]) -> Ints:
-        """Return (k,) the part of this epoch in which the holder gets each object, or -1 if held."""
+        """Return (k,) the part of this epoch in which the holder gets each object, or -1."""
         if not len(self.coming):
             return np.full(len(ids), -1)
         at = np.minimum(self.coming.searchsorted(ids), len(self.coming) - 1)

@@ -216,7 +216,7 @@ def dataset_nbytes(size: Ints, n: int) -> int:
 
 
 def useful_depth(nodes: int, capacity: float) -> int:
-    """Return how many epochs to look ahead; more hardly add local hits. `capacity` in datasets.
+    """Return how many epochs to look ahead: more hardly help. `capacity` in datasets.
 
     Each epoch reads an object on a random node. To keep all objects that it reads again within T
     epochs (T much less than `nodes`), a node needs (1 + ... + T) / nodes, about T^2 / (2 * nodes),
@@ -233,9 +233,9 @@ def copied_gap(nodes: int, capacity: float) -> int:
     """Return within how many epochs a node has room to keep all that it reads again.
 
     A node reads an object again after g epochs with probability p (1 - p)^(g - 1), p = 1 / nodes.
-    To keep all objects that come back within G epochs, all nodes together need the sum of g p (1 -
-    p)^(g - 1) over g <= G, in datasets, and room for one copy of each object that no node keeps in
-    this way.
+    To keep all objects that come back within G epochs, all nodes together need, in datasets, the
+    sum of g p (1 - p)^(g - 1) over g <= G, and room for one copy of each object that no node keeps
+    in this way.
 
     Args:
         capacity: of all nodes, in datasets.
@@ -353,7 +353,7 @@ def _sort_in(
 def _level(where: Nodes, priority: NDArray[np.uint8], site: _Sites, capacity: Ints) -> None:
     """Move objects that do not fit on one node to nodes that have room, as far as possible.
 
-    An object moves first to the other one of its reader and its old holder, which costs no
+    At first objects move from their readers to their old holders, or the other way, which costs no
     transfer; then to any node. Of each node's objects, those that it reads latest move first.
     """
     demand = np.zeros(len(capacity), np.int64)

@@ -6,9 +6,10 @@ rank `sample % world`, and goes to that node as far as its ranks have room in th
 only on the ranks of the job. So all ranks compute the same exchange without asking each other, from
 the first epoch on and whatever caches hold, and a repeated run reads the same.
 
-A node reads the same samples in each epoch, so placement keeps them there. Only samples for which
-their node has no room in the step move. If a node reads b samples in a step, those with affinity to
-it are b on average, with a standard deviation of about sqrt(b), so 1 / sqrt(2 pi b) of all move.
+A node reads mostly the same samples in each epoch, so placement keeps them there. Only samples for
+which their node has no room in the step move. If a node reads b samples in a step, those with
+affinity to it are b on average, with a standard deviation of about sqrt(b), so 1 / sqrt(2 pi b) of
+all samples move.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def may_keep() -> bool:
 
 
 def may_map(nbytes: int) -> bool:
-    """Whether a mapping leaves as much address space (`ulimit -v`) for the batches themselves."""
+    """Whether a mapping leaves at least as much address space (`ulimit -v`) for batches."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

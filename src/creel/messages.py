@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from creel.errors import MalformedError
 
-#: Increased whenever an old client could misread a new daemon, or vice versa.
+#: Increased whenever an old client could misread a new daemon, or vice versa. From the first
+#: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
+#: versions.
 PROTOCOL = 9
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
@@ -61,8 +63,8 @@ class Hello(Message, frozen=True):
 
     `role` is "trainer", "worker" (which attaches to the trainer's sessions by its token), "cli", or
     "service": a daemon that is to stay, to which an embedded one gives up its address. A descriptor
-    may be attached: the pidfd of the process that the client works for. While that process lives,
-    an embedded daemon lives.
+    may be attached: the pidfd of the process that the client works for. An embedded daemon stays
+    alive as long as that process.
     """
 
     protocol: int
