@@ -87,7 +87,7 @@ def epochs(way: str, paths: list[str], batch: int, workers: int, number: int) ->
 
 
 def rows(paths: list[str], batch: int, workers: int, rounds: int) -> list[dict[str, object]]:
-    """A row per way: seconds of its first epochs and the ratios to torch's."""
+    """Return a row per way: seconds of its first epochs, and the ratios to torch's."""
     runs = [{way: epochs(way, paths, batch, workers, i) for way in WAYS} for i in range(rounds)]
     out: list[dict[str, object]] = []
     for way in WAYS:

@@ -91,7 +91,7 @@ def run(
 
 
 def _peak(holder: Nodes, new: Nodes, order: np.ndarray, step: int, capacity: np.ndarray) -> float:
-    """The most that any node held after any step."""
+    """Return the most that any node held after any step."""
     most = 0.0
     for k in range(len(capacity)):
         change = (new[order] == k).astype(int) - (holder[order] == k)

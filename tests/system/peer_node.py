@@ -185,7 +185,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self.said = b""  # by clients
-        self.heard = b""  # by them
+        self.heard = b""  # by clients
         self.connections = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)

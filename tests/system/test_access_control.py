@@ -246,7 +246,7 @@ def test_limits_refuse_and_hold(daemon_name: str, tmp_path: Path) -> None:
 
 
 def _mutations(rng: np.random.Generator, good: list[bytes], count: int) -> Iterator[bytes]:
-    """Random bytes, and real messages with bits changed, cut or lengthened."""
+    """Yield random bytes, and real messages with bits changed, cut or lengthened."""
     for _ in range(count):
         data = bytearray(good[rng.integers(len(good))])
         kind = rng.integers(4)

@@ -218,7 +218,7 @@ def test_a_killed_client_gives_everything_back(daemon: Running, tmp_path: Path) 
 def test_a_killed_daemon_is_noticed_at_once_and_its_bytes_stay(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("creel.loader.client.session.STALE_NS", 10**12)  # not by its heartbeat
+    monkeypatch.setattr("creel.loader.client.session.STALE_NS", 10**12)  # beyond any heartbeat
     manifest = folder(tmp_path, [100] * 10)
     client = daemon.client()
     session = opened(client, manifest)
@@ -289,7 +289,7 @@ def test_stop_waits_for_the_clients_or_not(daemon_name: str, tmp_path: Path) -> 
         client = daemon.client()
         session = opened(client, manifest)
         client.ask("stop", now=False)
-        time.sleep(0.3)  # for a daemon that does not wait
+        time.sleep(0.3)  # in which a daemon that does not wait would end
         assert session.alive
         client.close()
         assert daemon.process.wait(30) == 0

@@ -100,7 +100,7 @@ def test_nobody_waits_for_a_daemon_where_the_page_cache_is_quicker(
         mine = [next(it)]
         daemon.signal(signal.SIGSTOP)
         until(lambda: stopped(daemon.pid), what="the daemon stands still")
-        session_of(daemon_name).words[OBJECT_NS] = 20_000  # however busy the machine was
+        session_of(daemon_name).words[OBJECT_NS] = 20_000  # whatever a busy machine measured
         mine += list(it)
         daemon.signal(signal.SIGCONT)
         assert all(map(torch.equal, mine, theirs))
@@ -173,7 +173,7 @@ def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
     data = creel.FileDataset(paths, decode=decode)
     never: Any = creel.DataLoader(data, BATCH, creel={"loader.direct": "never"})
     assert len(list(never)) == len(never)
-    del never  # and its session
+    del never  # ends its session
     ours: Any = creel.DataLoader(data, BATCH, shuffle=True, num_workers=workers, creel=DIRECT)
     assert sum(map(len, ours)) == FILES  # in its first epoch the loader has no session
 
@@ -185,7 +185,7 @@ def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
         return all(some[READY] > some[DONE] for some in words)
 
     def read_directly() -> Any:
-        """How many files are, in an epoch."""
+        """Return how many files are read directly in an epoch."""
         before = ours.stats()["direct_reads"]
         batches = iter(ours)
         for _ in range(len(ours)):

@@ -46,7 +46,7 @@ def test_the_first_client_starts_a_daemon_and_the_last_one_ends_it(
     assert first.daemon_pid == second.daemon_pid
     assert first.ask("status")["embedded"]
     first.close()
-    time.sleep(0.5)  # for a daemon that counts wrong
+    time.sleep(0.5)  # in which a daemon that counts wrongly would end
     session = opened(second, manifest)
     plan(session, np.arange(10, dtype=np.int32), 5)
     assert read_steps(session, manifest, np.arange(10), 5) == 10
@@ -160,7 +160,7 @@ def test_ctrl_c_in_the_trainers_terminal_does_not_reach_the_daemon(daemon_name: 
     with client:
         os.kill(client.daemon_pid, signal.SIGINT)
         os.kill(client.daemon_pid, signal.SIGHUP)
-        time.sleep(0.3)  # for a daemon that heeds them
+        time.sleep(0.3)  # in which a daemon that heeds them would end
         assert client.ask("status")["state"] == "serving"
         assert os.getsid(client.daemon_pid) != os.getsid(0)
         pid = client.daemon_pid

@@ -1,4 +1,4 @@
-"""A torch without one of the private names that creel builds on: its own loader, and a warning."""
+"""If torch lacks a private name that creel builds on, its own loader is used, with a warning."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_plan_and_its_policy_take_few_bytes_per_object(*, alike: bool) -> None:
-    """Beside the state of each object, 5 bytes."""
+    """Besides the state of each object, 5 bytes."""
     n, batch = 100_000, 100
     rng = np.random.default_rng(0)
     state, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), NextUses(n)

@@ -146,7 +146,7 @@ def test_any_bytes_are_a_message_or_malformed(kind: wire.Kind, data: bytes) -> N
 
 @given(st.sampled_from(KINDS), st.binary(max_size=400), st.integers(0, 400))
 def test_any_body_is_a_message_or_malformed(kind: wire.Kind, data: bytes, body: int) -> None:
-    """As above, behind a header that fits."""
+    """Any bytes after a valid header."""
     body = min(body, len(data))
     header = HEADER.pack(body, len(data) - body, bytes(16))
     with contextlib.suppress(MalformedError):
