@@ -41,7 +41,7 @@ class DirectReads:
         self._slow: deque[bool] = deque(maxlen=_REMEMBERED_BATCHES)
         self._pause_left = 0  # number of batches to wait for
         self._pause = _PAUSE_BATCHES
-        self._own_ns = 0.0  # per read of the last batch; 0 where its reads had to be waited for
+        self._own_ns = 0.0  # per read of the last batch; 0 if its reads had to wait
         self._vain_left = 0
 
     def wait_s(self, reads: int, nbytes: int, object_ns: int) -> float:
