@@ -102,11 +102,16 @@ def startable(name: str) -> bool:
 
 def _digest(secret: str = "") -> str:
     try:
-        seen = view_of()
+        seen, pid = view_of(), Path("/proc/self").readlink().name
     except OSError as e:
         raise UnavailableError(
             f"creel needs /proc to know which daemon sees the same files: {e}"
         ) from e
+    if pid != str(os.getpid()):  # a daemon's pid would name another process there
+        raise UnavailableError(
+            "creel needs /proc to know which daemon sees the same files, and the one that is"
+            " mounted is that of another PID namespace"
+        )
     return hashlib.blake2b(f"{seen}{secret}".encode(), digest_size=8).hexdigest()
 
 

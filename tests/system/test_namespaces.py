@@ -184,6 +184,31 @@ for root in ("/", {str(tmp_path)!r}):
     assert told.split() == ["True", "False"]
 
 
+_OWN_PIDS = """
+from pathlib import Path
+import creel
+
+for _ in range(2):
+    loader = creel.DataLoader(creel.FileDataset(Path(__file__).parent, "*.py", decode=bytes))
+    assert len(list(loader)) == 1
+"""
+
+
+@private
+@pytest.mark.usefixtures("daemon_name")
+def test_a_proc_of_other_pids_is_said_at_once(tmp_path: Path) -> None:
+    """A daemon was started and not trusted, again and again: training waited 20 s, and was told
+    that it did not start, with the line in which it said that it was ready.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(_OWN_PIDS)
+    command = ["unshare", "-pf", sys.executable, str(script)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("creel reads directly, without a cache: creel needs /proc")
+    assert said.endswith("is that of another PID namespace")
+
+
 def test_the_services_sandbox_leaves_it_in_its_users_namespaces() -> None:
     """Options of systemd.exec(5) that make a mount or user namespace would lock out all clients."""
     unit = (Path(__file__).parents[2] / "deploy/creeld.service").read_text()
