@@ -30,6 +30,7 @@ from creel.messages import (
     MAX_BODY,
     MAX_FDS,
     PROTOCOL,
+    AnyHello,
     Attach,
     Close,
     ControlReply,
@@ -259,11 +260,6 @@ class ControlSocket:
     def _hello(self, connection: _Connection, hello: Hello, fds: list[int]) -> None:
         if connection.role:
             raise MalformedError("a second Hello on one connection")
-        if hello.protocol != PROTOCOL:
-            raise UnavailableError(
-                f"this daemon uses protocol {PROTOCOL}, the client {hello.protocol}:"
-                " restart the daemon with the installed version"
-            )
         if hello.role not in _ROLES:
             raise MalformedError(f"no such role: {hello.role!r}")
         if hello.role == "worker":
@@ -331,6 +327,13 @@ def released(address: str) -> bool:
 def _whole(body: bytes, flags: int) -> Any:
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise MalformedError("a packet too long, or too many descriptors")
+    with contextlib.suppress(MalformedError):  # another request
+        protocol = decode(body, AnyHello).protocol
+        if protocol != PROTOCOL:  # its other fields may be others, too
+            raise UnavailableError(
+                f"this daemon uses protocol {PROTOCOL}, the client {protocol}:"
+                " restart the daemon with the installed version"
+            )
     return decode(body, ControlRequest)
 
 

@@ -72,6 +72,12 @@ class Hello(Message, frozen=True):
     token: str = ""
 
 
+class AnyHello(msgspec.Struct, frozen=True, tag="Hello", array_like=True):
+    """A `Hello` of whatever protocol: this much of it never changes."""
+
+    protocol: int
+
+
 class Register(Message, frozen=True):
     """Register a dataset; its descriptor is a sealed memfd, `Manifest.to_arrow()` of `nbytes`.
 
@@ -320,7 +326,7 @@ M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {
     union: msgspec.msgpack.Decoder(union)
-    for union in (ControlRequest, ControlReply, RequestMessage, RequestReply)
+    for union in (AnyHello, ControlRequest, ControlReply, RequestMessage, RequestReply)
 }
 
 
@@ -334,7 +340,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | memoryview, union: Any) -> Any:
-    """Decode `body`, a message of `union`, one of the four type aliases above.
+    """Decode `body`, a message of `union`: `AnyHello` or one of the four type aliases above.
 
     Raises:
         MalformedError: for any invalid bytes; nothing else is ever raised.

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -108,9 +109,11 @@ def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
             assert s.recv(1000) == b""
 
 
-def test_another_protocol_is_told_what_to_do(daemon: Running) -> None:
+@pytest.mark.parametrize("rest", [[], ["cli", 1], [{}, "cli", None, 7]])
+def test_another_protocol_is_told_what_to_do(daemon: Running, rest: list[object]) -> None:
+    """Whatever its Hello has beside the number: it heard only that the connection was closed."""
     with knock(first_address(daemon.name)) as s:
-        s.send(encode(Hello(PROTOCOL + 1, "cli")))
+        s.send(msgspec.msgpack.encode(["Hello", PROTOCOL + 1, *rest]))
         assert b"restart the daemon" in s.recv(1000)
 
 
