@@ -50,6 +50,24 @@ def test_a_terminal_without_utf8_shows_what_it_can() -> None:
         assert b"epoch" in shown.read(1000)
 
 
+def test_top_says_where_a_terminal_cannot_show_it() -> None:
+    """It showed nothing at all in Emacs' shell."""
+    ours, terminal = pty.openpty()
+    command = [sys.executable, "-m", "creel", "top"]
+    with os.fdopen(ours), os.fdopen(terminal, "r+b", 0) as both:
+        told = subprocess.run(
+            command,
+            stdin=both,
+            stdout=both,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TERM": "dumb"},
+            timeout=60,
+            check=False,
+        )
+    assert told.returncode == 2
+    assert b"use `creel stats --watch`" in told.stderr
+
+
 @pytest.mark.parametrize("command", ["config show", "config show --json", "--help"])
 def test_who_reads_no_further_ends_it_well(command: str) -> None:
     """`creel stats | head`, in a script with `set -o pipefail`."""

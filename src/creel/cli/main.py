@@ -258,6 +258,8 @@ def top(context: click.Context, interval: float) -> None:
 
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise click.UsageError("top needs a terminal; use `creel stats --watch` in a pipe")
+    if os.environ.get("TERM", "").lower() in {"dumb", "unknown"}:  # rich draws nothing there
+        raise click.UsageError("this terminal cannot redraw (TERM); use `creel stats --watch`")
     with _client(context) as client:
         top.show(lambda: client.ask("stats"), lambda: client.ask("status"), interval)
 
