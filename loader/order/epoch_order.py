@@ -106,7 +106,8 @@ class EpochOrder:
     def __init__(self, loader: DataLoader[object], begun: IteratorStart) -> None:
         self._loader = loader
         self._sampler = index_sampler(loader)
-        self._before = zlib.crc32(begun.before.rng)
+        #: CRC of the global generator before the epoch first began, in whatever process.
+        self.before = zlib.crc32(begun.before.rng)
         self._own = begun.before.own
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._encoded_rng = ""
@@ -145,7 +146,7 @@ class EpochOrder:
         over: all of the epoch was read, and the next one is to be resumed.
         """
         state = OrderState(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
-        state["before"] = self._before
+        state["before"] = self.before
         state["batch"] = batch_of(self._sampler)
         if self._loader_rng:
             self._encoded_rng = self._encoded_rng or encode_state(self._loader_rng)

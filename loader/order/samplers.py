@@ -261,7 +261,9 @@ def adopt(
     if not redraw:
         set_state(torch.default_generator, begun.before.rng)
     _put_back(loader, state)
-    return KnownOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
+    order = KnownOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
+    order.before = state["before"]  # an epoch that is saved once more is compared with it again
+    return order
 
 
 def _put_back(loader: DataLoader[object], state: OrderState) -> None:

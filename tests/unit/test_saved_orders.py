@@ -14,6 +14,7 @@ from order_rig import Echo, Loader, any_loader, inner_of, observe, plain
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
+    WeightedRandomSampler,
 )
 
 from creel.errors import ConfigError
@@ -77,6 +78,28 @@ def test_a_script_that_starts_over_from_its_seed_goes_on_as_before() -> None:
     want = [plain(b) for b in order], [plain(b) for b in observe(loader)]
     loader, order = begin(state)
     order.skip(2)
+    assert ([plain(b) for b in order], [plain(b) for b in observe(loader)]) == want
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_epoch_that_is_interrupted_twice_is_followed_by_the_same_epoch(weighted: bool) -> None:
+    """The script puts the global generator back, and nothing draws from it amid an epoch."""
+
+    def make() -> Loader:
+        sampler = WeightedRandomSampler(range(1, 31), 30) if weighted else None
+        return DataLoader(Echo(30), 4, shuffle=not weighted, sampler=sampler)
+
+    loader = make()
+    order = observe(loader)
+    next(order)
+    state, saved = order.state(), torch.get_rng_state()
+    want = [plain(b) for b in order], [plain(b) for b in observe(loader)]
+    for _ in range(2):
+        loader = make()
+        torch.set_rng_state(saved)
+        order = observe(loader, state=state)
+        order.skip(1)
+        state = order.state()
     assert ([plain(b) for b in order], [plain(b) for b in observe(loader)]) == want
 
 
