@@ -94,6 +94,7 @@ class EpochRun:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""
         loader_state = self._loader_state
         self._attach(loader)
+        self._report_bad()
         learns = self.binding is None and loader.creel is not False
         self._unknown = wrapped_in(loader.dataset) if learns else []
         if loader_state.order is not None and self._served is not None:
@@ -176,6 +177,7 @@ class EpochRun:
         if self.stream is not None:
             self.stream.close()
         self.stream, self._published_ahead = found, False
+        self._report_bad()
         if not self._page_cached:
             found.begin(self.order, batch)
 
@@ -208,8 +210,15 @@ class EpochRun:
         done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
         for index, address, reason in rows:
             _log.warning("sample %d %sis %s: %s", index, address and f"({address}) ", done, reason)
-        if self.stream is not None:
-            self.stream.report_bad(rows)
+        self._loader_state.bad_unreported += rows
+        self._report_bad()
+
+    def _report_bad(self) -> None:
+        """Tell the daemon of bad samples: those below `creel.wrap` are found before a session."""
+        rows, stream = self._loader_state.bad_unreported, self.stream
+        if rows and stream is not None and stream.alive:
+            self._loader_state.bad_unreported = []
+            stream.report_bad(rows)
 
     def _address(self, index: int) -> str:
         """Return the address of a sample's first object; "" if unknown."""

@@ -58,6 +58,8 @@ class LoaderState:
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
         self.tolerance = Tolerance(loader.on_error, loader.max_bad_samples)
+        #: (number, address, reason) of bad samples that the daemon is yet to be told of.
+        self.bad_unreported: list[tuple[int, str, str]] = []
         self.direct = DirectReads(allowed=self.config.loader.direct == "auto")
         self.order: EpochOrder | None = None
         self.epoch = -1

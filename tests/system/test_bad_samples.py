@@ -19,6 +19,7 @@ from creel.loader.reading.bad_samples import replacement
 pytestmark = pytest.mark.system
 
 N, BATCH = 60, 8
+WORKERS_STAY = {"num_workers": 2, "persistent_workers": True}
 BAD = frozenset({3, 17, 40})
 
 
@@ -99,6 +100,34 @@ def test_bad_samples_are_left_out_or_replaced_and_not_read_again(
     assert all(one["reason"].startswith("ValueError: invalid literal") for one in told)
     assert main.main(["--name", served, "stats", "--bad"]) == 0
     assert f"{tmp_path}/17" in capsys.readouterr().out
+
+
+class OwnFiles(Dataset[torch.Tensor]):
+    """Files that the dataset opens by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        Files(folder)  # writes them
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(int((self.folder / f"{index}").read_text()))
+
+
+@pytest.mark.parametrize("more", [{}, {"num_workers": 2}, WORKERS_STAY])
+def test_those_that_are_found_while_reads_are_recorded_are_listed_later(
+    served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any]
+) -> None:
+    """Below `creel.wrap` no daemon is asked before that, and no bad sample is read again."""
+    given = {"daemon.name": served, "loader.direct": "never"}
+    data = creel.wrap(OwnFiles(tmp_path))
+    loader: Any = creel.DataLoader(data, BATCH, on_error="skip", creel=given, **more)
+    for _ in range(3):
+        assert sum(len(batch) for batch in loader) == N - len(BAD)
+    assert main.main(["--name", served, "stats", "--bad", "--json"]) == 0
+    assert {one["index"] for one in json.loads(capsys.readouterr().out)["bad"]} == BAD
 
 
 def test_living_workers_learn_what_others_have_found(served: str, tmp_path: Path) -> None:
