@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order import orders, replay
+from creel.loader.order import epoch_order, replay
 from creel.loader.order.epoch_plan import same_batch
 
 pytestmark = pytest.mark.timeout(60)
@@ -236,7 +236,7 @@ class Endless(Sampler[int]):
 def test_what_cannot_be_foreseen_is_said_to_be_so(
     sampler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders, "COPY_S", 0.3)
+    monkeypatch.setattr(epoch_order, "COPY_S", 0.3)
     order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
     foreseen = order.predict(0)  # returns for the endless one, too
     assert foreseen is None or foreseen.steps == 0
