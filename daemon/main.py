@@ -232,10 +232,13 @@ class Daemon:
         """Return the longest time to sleep, in seconds."""
         if not self.node.registry.sessions:
             return 0.1 if self._leaving else 0.5
-        return min(max((now - self._moved) / 8, _QUICK_S), BEAT_S)
+        pace_s = min(max((now - self._moved) / 8, _QUICK_S), BEAT_S)
+        return min(pace_s, max(self.node.memory_guard.due - now, _QUICK_S))
 
     def _timers(self, now: float) -> None:
         self.node.beat(now)
+        if self.node.state == "serving":
+            self.node.memory_guard.look(now)
         if now - self._ticked < _TICK_S:
             return
         self._ticked = now

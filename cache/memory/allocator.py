@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.fixed_pool import FixedPool
-from creel.cache.memory.free_ranges import FreeRanges, must
+from creel.cache.memory.free_ranges import NOWHERE, FreeRanges, must
 from creel.cache.memory.paged_pool import PagedPool
 from creel.cache.memory.runs import Runs
 from creel.errors import IllegalEventError
@@ -24,6 +24,8 @@ from creel.policies.arrays import Ints
 
 _PAGE_SHARE = 512  # pages are at most mean / 512: objects waste half a page, or 0.1 %, on average
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
+#: The system takes memory back in pages of this size, in bytes.
+SYSTEM_PAGE = 4096
 
 
 class Lengths(NamedTuple):
@@ -113,6 +115,8 @@ class Allocator:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.extents = FreeRanges(nbytes)
+        self.withheld = 0  # bytes out of use
+        self._withheld: list[tuple[int, int]] = []  # their ranges: start, bytes
         self._pools: list[ObjectPool] = []
 
     def pool(self, lengths: Lengths) -> ObjectPool:
@@ -130,9 +134,43 @@ class Allocator:
         return len(self._pools)
 
     @property
+    def usable(self) -> int:
+        """Bytes that objects may occupy."""
+        return self.nbytes - self.withheld
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that no object occupies; they may be in pieces, or in slabs of a pool."""
-        return self.nbytes - sum(pool.used for pool in self._pools)
+        return self.usable - sum(pool.used for pool in self._pools)
+
+    def withhold(self, nbytes: int) -> list[tuple[int, int]]:
+        """Take free space out of use, in whole pages of the system; return (start, bytes) of each.
+
+        These are `nbytes` rounded down, or less if there is not as much free space.
+        """
+        for pool in self._pools:
+            pool.trim()
+        taken: list[tuple[int, int]] = []
+        while nbytes >= SYSTEM_PAGE:
+            start, size = self.extents.take_most(nbytes - nbytes % SYSTEM_PAGE, SYSTEM_PAGE)
+            if start == NOWHERE:
+                break
+            taken.append((start, size))
+            nbytes -= size
+        self._withheld += taken
+        self.withheld += sum(size for _, size in taken)
+        return taken
+
+    def restore(self, nbytes: int) -> None:
+        """Take `nbytes` or a little more of what was withheld back into use."""
+        while nbytes > 0 and self._withheld:
+            start, size = self._withheld.pop()
+            part = min(-(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE, size)
+            if part < size:
+                self._withheld.append((start, size - part))
+            self.extents.put(start + size - part, part)
+            self.withheld -= part
+            nbytes -= part
 
     def trim(self, asking: ObjectPool) -> None:
         """Take empty slabs back from all pools except the one that needs room."""
@@ -154,7 +192,10 @@ class Allocator:
     def check(self) -> None:
         """Raise IllegalEventError unless each byte has exactly one owner and all sums are right."""
         self.extents.check()
-        parts = [self.extents.sorted(), *(pool.ranges() for pool in self._pools)]
+        withheld = np.array(self._withheld, np.int64).reshape(-1, 2)
+        must(int(withheld[:, 1].sum()) == self.withheld, "withheld bytes do not add up")
+        parts = [self.extents.sorted(), (withheld[:, 0], withheld[:, 1])]
+        parts += [pool.ranges() for pool in self._pools]
         owner = np.repeat(np.arange(len(parts)), [len(p[0]) for p in parts])
         start = np.concatenate([p[0] for p in parts])
         size = np.concatenate([p[1] for p in parts])
@@ -165,7 +206,7 @@ class Allocator:
         many = size < 0  # runs of a paged pool extend to the start of the next range
         size = np.where(many, end - start, size)
         must((start + size == end).all(), "ranges overlap or leave a gap")
-        for i, pool in enumerate(self._pools, 1):
+        for i, pool in enumerate(self._pools, 2):
             pool.check(size[owner == i])
 
 

@@ -56,11 +56,11 @@ class Admission:
         if not residency.active:
             return 0.0
         total = sum(residency.nbytes for residency in self.residencies.values() if residency.active)
-        return self.space.nbytes * residency.nbytes / max(total, 1.0)
+        return self.space.usable * residency.nbytes / max(total, 1.0)
 
     def part(self, residency: Residency) -> float:
         """Return the dataset's share as a fraction of the memory; the same holds for the disk."""
-        return self.share(residency) / max(self.space.nbytes, 1)
+        return self.share(residency) / max(self.space.usable, 1)
 
     def missing(self, residency: Residency) -> float:
         """Return the fraction of the dataset that does not fit into its share."""
@@ -112,6 +112,18 @@ class Admission:
             out[k : k + len(ids)] = residency.vacate(ids, why)
             k += len(ids)
         return out
+
+    def withhold(self, nbytes: int) -> list[tuple[int, int]]:
+        """Take `nbytes` that objects occupy, and all free space, out of use; return the ranges.
+
+        Free space comes on top, as it may never have been written: it takes no memory yet.
+        """
+        short = self.space.free_bytes + nbytes
+        for residency in sorted(self.residencies.values(), key=lambda x: -x.pool.used):
+            while (lack := short - self.space.free_bytes) > 0:
+                if not residency.evict_region(lack, self.busy(residency)[0], "returned"):
+                    break
+        return self.space.withhold(short)
 
     def room(
         self, residency: Residency, length: Ints, due: int, urgency: Urgency
@@ -179,7 +191,7 @@ class Admission:
         for excess, other in sorted(above, key=lambda x: -x[0]):
             taken = 0
             while freed + taken < nbytes and taken < excess:
-                got = other.evict_region(nbytes - freed, self.busy(other)[0])
+                got = other.evict_region(nbytes - freed, self.busy(other)[0], "other_dataset")
                 if not got:
                     break
                 taken += got

@@ -80,6 +80,8 @@ class Core:
             events.RetentionPlanned: self._planned,
             events.Warm: self._warmed,
             events.Dropped: self._dropped,
+            events.MemoryShort: self._withheld,
+            events.MemoryFree: self._restored,
             events.Unregistered: self._unregistered,
             events.ClusterChanged: self.plans.changed,
             events.PlanShared: self.plans.shared,
@@ -264,6 +266,16 @@ class Core:
             residency.disk.lost_all()
             residency.evict(residency.unpinned(), "dropped")
 
+    def _withheld(self, e: events.MemoryShort) -> None:
+        ranges = self._admission.withhold(e.nbytes)
+        if ranges:
+            self._emit(events.ReleaseMemory(ranges))
+        self._set_reaches()
+
+    def _restored(self, e: events.MemoryFree) -> None:
+        self._admission.space.restore(e.nbytes)
+        self._set_reaches()
+
     def _unregistered(self, e: events.Unregistered) -> None:
         if e.dataset not in self._residencies or self.busy(e.dataset):
             raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
@@ -379,6 +391,11 @@ class Core:
         )
         return residency.active or residency.warming >= 0 or in_flight
 
+    @property
+    def withheld_nbytes(self) -> int:
+        """Bytes of memory that were given back to the system and are not used again yet."""
+        return self._admission.space.withheld
+
     def plans_nbytes(self) -> int:
         """Return the bytes of memory of all plans and of the next uses derived from them."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
@@ -392,6 +409,7 @@ class Core:
         node: dict[str, float | str] = {
             "nbytes": space.nbytes,
             "free_nbytes": space.free_bytes,
+            "withheld_nbytes": space.withheld,
             "inflight_objects": self._inflight.objects,
             "inflight_nbytes": self._inflight.nbytes,
         }

@@ -227,6 +227,18 @@ class Dropped(Event, frozen=True):
     dataset: str
 
 
+class MemoryShort(Event, frozen=True):
+    """Other processes need `nbytes` of the memory that objects occupy."""
+
+    nbytes: int
+
+
+class MemoryFree(Event, frozen=True):
+    """`nbytes` of the memory that was given back may be used again."""
+
+    nbytes: int
+
+
 class Unregistered(Event, frozen=True):
     """Forget a dataset without readers and fetches in flight (`Core.busy`).
 
@@ -245,6 +257,12 @@ class Tick(Event, frozen=True):
 
 class Action(msgspec.Struct, frozen=True, eq=False):
     """Base class of actions, which the core tells the shell to execute."""
+
+
+class ReleaseMemory(Action, frozen=True):
+    """Give the memory of these ranges, (start, bytes) each, back to the system."""
+
+    ranges: list[tuple[int, int]]
 
 
 class FetchObjects(Action, frozen=True):

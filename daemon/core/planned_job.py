@@ -46,7 +46,7 @@ class PlannedJob:
     def capacity(self) -> int:
         """Bytes of this dataset's share of memory and disk."""
         residency = self.residency
-        share = min(int(self.admission.share(residency)), residency.space.nbytes)
+        share = min(int(self.admission.share(residency)), residency.space.usable)
         if not residency.disk.refused:
             share += self.admission.disk.capacity(self.admission.part(residency), residency.mean)
         pool = self.residency.pool

@@ -51,7 +51,7 @@ class Prefetcher:
         stream, residency, window = s.stream, s.residency, self._window
         end = stream.end
         steps = s.pace.horizon(residency.latency.seconds, window)
-        share = min(_PINNED_SHARE * self._admission.space.nbytes / sessions, window.nbytes)
+        share = min(_PINNED_SHARE * self._admission.space.usable / sessions, window.nbytes)
         reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / residency.mean))
         least = s.done + 1
         fits, policy = self._admission.missing(residency) == 0, residency.policy

@@ -111,7 +111,7 @@ class Residency:
         self._known = lengths.known
         self._known_nbytes = lengths.nbytes
         self.counts = dict.fromkeys((*COUNTED, *_COUNTED), 0)
-        why = ("due_later", "other_dataset", "dropped", "stalled", "changed", "on_disk")
+        why = ("due_later", "other_dataset", "dropped", "stalled", "changed", "on_disk", "returned")
         self.evicted = dict.fromkeys(why, 0)
         self.resident = 0
         self.resident_nbytes = 0
@@ -317,8 +317,8 @@ class Residency:
         """Return (k,) residents that are not pinned."""
         return np.flatnonzero((self.state == RESIDENT) & (self.pins == 0))
 
-    def evict_region(self, nbytes: int, busy: Ints) -> int:
-        """Evict one region of the space for another dataset; return the bytes freed.
+    def evict_region(self, nbytes: int, busy: Ints, why: str) -> int:
+        """Evict one region of the space, for another use; return the bytes freed.
 
         Args:
             nbytes: bytes wanted; a fixed pool gives a whole slab back to the space.
@@ -341,7 +341,7 @@ class Residency:
                 return 0
             best = int((held - stuck).argmax())  # in a paged pool, a part of a region is of use
         inside = ids[(place == best) & (self.pins[ids] == 0)]
-        return self.evict(inside, "other_dataset")
+        return self.evict(inside, why)
 
     def _regions(self, offset: Ints, nbytes: int) -> tuple[Index, int]:
         if self.pool.same_size:

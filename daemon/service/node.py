@@ -23,7 +23,7 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.config import Config, memory_budget
+from creel.config import Config, memory_budget, memory_reserve
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.peers.peer_source import PeerSource
@@ -31,6 +31,7 @@ from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
+from creel.daemon.service.memory_guard import MemoryGuard
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
 from creel.daemon.service.storage.disk import Disk, DiskSource
@@ -51,6 +52,7 @@ from creel.messages import (
     Welcome,
 )
 from creel.policies.cluster.job_order import JobOrder
+from creel.policies.memory import reserve
 from creel.policies.prefetch import Window
 from creel.version import VERSION
 
@@ -111,6 +113,8 @@ class Node:
         self.ranks = stats.Ranks()
         window = Window.of(config.window, config.fetch)
         self.core = Core(Allocator(self.arena.nbytes), window)
+        kept_free = memory_reserve(config.memory, total=memory.total, auto=reserve(memory.total))
+        self.memory_guard = MemoryGuard(self.core, self.handle_event, kept_free)
         self.disk = Disk(config.disk, self.arena, self._hand_in)
         self.fetcher = Fetcher(
             self.arena,
@@ -133,6 +137,7 @@ class Node:
         self._planner = BackgroundThread("creel-plan")
         self._do: dict[type[events.Action], Callable[[Any], None]] = {
             events.Publish: self._publish,
+            events.ReleaseMemory: self._release_memory,
             events.SetReady: self._set_ready,
             events.FetchObjects: self.fetcher.submit,
             events.CancelFetches: self.fetcher.cancel,
@@ -202,6 +207,10 @@ class Node:
 
     def _publish(self, action: events.Publish) -> None:
         self.registry.datasets[action.dataset].table.offset[action.ids] = action.offset
+
+    def _release_memory(self, action: events.ReleaseMemory) -> None:
+        for start, nbytes in action.ranges:
+            self.arena.release(start, nbytes)
 
     def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread; after a failure the core continues as before."""

@@ -178,6 +178,15 @@ def memory_budget(memory: MemorySettings, *, total: int, available: int) -> int:
     return wanted
 
 
+def memory_reserve(memory: MemorySettings, *, total: int, auto: int) -> int:
+    """Return the bytes of the node's `total` that stay free for other processes.
+
+    >>> memory_reserve(MemorySettings(reserve="0"), total=8 << 30, auto=1 << 30)
+    0
+    """
+    return _size(memory.reserve, total, auto)
+
+
 def disk_budget(disk: DiskSettings) -> int:
     """Return the most bytes of the disk tier, however much is free now.
 
@@ -196,17 +205,21 @@ def _budget(section: str, text: str, total: int, auto: int) -> int:
     Raises:
         ConfigError: they are too few to be of use.
     """
-    if text == "auto":
-        wanted = auto
-    elif text.rstrip().endswith("%"):
-        wanted = int(float(text.rstrip()[:-1]) / 100 * total)
-    else:
-        wanted = parse_size(text)
+    wanted = _size(text, total, auto)
     if wanted < 1 << 20:
         raise ConfigError(
             f"{section}.budget = {text} comes to {format_size(wanted)}: creel needs 1 MiB"
         )
     return wanted
+
+
+def _size(text: str, total: int, auto: int) -> int:
+    """Return the bytes of a size, a share of `total`, or `auto`."""
+    if text == "auto":
+        return auto
+    if text.rstrip().endswith("%"):
+        return int(float(text.rstrip()[:-1]) / 100 * total)
+    return parse_size(text)
 
 
 # --- layers -----------------------------------------------------------------------------------

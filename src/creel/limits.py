@@ -24,8 +24,12 @@ class MemoryLimits(NamedTuple):
     available: int
 
 
-def memory() -> MemoryLimits:
-    """Return the memory of the machine, reduced to the tightest cgroup above this process."""
+def memory(*, active: bool = False) -> MemoryLimits:
+    """Return the memory of the machine, reduced to the tightest cgroup above this process.
+
+    active: count the cgroup's file pages in recent use as available, too. The kernel reclaims them
+        before it kills a process.
+    """
     lines = re.finditer(r"^(\w+):\s+(\d+) kB$", _read(_ROOT / "proc/meminfo"), re.MULTILINE)
     info = {line[1]: int(line[2]) * 1024 for line in lines}
     total = info.get("MemTotal", 0)
@@ -33,24 +37,27 @@ def memory() -> MemoryLimits:
     if _read(_ROOT / "proc/sys/vm/overcommit_memory").strip() == "2":  # strict accounting
         promised = info.get("Committed_AS", 0)
         available = min(available, max(info.get("CommitLimit", available) - promised, 0))
-    for limit, used in _cgroups():
+    for limit, used in _cgroups("(?:in)?active_file" if active else "inactive_file"):
         total = min(total, limit)
         available = min(available, max(limit - used, 0))
     return MemoryLimits(total, available)
 
 
-def _cgroups() -> list[tuple[int, int]]:
-    """Return (limit, used) of every memory cgroup above this process that sets a limit."""
+def _cgroups(cold: str) -> list[tuple[int, int]]:
+    """Return (limit, used) of every memory cgroup above this process that sets a limit.
+
+    cold: pattern of the counters in `memory.stat` that do not count as used.
+    """
     found = []
     for line in _read(_ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             # Above memory.high the kernel slows all processes of the group down.
             for limit in ("memory.max", "memory.high"):
-                v2 = (limit, "memory.current", "inactive_file")
+                v2 = (limit, "memory.current", cold)
                 found += _walk(_ROOT / "sys/fs/cgroup", path, *v2)
         elif "memory" in controllers.split(","):
-            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", f"total_{cold}")
             found += _walk(_ROOT / "sys/fs/cgroup/memory", path, *v1)
     return found
 
@@ -62,8 +69,8 @@ def _walk(mount: Path, path: str, limit: str, used: str, cold: str) -> list[tupl
     for folder in (group, *(p for p in group.parents if p == mount or mount in p.parents)):
         limit_nbytes = _number(_read(folder / limit))
         if limit_nbytes is not None and limit_nbytes < _NO_LIMIT:
-            stat = re.search(rf"^{cold} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-            reclaimable = int(stat[1]) if stat else 0
+            stat = re.finditer(rf"^{cold} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+            reclaimable = sum(int(found[1]) for found in stat)
             found.append((limit_nbytes, max((_number(_read(folder / used)) or 0) - reclaimable, 0)))
     return found
 

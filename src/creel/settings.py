@@ -51,6 +51,15 @@ class MemorySettings(_Section, frozen=True):
     share: Annotated[
         float, _about('what "auto" takes of the memory that is free at the start', gt=0, le=0.95)
     ] = 0.5
+    reserve: Annotated[
+        str,
+        _text(
+            "memory that stays free: the cache gives memory back before other processes lack it; "
+            '"auto": a sixteenth of the node\'s, 4 GiB at most; 0: never',
+            like="a budget",
+            pattern=_BUDGET,
+        ),
+    ] = "auto"
 
 
 class DiskSettings(_Section, frozen=True):

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator
+from creel.cache.memory.allocator import SYSTEM_PAGE, Allocator
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
@@ -26,6 +26,8 @@ from creel.daemon.core.events import (
     Fetched,
     FetchObjects,
     FoundOnDisk,
+    MemoryFree,
+    MemoryShort,
     PeerAsked,
     PeerServed,
     PlanExtended,
@@ -33,6 +35,7 @@ from creel.daemon.core.events import (
     PlanTruncated,
     Progressed,
     Publish,
+    ReleaseMemory,
     RetentionPlanned,
     ServeObjects,
     SessionClosed,
@@ -313,6 +316,9 @@ class Rig:
             self.cancelled |= action.fetches
         elif isinstance(action, SpillObjects | DropFromDisk):
             self.to_disk.append(action)
+        elif isinstance(action, ReleaseMemory):
+            for start, nbytes in action.ranges:
+                self.release(start, nbytes)
         elif isinstance(action, ServeObjects):
             assert action.request not in self.sending
             self.sending[action.request] = action
@@ -321,6 +327,11 @@ class Rig:
             reader = self.readers[action.session]
             assert (action.ready, action.early) != (reader.ready, reader.early), "not moved"
             reader.ready, reader.early = action.ready, action.early
+
+    def release(self, start: int, nbytes: int) -> None:
+        """Forget the bytes of a range."""
+        for at in [at for at in self.bytes if start <= at < start + nbytes]:
+            del self.bytes[at]
 
     def publish(self, action: Publish) -> None:
         """Check that no client may be reading an object that leaves, after each action."""
@@ -445,7 +456,8 @@ class Chaos:
         elif what < 0.97:
             self.renew(str(rng.choice(list(self.sizes))))
         else:
-            rig.feed(Tick())
+            change = int(rng.integers(1, 3 * SYSTEM_PAGE))
+            rig.feed([Tick(), Tick(), MemoryShort(change), MemoryFree(change)][rng.integers(4)])
 
     def renew(self, name: str) -> None:
         """Remove a dataset without readers, and register it again."""
@@ -532,6 +544,9 @@ class Bytes(Rig):
         for piece in pieces(arena, place, nbytes) or []:
             piece[:], data = data[: len(piece)], data[len(piece) :]
         assert not data
+
+    def release(self, start: int, nbytes: int) -> None:
+        self.arena[start : start + nbytes] = 0
 
     def look(self) -> None:
         """Check that unpinned objects also have their own bytes while they are listed."""
