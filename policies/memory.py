@@ -5,7 +5,7 @@ from __future__ import annotations
 #: Share of the memory limit that is kept free, and the most bytes.
 _FREE_SHARE, _MAX_FREE_NBYTES = 1 / 16, 4 << 30
 #: Seconds between two looks at the free memory, which take 0.2 to 0.5 ms: least and most.
-_MIN_LOOK_S, _MAX_LOOK_S = 0.02, 0.25
+_MIN_LOOK_S, MAX_LOOK_S = 0.02, 0.25
 #: Bytes per second by which other processes grow, at most.
 _MAX_GROWTH_BPS = 4e9
 
@@ -25,7 +25,7 @@ def next_look_s(available: int, reserve: int) -> float:
     >>> next_look_s(600 << 20, 500 << 20), next_look_s(100 << 30, 4 << 30)
     (0.0262144, 0.25)
     """
-    return min(max((available - reserve) / _MAX_GROWTH_BPS, _MIN_LOOK_S), _MAX_LOOK_S)
+    return min(max((available - reserve) / _MAX_GROWTH_BPS, _MIN_LOOK_S), MAX_LOOK_S)
 
 
 def given_back(available: int, reserve: int, withheld: int) -> int:

@@ -119,7 +119,8 @@ class Admission:
         Free space comes on top, as it may never have been written: it takes no memory yet.
         """
         short = self.space.free_bytes + nbytes
-        for residency in sorted(self.residencies.values(), key=lambda x: -x.pool.used):
+        full = [residency for residency in self.residencies.values() if residency.pool.used]
+        for residency in sorted(full, key=lambda x: -x.pool.used):
             while (lack := short - self.space.free_bytes) > 0:
                 if not residency.evict_region(lack, self.busy(residency)[0], "returned"):
                     break

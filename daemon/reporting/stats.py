@@ -27,13 +27,14 @@ Snapshot: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
 def memory(node: Node, core: Snapshot) -> dict[str, int]:
-    """Return the bytes of the arena: budget, used by objects, and held in private memory.
+    """Return the bytes of the arena: budget, given back to the system, and used by objects.
 
-    Also the bytes that tables and plans take beside the arena, and their limit.
+    Also the bytes held in private memory, those of tables and plans, and their limit.
     """
     counted = core["datasets"].values()
     return {
         "budget_nbytes": node.arena.nbytes,
+        "withheld_nbytes": node.core.withheld_nbytes,
         "used_nbytes": int(sum(d["used_nbytes"] for d in counted)),
         "held_nbytes": node.fetcher.held_nbytes(),
         "tables_nbytes": node.quota.used(),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from creel import limits
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
-from creel.policies.memory import given_back, next_look_s
+from creel.policies.memory import MAX_LOOK_S, given_back, next_look_s
 from creel.units import format_size
 
 log = logging.getLogger("creel.memory")
@@ -31,7 +31,6 @@ class MemoryGuard:
         if now < self.due:
             return
         available = limits.memory(active=True).available
-        self.due = now + next_look_s(available, self._reserve)
         before = self._core.withheld_nbytes
         change = given_back(available, self._reserve, before)
         if change > 0:
@@ -39,6 +38,9 @@ class MemoryGuard:
         elif change < 0:
             self._handle(events.MemoryFree(-change))
         after = self._core.withheld_nbytes
+        # A cache that has nothing left to give back does not look for more all the time.
+        in_vain = change > 0 and after == before
+        self.due = now + (MAX_LOOK_S if in_vain else next_look_s(available, self._reserve))
         if after > before == 0:
             log.warning(
                 "%s of memory are left for other processes: the cache gives memory back",

@@ -44,4 +44,7 @@ def test_without_any_memory_left_batches_are_torchs(
         ours = epochs(creel.DataLoader)
         until(lambda: arena_nbytes(daemon.pid) == 0, what="all memory is given back")
         assert "the cache gives memory back" in daemon.log()
+        with daemon.client("cli") as client:
+            memory = client.ask("stats")["memory"]
+        assert memory["withheld_nbytes"] == memory["budget_nbytes"] > memory["used_nbytes"] == 0
     assert ours == epochs(torch.utils.data.DataLoader)

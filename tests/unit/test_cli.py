@@ -183,6 +183,7 @@ def test_settings_are_printed_as_toml_that_loads_again(
     monkeypatch.setenv("CREEL_FETCH__THREADS", "7")
     monkeypatch.delenv("CREEL_SOCKET", raising=False)
     monkeypatch.delenv("CREEL_LOADER__DIRECT")
+    monkeypatch.delenv("CREEL_MEMORY__RESERVE")
     assert main.main(["config", "show"]) == 0
     shown = capsys.readouterr().out
     monkeypatch.delenv("CREEL_FETCH__THREADS")

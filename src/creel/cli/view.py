@@ -132,7 +132,9 @@ def memory_line(memory: Values) -> str:
     """Return, for example, "3.2 of 64 GiB used (5 %)"."""
     used, budget = memory.get("used_nbytes", 0), memory.get("budget_nbytes", 0)
     share = 100 * used / budget if budget else 0
-    return f"{format_size(used)} of {format_size(budget)} used ({share:.0f} %)"
+    withheld = memory.get("withheld_nbytes", 0)
+    rest = f", {format_size(withheld)} left to other processes" if withheld else ""
+    return f"{format_size(used)} of {format_size(budget)} used ({share:.0f} %){rest}"
 
 
 def status_pairs(answer: Values) -> list[tuple[str, str]]:

@@ -59,10 +59,11 @@ def _of_source(rank: Values, node: Values) -> str:
             f"files that it read directly ({format_count(direct)} reads): that is right where"
             " storage is fast; otherwise check that the daemon runs (`creel status`)"
         )
-    full = memory["used_nbytes"] >= _FULL * memory["budget_nbytes"]
+    usable = memory["budget_nbytes"] - memory.get("withheld_nbytes", 0)
+    full = memory["used_nbytes"] >= _FULL * usable
     if full and misses > _MANY * (hits + misses):
         return (
-            f"storage: memory ({format_size(memory['budget_nbytes'])}) cannot hold all objects:"
+            f"storage: memory ({format_size(usable)}) cannot hold all objects:"
             f" {format_count(misses)} of {format_count(hits + misses)} had to be read; a"
             " larger memory.budget or a disk tier (disk.path) would help"
         )
