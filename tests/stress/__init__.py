@@ -1,4 +1,4 @@
-"""Tools that search for differences and leftovers with many runs; `make stress` runs both.
+"""Tools that search for differences and leftovers; `make stress` runs random programs and chaos.
 
 Started as `python -m tests.stress.NAME`, they find the tests' own modules as pytest does.
 """
