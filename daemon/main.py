@@ -237,8 +237,7 @@ class Daemon:
 
     def _timers(self, now: float) -> None:
         self.node.beat(now)
-        if self.node.state == "serving":
-            self.node.memory_guard.look(now)
+        self.node.memory_guard.look(now)
         if now - self._ticked < _TICK_S:
             return
         self._ticked = now

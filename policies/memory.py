@@ -4,9 +4,9 @@ from __future__ import annotations
 
 #: Share of the memory limit that is kept free, and the most bytes.
 _FREE_SHARE, _MAX_FREE_NBYTES = 1 / 16, 4 << 30
-#: Seconds between two looks at the free memory, which take 0.2 to 0.5 ms: least and most.
+#: Seconds between two looks at the free memory, which read some files of /proc: least and most.
 _MIN_LOOK_S, MAX_LOOK_S = 0.02, 0.25
-#: Bytes per second by which other processes grow, at most.
+#: Bytes per second by which other processes grow, at most: a few cores that fill fresh pages.
 _MAX_GROWTH_BPS = 4e9
 
 

@@ -10,10 +10,12 @@ import struct
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -99,6 +101,19 @@ def knock(address: str, timeout_s: int = 30) -> socket.socket:
         raise
     s.settimeout(timeout_s)
     return s
+
+
+def resource_warnings_in_a_fork(patch: pytest.MonkeyPatch) -> int:
+    """Fork; return how many ResourceWarnings the child gives while it starts (`python -X dev`).
+
+    Tests that call it need a filter "always::ResourceWarning".
+    """
+    told: list[Any] = []
+    patch.setattr(warnings, "showwarning", lambda *what: told.append(what))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(sum(issubclass(what[1], ResourceWarning) for what in told))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def gone(pid: int) -> bool:

@@ -71,14 +71,15 @@ class Arena:
         if done:  # an empty write touches no page
             self._written[offset >> _PAGE_BITS : -(-(offset + done) >> _PAGE_BITS)] = True
 
-    def release(self, start: int, nbytes: int) -> None:
-        """Give whole pages of the system back to it; they read as zeros, and may be written again.
+    def release(self, ranges: list[tuple[int, int]]) -> None:
+        """Give ranges (start, bytes) of whole pages back to the system; they then read as zeros.
 
         Raises:
             OSError: this system cannot.
         """
-        self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
-        self._written[start >> _PAGE_BITS : (start + nbytes) >> _PAGE_BITS] = False
+        for start, nbytes in ranges:
+            self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
+            self._written[start >> _PAGE_BITS : (start + nbytes) >> _PAGE_BITS] = False
 
     def written(self, offset: Ints, length: Ints) -> bool:
         """Return whether `write` has touched all pages of (k,) ranges [offset, offset + length).

@@ -137,7 +137,7 @@ class Node:
         self._planner = BackgroundThread("creel-plan")
         self._do: dict[type[events.Action], Callable[[Any], None]] = {
             events.Publish: self._publish,
-            events.ReleaseMemory: self._release_memory,
+            events.ReleaseMemory: lambda action: self.arena.release(action.ranges),
             events.SetReady: self._set_ready,
             events.FetchObjects: self.fetcher.submit,
             events.CancelFetches: self.fetcher.cancel,
@@ -207,10 +207,6 @@ class Node:
 
     def _publish(self, action: events.Publish) -> None:
         self.registry.datasets[action.dataset].table.offset[action.ids] = action.offset
-
-    def _release_memory(self, action: events.ReleaseMemory) -> None:
-        for start, nbytes in action.ranges:
-            self.arena.release(start, nbytes)
 
     def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread; after a failure the core continues as before."""

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 
 from creel.errors import DaemonLostError
 from daemons import Running, content, folder, opened, plan, status
-from kit import gone, until
+from kit import gone, resource_warnings_in_a_fork, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -25,14 +24,9 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 def test_python_dev_mode_finds_nothing_left_open_in_a_forked_child(
     daemon: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(warnings, "showwarning", lambda *what: told.append(what))
     with daemon.client() as client:
         assert client.ask("status")["sessions"] == 0
-        pid = os.fork()
-        if pid == 0:
-            os._exit(sum(issubclass(what[1], ResourceWarning) for what in told))  # type: ignore[index]
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert resource_warnings_in_a_fork(monkeypatch) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

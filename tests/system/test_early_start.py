@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from creel.forks import no_fork
 from creel.loader.client import connections, embed
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early, started_elsewhere
-from kit import gone, until
+from kit import gone, resource_warnings_in_a_fork, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("clean")]
 
@@ -70,13 +69,8 @@ def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
 def test_python_dev_mode_finds_nothing_of_a_start_in_a_forked_child(
     daemon_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(warnings, "showwarning", lambda *what: told.append(what))
     connections.start_daemon_early(config(daemon_name))
-    pid = os.fork()
-    if pid == 0:
-        os._exit(len(told))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert resource_warnings_in_a_fork(monkeypatch) == 0
     connections.disconnect(daemon_name)
 
 

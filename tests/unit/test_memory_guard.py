@@ -91,7 +91,7 @@ def test_a_released_page_takes_no_memory_until_it_is_written_again() -> None:
     with closing(Arena.create(8 * SYSTEM_PAGE)) as arena:
         arena.write(0, memoryview(b"x" * 8 * SYSTEM_PAGE))
         full, where = allocated(), (np.array([3 * SYSTEM_PAGE]), np.array([SYSTEM_PAGE]))
-        arena.release(2 * SYSTEM_PAGE, 4 * SYSTEM_PAGE)
+        arena.release([(2 * SYSTEM_PAGE, 4 * SYSTEM_PAGE)])
         assert allocated() == full - 4 * SYSTEM_PAGE
         assert not arena.written(*where)
         assert bytes(arena.view[SYSTEM_PAGE : 3 * SYSTEM_PAGE]).count(b"x") == SYSTEM_PAGE
