@@ -7,54 +7,77 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
 from creel.cache.storage.answers import SLOWEST_BPS, of_each, tag_of
 from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short
+from creel.errors import ConfigError
 
 T = TypeVar("T")
 
+#: Options that an address may have, too, and options that say who reads.
+_S3_SERVER = frozenset({"endpoint_override", "region", "scheme"})
+_S3_ACCOUNT = frozenset({"access_key", "secret_key", "session_token", "anonymous", "role_arn"})
 _S3_TRIES = 3  # pyarrow's AwsStandardS3RetryStrategy, which a client made from options has
 
 
-def arrow_of(uri: str, deadline_s: float) -> tuple[Any, str]:
+def arrow_of(uri: str, deadline_s: float, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Return pyarrow's file system of an address, and the path in it.
 
     S3's client gives up a request after `deadline_s` without an answer, including its own retries;
-    Google's client retries no longer than that. An address cannot set these limits, so they are
-    changed in the arguments of the client's pickle.
+    Google's client retries no longer than that. An address can set neither these limits nor most
+    options, so they are changed in the arguments of the client's pickle.
+
+    Raises:
+        ConfigError: an option that the client does not have.
     """
     from pyarrow import fs
 
+    parts = urlsplit(uri)
+    if parts.scheme.lower() == "s3":
+        uri, options = _of_s3(parts, options)
     system, path = fs.FileSystem.from_uri(uri)
-    if not isinstance(system, getattr(fs, "S3FileSystem", ())) and not isinstance(
-        system, getattr(fs, "GcsFileSystem", ())
-    ):
-        return system, path
     reduced: Any = system.__reduce__()
-    make, (options,) = reduced
+    make, (known,) = reduced
+    if unknown := options.keys() - known.keys():
+        raise ConfigError(
+            f"pyarrow's client of {parts.scheme}:// has no option {min(unknown)!r}: it has"
+            f" {', '.join(sorted(known))}"
+        )
     limits = {
         "connect_timeout": deadline_s / _S3_TRIES,
         "request_timeout": deadline_s / _S3_TRIES,
         "retry_time_limit": timedelta(seconds=deadline_s),
     }
-    return make(options | {k: v for k, v in limits.items() if k in options}), path
+    return make(known | {k: v for k, v in limits.items() if k in known} | options), path
+
+
+def _of_s3(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return an S3 address with all that an address can say, and the other options.
+
+    pyarrow asks AWS for the region of the bucket if the address names no server.
+    """
+    named = dict(parse_qsl(parts.query))
+    into = {k: str(v) for k, v in options.items() if k in _S3_SERVER and v and k not in named}
+    account = () if parts.username is None else _S3_ACCOUNT
+    rest = {k: v for k, v in options.items() if k not in _S3_SERVER and k not in account}
+    return urlunsplit(parts._replace(query=urlencode({**into, **named}))), rest
 
 
 class ArrowStore:
     """Reads through pyarrow.fs, one client per scheme and host: HEAD for the size, then GET."""
 
-    def __init__(self, uri: str, deadline_s: float) -> None:
+    def __init__(self, uri: str, deadline_s: float, options: Mapping[str, Any]) -> None:
         parts = urlsplit(uri)
         query = f"?{parts.query}" if parts.query else ""
-        self._fs, root = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s)
+        self._fs, root = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s, options)
         self._prefix = root.rstrip("/")
 
     def _path(self, uri: str) -> str:
@@ -126,8 +149,8 @@ class GcsStore(ArrowStore):
     a time-out. Opening a stream releases it, so a stream comes first; most objects need no more.
     """
 
-    def __init__(self, uri: str, deadline_s: float) -> None:
-        super().__init__(uri, deadline_s)
+    def __init__(self, uri: str, deadline_s: float, options: Mapping[str, Any]) -> None:
+        super().__init__(uri, deadline_s, options)
         self._deadline_s = deadline_s
 
     def read(

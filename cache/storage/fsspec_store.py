@@ -36,8 +36,9 @@ class HttpStore:
     objects by range. Answers are not compressed, as a tag would be that of the compressed bytes.
     """
 
-    def __init__(self, uri: str, deadline_s: float) -> None:
-        self._fs, _ = fsspec_of(uri, deadline_s)
+    def __init__(self, system: Any, deadline_s: float) -> None:
+        """`system`: result of `fsspec_of`."""
+        self._fs = system
         self._deadline_s = deadline_s
 
     def read(
@@ -168,10 +169,15 @@ def _check_span(uri: str, content_range: str, offset: int) -> None:
 # --- other schemes ----------------------------------------------------------------------------
 
 
-def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
-    """Return fsspec's file system of an address, and the path in it.
+def fsspec_of(uri: str, deadline_s: float, options: Mapping[str, Any], *, handed: bool) -> Any:
+    """Return fsspec's file system of an address.
 
     HTTP requests of the file system end after `deadline_s` without data.
+
+    Args:
+        options: arguments of the file system.
+        handed: whether another process has resolved them; what this one has configured for fsspec
+            is then left out.
 
     Raises:
         SourceError: fsspec is not installed.
@@ -181,16 +187,21 @@ def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
         import fsspec
     except ImportError as e:
         raise SourceError(errno.ENOSYS, "needs `pip install creel[http]`", uri) from e
+    if handed:
+        fsspec.config.conf.clear()
     scheme = uri.partition("://")[0].lower()
-    options: dict[str, Any] = {}
+    given = dict(options)
     if scheme in {"http", "https"}:
         import aiohttp
 
         limit = aiohttp.ClientTimeout(None, sock_connect=deadline_s, sock_read=deadline_s)
-        given = fsspec.config.conf.get(scheme, {}).get("client_kwargs", {})
-        options["client_kwargs"] = {"timeout": limit, **given}
-    found: tuple[Any, str] = fsspec.core.url_to_fs(uri, **options)
-    return found
+        configured = fsspec.config.conf.get(scheme, {}).get("client_kwargs", {})
+        given["client_kwargs"] = {
+            "timeout": limit,
+            **configured,
+            **given.get("client_kwargs", {}),
+        }
+    return fsspec.core.url_to_fs(uri, **given)[0]
 
 
 def _found(system: Any, root: str, **options: Any) -> Iterator[tuple[str, int]]:
@@ -211,8 +222,9 @@ def _unless_missing(error: Exception) -> None:
 class FsspecStore:
     """Reads any other fsspec file system: one request per object, and one for its version."""
 
-    def __init__(self, uri: str, deadline_s: float) -> None:
-        self._fs, _ = fsspec_of(uri, deadline_s)
+    def __init__(self, system: Any, deadline_s: float) -> None:
+        """`system`: result of `fsspec_of`."""
+        self._fs = system
         self._deadline_s = deadline_s
 
     def read(

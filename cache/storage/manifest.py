@@ -16,6 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from mmap import mmap
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -24,14 +25,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
+from creel.cache.storage.access import Access, StorageOptions
 from creel.cache.storage.copies import Copies
 from creel.errors import ConfigError, MalformedError
+from creel.messages import Grants
 from creel.policies.arrays import Index, Ints, Mask
 
 if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
     import pyarrow as pa
 
 _ROOT, _SALT, _COPIES = b"creel.root", b"creel.salt", b"creel.copies"
+_ACCESS = b"creel.access"
 UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
 #: Addresses compared at a time, a few megabytes of text.
@@ -57,12 +61,14 @@ class Manifest:
         root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
         salt: distinguishes datasets of the same objects.
         copies: copies of some of the files, for the daemon.
+        access: how remote addresses are reached: (first row, access), in order; () without any.
     """
 
     table: pa.Table
     root: str = ""
     salt: str = ""
     copies: Copies | None = field(default=None, compare=False)
+    access: tuple[tuple[int, Access], ...] = ()
 
     @classmethod
     def of_files(
@@ -108,10 +114,32 @@ class Manifest:
 
         if len(parts) == 1:
             return replace(parts[0], table=parts[0].table.combine_chunks())
-        roots = {p.root for p in parts}
-        if len(roots) == 1:
-            return cls(pa.concat_tables([p.table for p in parts]).combine_chunks(), roots.pop())
-        return cls(pa.concat_tables([p.absolute() for p in parts]).combine_chunks(), "")
+        roots, access = {p.root for p in parts}, _joined_access(parts)
+        root = roots.pop() if len(roots) == 1 else ""
+        tables = [p.table if p.root == root else p.absolute() for p in parts]
+        return cls(pa.concat_tables(tables).combine_chunks(), root, access=access)
+
+    def reached(self, given: StorageOptions) -> Manifest:
+        """Return the same objects with the access of their remote addresses.
+
+        Raises:
+            ConfigError: an option that no client of these addresses has.
+        """
+        if self.root:
+            schemes = {scheme_of(self.root)} if is_remote(self.root) else set()
+        else:
+            files = self.file_rows[:-1][self.remote]
+            schemes = {scheme_of(uri) for uri in self.addresses(files)}
+        access = ((0, Access.of(schemes, given)),) if schemes else ()
+        return replace(self, access=access)
+
+    def grants(self) -> Grants:
+        """Return how a daemon is to reach the remote addresses: the present grants of each access.
+
+        Raises:
+            UnavailableError: no other process can.
+        """
+        return [access.grants() for _, access in self.access]
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.table.num_rows else 0
@@ -283,6 +311,8 @@ class Manifest:
         root = self.root.encode()
         digest = xxhash.xxh3_128(f"{len(root)} {self.table.num_rows} ".encode() + root)
         digest.update(self.salt.encode())
+        for row, access in self.access:
+            digest.update(f"{row} {access.identity}".encode())
         for name in ("offset", "length", "count"):
             digest.update(np.ascontiguousarray(self._column(name)).view(np.uint8).data)
         for part in self._text():
@@ -316,6 +346,7 @@ class Manifest:
         import pyarrow as pa
 
         also = {_ROOT: self.root.encode(), _SALT: self.salt.encode()}
+        also[_ACCESS] = " ".join(f"{row} {one.identity}" for row, one in self.access).encode()
         if copies and self.copies is not None:
             also[_COPIES] = self.copies.entries.astype("<i8").tobytes()
         table = self.table.replace_schema_metadata(also)
@@ -348,7 +379,8 @@ class Manifest:
             raise MalformedError(f"a manifest must have the columns {names}, not {table.schema}")
         if any(column.null_count for column in table.columns):
             raise MalformedError("a manifest must not have nulls")
-        manifest = cls(table.replace_schema_metadata(None), root, salt)
+        access = _parsed_access(also.get(_ACCESS, b""), table.num_rows)
+        manifest = cls(table.replace_schema_metadata(None), root, salt, access=access)
         manifest.check()
         if fd is None:
             return manifest
@@ -374,6 +406,46 @@ class Manifest:
             or (offset.astype(np.float64) + length * count.astype(np.float64) >= 2.0**62).any()
         ):
             raise MalformedError("a manifest's ranges must end below 2**62, and so must their sum")
+
+
+def scheme_of(address: str) -> str:
+    """Return the scheme of a URI in lower case, "" for a path.
+
+    >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
+    ('s3', '', 'file')
+    """
+    head, found, _ = address.partition("://")
+    return head.lower() if found else ""
+
+
+def _joined_access(parts: Sequence[Manifest]) -> tuple[tuple[int, Access], ...]:
+    """Return the access of manifests that are joined in order, without equal neighbours."""
+    found: list[tuple[int, Access]] = []
+    first = 0
+    for part in parts:
+        for row, access in part.access:
+            if not found or found[-1][1] != access:
+                found.append((first + row, access))
+        first += part.table.num_rows
+    return tuple(found)
+
+
+def _parsed_access(text: bytes, rows: int) -> tuple[tuple[int, Access], ...]:
+    """Read what `write_arrow` wrote of the access of `rows` rows.
+
+    Raises:
+        MalformedError: it did not write that.
+    """
+    words = text.split()
+    try:
+        first = [int(word) for word in words[::2]]
+        identities = [word.decode("ascii") for word in words[1::2]]
+    except ValueError as e:
+        raise MalformedError(f"not the access of a manifest: {e}") from e
+    ordered = all(a < b for a, b in pairwise([-1, *first, max(rows, 1)]))
+    if len(first) != len(identities) or not ordered:
+        raise MalformedError("the access of a manifest is for other rows")
+    return tuple((row, Access(identity)) for row, identity in zip(first, identities, strict=True))
 
 
 def is_remote(uri: str) -> bool:

@@ -7,13 +7,13 @@ the retries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
+from creel.cache.storage.access import ARROW
 from creel.cache.storage.arrow_store import ArrowStore, GcsStore
 from creel.cache.storage.stores import Store
-
-#: Schemes that pyarrow.fs reads and lists with its own clients.
-ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 
 
 def store_key(uri: str) -> tuple[str, str, str]:
@@ -31,18 +31,26 @@ def store_key(uri: str) -> tuple[str, str, str]:
     return scheme, rest.partition("/")[0].partition("?")[0], options
 
 
-def open_store(uri: str, deadline_s: float = 30.0) -> Store:
+def open_store(
+    uri: str, deadline_s: float, options: Mapping[str, Any], *, handed: bool = False
+) -> Store:
     """Make the store of a remote address, with its client, without sending a request.
 
-    deadline_s: longest time without an answer to a request.
+    Args:
+        deadline_s: longest time without an answer to a request.
+        options: of the client (`creel.cache.storage.access`). What an address says comes first.
+        handed: whether another process has resolved them: this one adds nothing.
+
+    Raises:
+        ConfigError: an option that the client does not have.
+        SourceError, ImportError, ValueError: there is no such client here.
     """
     scheme = uri.partition("://")[0].lower()
     if scheme in {"gs", "gcs"}:
-        return GcsStore(uri, deadline_s)
+        return GcsStore(uri, deadline_s, options)
     if scheme in ARROW:
-        return ArrowStore(uri, deadline_s)
-    from creel.cache.storage.fsspec_store import FsspecStore, HttpStore
+        return ArrowStore(uri, deadline_s, options)
+    from creel.cache.storage.fsspec_store import FsspecStore, HttpStore, fsspec_of
 
-    if scheme in {"http", "https"}:
-        return HttpStore(uri, deadline_s)
-    return FsspecStore(uri, deadline_s)
+    system = fsspec_of(uri, deadline_s, options, handed=handed)
+    return (HttpStore if scheme in {"http", "https"} else FsspecStore)(system, deadline_s)

@@ -8,9 +8,10 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+from creel.cache.storage.access import shown
 from creel.errors import SourceError, SourceNotFoundError
 from creel.settings import FetchSettings
 
@@ -91,19 +92,24 @@ def public(uri: str) -> str:
     return f"{scheme}://{host}{slash}{path}"
 
 
-def source_error(error: Exception, uri: str) -> SourceError:
+def source_error(
+    error: Exception, uri: str, options: Mapping[str, Any] | None = None
+) -> SourceError:
     """Convert an exception of a storage to SourceError, the only kind that readers get.
 
-    The result contains no keys or passwords, so it may be shown and logged.
+    The result contains no keys or passwords, so it may be shown and logged. A refusal says who was
+    refused, by the `options` of the client.
     """
     if isinstance(error, SourceError):
-        shown = public(error.uri)
-        if shown == error.uri:
+        address = public(error.uri)
+        if address == error.uri:
             return error
-        return type(error)(error.errno or 0, error.strerror or "", shown)
+        return type(error)(error.errno or 0, error.strerror or "", address)
     number, reason = _reason(error)
     kind = SourceNotFoundError if number == errno.ENOENT else SourceError
     reason = _SECRET.sub(r"\1...", reason.replace(uri, public(uri)))
+    if number == errno.EACCES and options is not None:
+        reason = f"{reason} ({shown(options)})"
     return kind(number, legible(reason), public(uri))
 
 
@@ -125,7 +131,7 @@ def _reason(error: Exception) -> tuple[int, str]:
     if "NO_SUCH_BUCKET" in text:
         return errno.ENOENT, "there is no such bucket"
     if any(word in text for word in _DENIED) or getattr(error, "status", 0) in {401, 403}:
-        return errno.EACCES, "access denied: check the credentials in the environment"
+        return errno.EACCES, "access denied: check the credentials"
     number = getattr(error, "errno", None) or 0
     absent = os.strerror(errno.ENOENT)
     if number == errno.ENOENT or isinstance(error, FileNotFoundError) or text.startswith(absent):

@@ -8,22 +8,25 @@ one file are one read. Thread-safe. The daemon's fetch threads and the loader's 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
+from creel.cache.storage.access import options_of
 from creel.cache.storage.copies import Copies
-from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
+from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote, scheme_of
 from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.cache.storage.remote import open_store, store_key
 from creel.cache.storage.retry import retried, source_error, transient
@@ -43,10 +46,13 @@ from creel.cache.storage.stores import (
 )
 from creel.errors import SourceError
 from creel.limits import IOV_MAX
+from creel.messages import Grants
 from creel.policies.arrays import Ints, Mask
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
+
+log = logging.getLogger("creel.source")
 
 #: From this many objects on, a read checks whether all are records of one local file.
 _MANY = 8
@@ -67,6 +73,8 @@ class Source:
         files: most descriptors kept open (only of files with several objects).
         relative: whether paths may be relative to the working directory (never in a daemon, whose
             working directory differs from the client's).
+        grants: how remote addresses are reached, for each access of the manifest; None: as the
+            manifest's access says in this process.
     """
 
     def __init__(
@@ -76,15 +84,20 @@ class Source:
         *,
         files: int = 64,
         relative: bool = True,
+        grants: Grants | None = None,
     ) -> None:
         self.manifest = manifest
+        #: May be replaced at any time; the next read uses it.
+        self.grants = grants
         #: Copies of some files, each of which can be taken once instead of a read.
         self.copies = manifest.copies
         self.counters = Counters()
         self._settings = settings or FetchSettings()
         self._relative = relative
         self._local = LocalStore(files)
-        self._remote: dict[tuple[int, str, str, str], Store] = {}
+        self._remote: dict[tuple[int, int, str, str, str], tuple[dict[str, Any], Store]] = {}
+        self._told_refused: set[str] = set()
+        self._access_rows = [row for row, _ in manifest.access]
         self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
 
@@ -124,11 +137,12 @@ class Source:
             (k,) versions; MISSING where a file is absent or cannot be read.
         """
         found = np.full(len(files), version.MISSING, np.int64)
-        uris = self.manifest.addresses(self.manifest.file_rows[:-1][files])
+        rows = self.manifest.file_rows[:-1][files]
+        uris = self.manifest.addresses(rows)
         left = list(range(len(files)))
 
         def ask() -> None:
-            if failed := self._ask(uris, left, found):
+            if failed := self._ask(uris, rows, left, found):
                 left[:] = failed
                 raise next(iter(failed.values()))
 
@@ -137,7 +151,9 @@ class Source:
                 retried(self._settings, ask, uris[0], on_retry=self.counters.count_retry)
         return found
 
-    def _ask(self, uris: list[str], which: list[int], found: Ints) -> dict[int, Exception]:
+    def _ask(
+        self, uris: list[str], rows: Ints, which: list[int], found: Ints
+    ) -> dict[int, Exception]:
         """Enter the versions of some addresses; return the transient errors by position."""
         stores: dict[Store, list[int]] = defaultdict(list)
         if not self.manifest.remote.any():
@@ -145,7 +161,7 @@ class Source:
         else:
             for i in which:
                 with suppress(Exception):  # stores raise anything: the file is MISSING
-                    stores[self._store(uris[i])].append(i)
+                    stores[self._store(uris[i], int(rows[i]))].append(i)
         failed: dict[int, Exception] = {}
         for store, members in stores.items():
             answers: Sequence[int | Exception]
@@ -286,7 +302,7 @@ class Source:
             return None  # neighbours are better read together
         stored = self._stored_file(row)
         try:
-            store = self._store(stored.uri)
+            store = self._store(stored.uri, row)
             if not isinstance(store, LocalStore):
                 return None
             start = time.perf_counter()
@@ -344,7 +360,7 @@ class Source:
             left, read, opens = runs[len(done) :], 0, 0
             start = began = time.monotonic()
             try:
-                for filled in self._store(stored.uri).fill(stored, left):
+                for filled in self._store(stored.uri, stored.row).fill(stored, left):
                     began, read, opens = time.monotonic(), read + 1, opens + filled.opens
                     done.append(filled)
             except Exception as e:  # noqa: BLE001  stores raise anything
@@ -372,7 +388,8 @@ class Source:
     def _stored_file(self, row: int) -> StoredFile:
         uri, single = self.manifest.uri(row), bool(self._single[row])
         min_nbytes = self.manifest.extent(row) if is_remote(uri) else UNKNOWN
-        return StoredFile(uri, keep=not single, whole=bool(self._whole[row]), min_nbytes=min_nbytes)
+        whole = bool(self._whole[row])
+        return StoredFile(uri, keep=not single, whole=whole, min_nbytes=min_nbytes, row=row)
 
     def _with_retries(
         self,
@@ -391,27 +408,54 @@ class Source:
         try:
             return retried(
                 self._settings,
-                lambda: job(self._store(stored.uri)),
+                lambda: job(self._store(stored.uri, stored.row)),
                 stored.uri,
                 error=error,
                 began=began,
                 on_retry=self.counters.count_retry,
             )
         except Exception as e:
-            failure = source_error(e, stored.uri)
+            options = self._options(stored.uri, stored.row)[1] if is_remote(stored.uri) else None
+            failure = source_error(e, stored.uri, options)
             self.counters.count_error(failure)
+            self._tell_refused(failure)
             raise failure from e
 
-    def _store(self, uri: str) -> Store:
+    def _store(self, uri: str, row: int) -> Store:
+        """Return the store of an address, which is that of a row."""
         if not is_remote(uri):
             self._check_path(uri)
             return self._local
+        access, options = self._options(uri, row)
         # With the process id, as clients of object stores have threads and do not survive a fork.
-        key = (os.getpid(), *store_key(uri))
+        key = (os.getpid(), access, *store_key(uri))
         with self._lock:
-            if key not in self._remote:
-                self._remote[key] = open_store(uri, self._settings.deadline_s)
-            return self._remote[key]
+            opened = self._remote.get(key)
+            if opened is None or opened[0] != options:  # no client yet, or keys were renewed
+                store = open_store(
+                    uri, self._settings.deadline_s, options, handed=self.grants is not None
+                )
+                opened = self._remote[key] = options, store
+            return opened[1]
+
+    def _options(self, uri: str, row: int) -> tuple[int, dict[str, Any]]:
+        """Return the number of a row's access (-1: none), and the options of its client."""
+        access, scheme = bisect_right(self._access_rows, row) - 1, scheme_of(uri)
+        if access < 0:
+            return access, options_of(scheme, None)
+        if self.grants is None:
+            return access, self.manifest.access[access][1].options(scheme)
+        grant = self.grants[access].get(scheme)
+        if grant is None:
+            raise SourceError(errno.EACCES, "the client said nothing about such addresses", uri)
+        return access, grant.options
+
+    def _tell_refused(self, failure: SourceError) -> None:
+        """Log a refused read, once for each account and server: those of an epoch are alike."""
+        what = failure.strerror or ""
+        if failure.errno == errno.EACCES and what not in self._told_refused:
+            self._told_refused.add(what)
+            log.warning("%s: %s", failure.uri, what)
 
     def _check_path(self, path: str) -> None:
         if not self._relative and not path.startswith(("/", "file:/")):

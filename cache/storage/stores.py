@@ -29,13 +29,15 @@ from creel.limits import IOV_MAX, memory
 class StoredFile:
     """A file. `keep`: it has several objects; `whole`: it is a single object, from byte 0 on.
 
-    `min_nbytes`: least size in bytes that the manifest implies; the exact size if `whole`.
+    `min_nbytes`: least size in bytes that the manifest implies; the exact size if `whole`. `row`:
+    one of its rows in the manifest, which tells how a remote file is reached.
     """
 
     uri: str
     keep: bool = False
     whole: bool = False
     min_nbytes: int = UNKNOWN
+    row: int = -1
 
 
 class Run(NamedTuple):

@@ -44,6 +44,8 @@ from creel.messages import (
     Opened,
     Refused,
     Register,
+    Registered,
+    Renew,
     Welcome,
     decode,
     encode,
@@ -244,7 +246,7 @@ class ControlSocket:
             self._send(connection, _opened(session))
         elif connection.role == "worker":
             raise UnavailableError(f"a {connection.role} must not send this request")
-        elif isinstance(request, Register):
+        elif isinstance(request, (Register, Renew)):
             self._register(connection, request, fds)
         elif isinstance(request, Host):
             member = self._node.clusters.host(request.host, request.port)
@@ -283,7 +285,11 @@ class ControlSocket:
         with contextlib.suppress(UnavailableError):  # the session may have ended already
             self._node.close_session(self._node.registry.owned(connection.token, request.session))
 
-    def _register(self, connection: _Connection, request: Register, fds: list[int]) -> None:
+    def _register(self, connection: _Connection, request: Register | Renew, fds: list[int]) -> None:
+        if isinstance(request, Renew):
+            self._node.renew(request.dataset, request.grants)
+            self._send(connection, Answer(Registered(request.dataset)))
+            return
         if len(fds) not in {1, 2}:
             raise MalformedError(f"a manifest comes in one or two descriptors, not {len(fds)}")
         if not 0 < request.nbytes <= _MAX_MANIFEST:
@@ -301,7 +307,10 @@ class ControlSocket:
                 self._send(connection, answer)
 
         self._node.register(
-            connection.token, lambda: read_manifest(fd, request.nbytes, *copies), reply
+            connection.token,
+            lambda: read_manifest(fd, request.nbytes, *copies),
+            request.grants,
+            reply,
         )
 
 

@@ -21,6 +21,7 @@ from creel import limits
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
+from creel.cache.storage.access import check_grants
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config, memory_budget, memory_reserve
@@ -42,6 +43,7 @@ from creel.messages import (
     Deal,
     Extend,
     Follow,
+    Grants,
     Hosting,
     Joined,
     Open,
@@ -285,12 +287,20 @@ class Node:
         self._background.put(load)
 
     def register(
-        self, token: str, read: Callable[[], Manifest], reply: Callable[[Answer], None]
+        self,
+        token: str,
+        read: Callable[[], Manifest],
+        grants: Grants,
+        reply: Callable[[Answer], None],
     ) -> None:
-        """Read and check a manifest in the background, then register it on the loop thread."""
+        """Read and check a manifest in the background, then register it on the loop thread.
+
+        grants: how its remote addresses are reached.
+        """
 
         def read_with_key() -> Manifest:
             manifest = read()
+            check_grants(grants, len(manifest.access))
             _ = manifest.key, manifest.summed  # cached here, as the loop must not compute them
             return manifest
 
@@ -302,6 +312,7 @@ class Node:
             known = self.registry.datasets.get(manifest.key)
             if known is not None:
                 known.source.adopt(manifest.copies)
+                known.source.grants = grants
                 enter(known)
                 return
             record = LocationTable.record_of(manifest.summed, self.arena.nbytes)
@@ -312,7 +323,9 @@ class Node:
                 refuse(Answer(Refused(str(e))))
                 return
             self.quota.coming[token] = nbytes
-            self._in_background(lambda: self._prepare(manifest, record, nbytes), enter, refuse)
+            self._in_background(
+                lambda: self._prepare(manifest, grants, record, nbytes), enter, refuse
+            )
 
         def refuse(answer: Answer) -> None:
             self.quota.coming.pop(token, None)
@@ -337,9 +350,12 @@ class Node:
 
         self._background.put(attempt)
 
-    def _prepare(self, manifest: Manifest, record: int, tables_nbytes: int) -> DatasetRecord:
+    def _prepare(
+        self, manifest: Manifest, grants: Grants, record: int, tables_nbytes: int
+    ) -> DatasetRecord:
         """Do all work proportional to the number of objects, in the background thread."""
-        source = Source(manifest, self.config.fetch, files=_KEPT_FILES, relative=False)
+        settings = self.config.fetch
+        source = Source(manifest, settings, files=_KEPT_FILES, relative=False, grants=grants)
         dataset = DatasetRecord.create(manifest, source, record, tables_nbytes)
         self.disk.attach(manifest.key, len(manifest))
         return dataset
@@ -372,6 +388,19 @@ class Node:
         if token not in self.pids():  # the client left meanwhile
             dataset.unclaim(token)
         return Answer(Registered(dataset.key))
+
+    def renew(self, key: str, grants: Grants) -> None:
+        """Read a dataset with these grants from now on.
+
+        Raises:
+            UnavailableError: no such dataset, or this daemon cannot read so.
+            MalformedError: grants for another number of accesses.
+        """
+        known = self.registry.datasets.get(key)
+        if known is None:
+            raise UnavailableError(f"dataset {key!r} is not registered here")
+        check_grants(grants, len(known.manifest.access))
+        known.source.grants = grants
 
     def _close(self, dataset: DatasetRecord) -> None:
         """Close a dataset that was not added."""

@@ -24,7 +24,7 @@ from creel.cache.storage.version import UNKNOWN
 from creel.errors import ConfigError
 from creel.loader.datasets.base import CreelDataset, addresses
 from creel.loader.reading.opened import open_as_python
-from creel.loader.reading.storage import absolute
+from creel.loader.reading.storage import Options, absolute
 from creel.policies.arrays import Ids, Ints
 
 _log = logging.getLogger("creel.loader")
@@ -209,6 +209,8 @@ class Declares(Protocol):
     """A dataset that declares what it reads."""
 
     creel_uris: Sequence[str]
+    #: The `storage_options` with which it reads remote addresses; a dataset may lack it.
+    creel_storage_options: Options
 
     def objects(self, index: int, /) -> int | str | Iterable[int | str]:
         """Return positions in `creel_uris` (or addresses from it) that sample `index` reads."""
@@ -230,6 +232,8 @@ class Declared(Addressed):
         if any(not isinstance(uri, str) for uri in values):
             raise ConfigError("creel_uris is a sequence of strings")
         super().__init__(values)
+        if inspect.getattr_static(dataset, "creel_storage_options", None) is not None:
+            self.storage_options = dataset.creel_storage_options
         self._dataset = dataset
 
     def __len__(self) -> int:

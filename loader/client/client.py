@@ -84,6 +84,7 @@ class Client:
         self.received = 0  # messages received so far
         self._wakeups: set[int] = set()  # eventfds that wake listening threads
         self.calls = itertools.count(1)
+        self._granted: dict[str, messages.Grants] = {}  # by dataset, as last sent
         self._answers: dict[int, messages.CommandReply | messages.Failed] = {}
         #: The cluster that this node's daemon has joined for this process's job; "": none.
         self.cluster = ""
@@ -166,18 +167,34 @@ class Client:
         """Register a dataset; return the key under which sessions may be opened.
 
         Raises:
-            UnavailableError: refused, or the daemon is lost.
+            UnavailableError: refused, the daemon is lost, or only this process can read these
+                addresses.
         """
+        grants = manifest.grants()
         copies = manifest.copies if manifest.copies is not None and manifest.copies.give() else None
         write = partial(manifest.write_arrow, copies=copies is not None)
         fd = sealed_file("creel-manifest", write)
         fds = (fd,) if copies is None else (fd, copies.fd)
         try:
-            request = messages.Register(os.fstat(fd).st_size)
+            request = messages.Register(os.fstat(fd).st_size, grants)
             reply, _ = self._call(request, messages.Registered, fds, _REGISTER_TIMEOUT_S)
         finally:
             os.close(fd)
+        self._granted[reply.dataset] = grants
         return reply.dataset
+
+    def renew(self, manifest: Manifest) -> None:
+        """Let the daemon read a registered dataset with this process's present keys.
+
+        Costs a message only if they are others than before.
+
+        Raises:
+            UnavailableError: refused, not registered, or the daemon is lost.
+        """
+        grants = manifest.grants()
+        if grants and self._granted.get(manifest.key) != grants:
+            self._call(messages.Renew(manifest.key, grants), messages.Registered)
+            self._granted[manifest.key] = grants
 
     def open_manifest(
         self, manifest: Manifest, job: str, rank: int, world: int, *, recheck: str
@@ -191,6 +208,7 @@ class Client:
         """
         if manifest.copies is None or manifest.copies.given:
             with contextlib.suppress(UnavailableError):
+                self.renew(manifest)
                 return self.open(manifest.key, job, rank, world, recheck)
         return self.open(self.register(manifest), job, rank, world, recheck)
 

@@ -34,6 +34,7 @@ _clients: dict[str, Client] = {}
 _starts: dict[str, DaemonStart] = {}
 _seen_starting: dict[str, float] = {}  # when another process was first seen starting a daemon
 _lock = threading.Lock()
+_told: set[str] = set()  # why datasets are read directly: each reason is said once
 
 
 def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
@@ -95,9 +96,11 @@ def open_session(
     try:
         session = client.open_manifest(manifest, job, rank, world, recheck=recheck)
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no memory for a mapping
-        if not client.closed:  # else the trainer's thread closed it, and nothing is read any more
-            # The text alone, as in `connect_or_start`.
-            _log.warning("creel reads directly, without a cache: %s", str(e))
+        why = str(e)  # the text alone, as in `connect_or_start`
+        # Closed by the trainer's thread: nothing is read any more.
+        if not client.closed and why not in _told:
+            _told.add(why)
+            _log.warning("creel reads directly, without a cache: %s", why)
         return None
     if not trainer_pid:
         warn_of_unmet(client, config, origins)

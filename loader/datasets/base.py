@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex, TypeAlias, TypeVar, cast, overload
 
@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from creel.cache.storage.access import StorageOptions
 from creel.cache.storage.manifest import Manifest, text_array
 from creel.cache.storage.retry import public
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError, SourceError
 from creel.loader.reading.observer import take
-from creel.loader.reading.storage import absolute, in_threads, settings
+from creel.loader.reading.storage import Options, absolute, in_threads, settings
 from creel.loader.reading.this_thread import thread_use
 from creel.policies.arrays import Ids, Ints
 
@@ -90,6 +91,7 @@ class CreelDataset(Dataset[Sample]):
 
     #: Attributes left out of a pickle, because they can be made again.
     volatile: ClassVar[tuple[str, ...]] = ("_manifest", "_opened")
+    _given: StorageOptions | None = None
     #: Whether every object is a whole file, so that its address alone identifies it.
     whole_files: ClassVar[bool] = False
     _manifest: Manifest | None = None
@@ -105,8 +107,25 @@ class CreelDataset(Dataset[Sample]):
     def manifest(self) -> Manifest:
         """The table of all objects; built at first use, never sent to a worker."""
         if self._manifest is None:
-            self._manifest = self._build_manifest()
+            given = self._given = self._given or StorageOptions()
+            self._manifest = self._build_manifest().reached(given)
         return self._manifest
+
+    @property
+    def storage_options(self) -> Options:
+        """Options of the clients that read remote addresses; assign others to renew credentials.
+
+        The daemon takes new ones when an epoch begins. Another server is another dataset: make a
+        new one.
+        """
+        return None if self._given is None else self._given.options
+
+    @storage_options.setter
+    def storage_options(self, options: Options) -> None:
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"storage_options is a dict of a client's options, not {options!r}")
+        self._given = self._given or StorageOptions()
+        self._given.options = options
 
     @property
     def object_count(self) -> int:

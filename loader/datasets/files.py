@@ -28,6 +28,7 @@ from creel.loader.datasets.base import (
 )
 from creel.loader.reading.listing import files_below, glob_pattern
 from creel.loader.reading.storage import (
+    Options,
     absolute,
     escape,
     is_folder,
@@ -86,6 +87,8 @@ class FileDataset(WholeFiles, Labelled):
         transform: from a sample (without its label) to another.
         nbytes: sizes of the files, or True to ask the storage for each; batches of undecoded files
             of one known size are built without a Python call per sample.
+        storage_options: of the client that reads remote files, in fsspec's convention (`key`,
+            `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
 
     Raises:
         ConfigError: no files, or labels or sizes whose number or type does not fit.
@@ -101,9 +104,11 @@ class FileDataset(WholeFiles, Labelled):
         labels: object = None,
         transform: Callable[[Sample], Sample] | None = None,
         nbytes: Sequence[int] | bool = False,
+        storage_options: Options = None,
     ) -> None:
+        self.storage_options = storage_options
         if isinstance(paths, (str, os.PathLike)):
-            self._root, self._names, known = _below(absolute(paths), glob)
+            self._root, self._names, known = _below(absolute(paths), glob, storage_options)
         else:
             self._root, self._names, known = "", _each(paths), None
         check_callable(decode=decode, transform=transform)
@@ -130,7 +135,7 @@ class FileDataset(WholeFiles, Labelled):
         self, given: Sequence[int] | bool, known: list[int] | None
     ) -> NDArray[np.int64] | None:
         if given is True:
-            given = known or each(nbytes_of, self.paths)
+            given = known or each(lambda p: nbytes_of(p, self.storage_options), self.paths)
         if given is False:
             return None if known is None else np.array(known, np.int64)
         sizes = np.asarray(given)
@@ -153,11 +158,11 @@ class FileDataset(WholeFiles, Labelled):
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
 
 
-def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:
+def _below(root: str, glob: str, options: Options) -> tuple[str, pa.Array, list[int] | None]:
     """Return (root, names below it, their sizes if listed)."""
     if not is_folder(root):
         raise NotFoundError(f"there is no folder {root}; files are given as a list")
-    listed = files_below(root)
+    listed = files_below(root, options)
     if not isinstance(glob, str):
         raise ConfigError(f"glob is a pattern of names, as '**/*.jpg', not {glob!r}")
     wanted = glob_pattern(glob).fullmatch

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.manifest import UNKNOWN, scheme_of
 from creel.cache.storage.retry import public
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets.base import (
@@ -30,10 +30,10 @@ from creel.loader.reading.listing import files_below, parse_index, write_index
 from creel.loader.reading.opened import read as read_address
 from creel.loader.reading.storage import (
     Listing,
+    Options,
     absolute,
     escape,
     read_all,
-    scheme_of,
     unescape,
     walk,
 )
@@ -97,6 +97,8 @@ class ImageFolder(WholeFiles):
         decode: from the file's bytes to an image, instead of Pillow.
         index: a file that names the images below the root (`save_index`), so that nothing is
             listed.
+        storage_options: of the client that reads remote files, in fsspec's convention (`key`,
+            `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
 
     Raises:
         NotFoundError: (a FileNotFoundError) no folder, no class, or a class without files.
@@ -118,7 +120,9 @@ class ImageFolder(WholeFiles):
         *,
         decode: Callable[[bytes], Sample] | None = None,
         index: str | os.PathLike[str] | None = None,
+        storage_options: Options = None,
     ) -> None:
+        self.storage_options = storage_options
         if loader is not None and decode is not None:
             raise ConfigError("give loader= (takes a path) or decode= (takes bytes), not both")
         # As torchvision's VisionDataset: a string is expanded, a Path is kept.
@@ -134,9 +138,9 @@ class ImageFolder(WholeFiles):
         listed = None
         if index is not None:
             address = absolute(index)
-            listed = parse_index(read_all(address), address)
+            listed = parse_index(read_all(address, storage_options), address)
         elif scheme_of(self._root):
-            listed = files_below(self._root)
+            listed = files_below(self._root, storage_options)
         self._listed = _by_class(listed) if listed is not None else None
         self.classes, self.class_to_idx = self.find_classes(self._shown)
         valid = is_valid_file or (lambda path: path.lower().endswith(IMG_EXTENSIONS))

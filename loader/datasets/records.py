@@ -15,7 +15,7 @@ import torch
 from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
-from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.manifest import Manifest, scheme_of
 from creel.cache.storage.stores import Piece, read_pieces
 from creel.errors import ConfigError
 from creel.loader.buffers import BufferPool
@@ -24,10 +24,10 @@ from creel.loader.datasets.batches import cast, numbers, rows_of, unstacked
 from creel.loader.datasets.mapped import MappedFiles
 from creel.loader.reading.observer import take_rows
 from creel.loader.reading.storage import (
+    Options,
     absolute,
     nbytes_of,
     read_range,
-    scheme_of,
     several,
 )
 from creel.policies.arrays import Ints
@@ -78,6 +78,8 @@ class RecordDataset(Labelled):
             as many rows: a tensor or sequence of rows, or a tuple or dict of these. Sample i is row
             i. It is called once per batch, also by torch's DataLoader, and in a worker if there are
             any; for `dataset[i]`, and below torch's ConcatDataset, with a batch of one.
+        storage_options: of the client that reads remote files, in fsspec's convention (`key`,
+            `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
 
     Both transforms may change their input in place.
 
@@ -102,19 +104,25 @@ class RecordDataset(Labelled):
         to: torch.dtype | DTypeLike | None = None,
         transform: Callable[[Sample], Sample] | None = None,
         batch_transform: Callable[[torch.Tensor], Any] | None = None,
+        storage_options: Options = None,
     ) -> None:
+        self.storage_options = storage_options
         paths = [absolute(p) for p in several(path)]
         if not paths:
             raise ConfigError("a RecordDataset needs at least one file")
         wanted = None if dtype is None else torch_dtype(dtype)
         want = None if shape is None else _shape(shape)
         _check_offset(offset)
-        headers = each(lambda p: _npy(p) if p.endswith(".npy") else None, paths)
+        headers = each(lambda p: _npy(p, storage_options) if p.endswith(".npy") else None, paths)
         both = list(zip(paths, headers, strict=True))
         self.dtype = _same(paths, [_dtype_of(p, h, wanted) for p, h in both])
         self.shape = _same(paths, [_shape_of(p, h, want) for p, h in both])
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-        self._runs = each(lambda ph: _range_of(*ph, offset, self.nbytes), both)
+        sizes = each(lambda p: nbytes_of(p, storage_options), paths)
+        self._runs = [
+            _range_of(p, header, size, offset, self.nbytes)
+            for (p, header), size in zip(both, sizes, strict=True)
+        ]
         self._ends = np.cumsum([run.count for run in self._runs])
         self._size = int(self._ends[-1])
         if not self._size:
@@ -342,8 +350,7 @@ def _same(paths: list[str], found: list[T]) -> T:
     return found[0]
 
 
-def _range_of(path: str, header: _Npy | None, offset: int, nbytes: int) -> _RecordRange:
-    size = nbytes_of(path)
+def _range_of(path: str, header: _Npy | None, size: int, offset: int, nbytes: int) -> _RecordRange:
     if header is not None:
         if offset:
             raise ConfigError(
@@ -365,13 +372,14 @@ def _range_of(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Reco
     return _RecordRange(path, offset, (size - offset) // nbytes)
 
 
-def _npy(path: str) -> _Npy:
+def _npy(path: str, options: Options) -> _Npy:
     """Read the header of a .npy file.
 
     Raises:
         ConfigError: not a .npy file, not in C order, or of Python objects or structures.
     """
-    start = io.BytesIO(read_range(path, 0, min(_HEADER_NBYTES, nbytes_of(path))))
+    size = min(_HEADER_NBYTES, nbytes_of(path, options))
+    start = io.BytesIO(read_range(path, 0, size, options))
     try:
         version = npy.read_magic(start)
     except ValueError as e:

@@ -7,8 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from creel.cache.storage.manifest import scheme_of
 from creel.errors import ConfigError
-from creel.loader.reading.storage import nbytes_of, read_range, scheme_of
+from creel.loader.reading.storage import Options, nbytes_of, read_range
 
 _BLOCK = 512
 #: Bytes of one remote request: about a round trip's time at some 100 MB/s.
@@ -33,8 +34,9 @@ class TarMember(NamedTuple):
 class _TarBytes:
     """Reads at increasing offsets: from a buffered local file, or remotely 4 MiB at a time."""
 
-    def __init__(self, path: str) -> None:
-        self.nbytes = nbytes_of(path)
+    def __init__(self, path: str, options: Options) -> None:
+        self.nbytes = nbytes_of(path, options)
+        self._options = options
         self._path = path
         self._file = None if scheme_of(path) else Path(path).open("rb")  # noqa: SIM115
         self._start = 0
@@ -51,19 +53,20 @@ class _TarBytes:
         at = offset - self._start
         if at < 0 or at + nbytes > len(self._data):
             want = min(max(nbytes, _READ_NBYTES), self.nbytes - offset)
-            self._start, self._data = offset, read_range(self._path, offset, max(want, 0))
+            data = read_range(self._path, offset, max(want, 0), self._options)
+            self._start, self._data = offset, data
             at = 0
         return self._data[at : at + nbytes]
 
 
-def members(path: str) -> Iterator[TarMember]:
-    """Yield the regular files of a tar, in order.
+def members(path: str, options: Options = None) -> Iterator[TarMember]:
+    """Yield the regular files of a tar, in order; `options`: of the client of a remote one.
 
     Raises:
         NotFoundError: there is no such file.
         ConfigError: compressed, damaged, truncated, or not a tar.
     """
-    with closing(_TarBytes(path)) as read:
+    with closing(_TarBytes(path, options)) as read:
         _refuse_compressed(path, read(0, min(8, read.nbytes)))
         try:
             yield from _walk(path, read)

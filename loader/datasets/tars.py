@@ -14,7 +14,8 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.access import Access, StorageOptions
+from creel.cache.storage.manifest import Manifest, scheme_of
 from creel.errors import ConfigError, SourceError
 from creel.loader.datasets.base import (
     CreelDataset,
@@ -27,7 +28,7 @@ from creel.loader.datasets.base import (
 )
 from creel.loader.datasets.tarindex import members
 from creel.loader.reading.listing import braces
-from creel.loader.reading.storage import absolute, nbytes_of, scheme_of, several
+from creel.loader.reading.storage import Options, absolute, nbytes_of, several
 from creel.policies.arrays import Ids, Ints
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.
@@ -70,6 +71,8 @@ class TarDataset(CreelDataset):
         index: where to keep the list of members, which takes one pass over the headers to make: a
             path, "beside" (next to the first shard), "user" (in the user's cache folder), or None
             for nowhere. It is rebuilt when a shard's size or local modification time has changed.
+        storage_options: of the client that reads remote shards, in fsspec's convention (`key`,
+            `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
 
     Samples of a local shard that was replaced or written after indexing raise SourceError, because
     its members may have moved. (Remote shards are not checked again.)
@@ -87,7 +90,9 @@ class TarDataset(CreelDataset):
         transform: Callable[[dict[str, Sample]], Sample] | None = None,
         extensions: Sequence[str] | None = None,
         index: str | os.PathLike[str] | None = None,
+        storage_options: Options = None,
     ) -> None:
+        self.storage_options = storage_options
         self.shards = [absolute(name) for s in several(shards) for name in braces(os.fspath(s))]
         if not self.shards:
             raise ConfigError("a TarDataset needs at least one shard")
@@ -99,7 +104,8 @@ class TarDataset(CreelDataset):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
         self.transform = transform
         self._indexed = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
-        table = _table(self.shards, None if index is None else _index_path(index, self.shards))
+        path = None if index is None else _index_path(index, self.shards)
+        table = _table(self.shards, path, storage_options)
         self._index = _index(table, extensions)
         if not len(self):
             what = "" if extensions is None else f" with {' or '.join(extensions)}"
@@ -169,26 +175,26 @@ def _state(path: str) -> tuple[int, ...] | None:
 # --- the index --------------------------------------------------------------------------------
 
 
-def _table(shards: list[str], path: Path | None) -> pa.Table:
+def _table(shards: list[str], path: Path | None, options: Options) -> pa.Table:
     """The members of all shards: loaded from `path`, or made and then saved there."""
-    stamp = b"" if path is None else _stamp(shards)
+    stamp = b"" if path is None else _stamp(shards, options)
     if path is not None and (found := _load(path, stamp)) is not None:
         return found
-    tables = each(lambda shard: _members_of(*shard), list(enumerate(shards)))
+    tables = each(lambda shard: _members_of(*shard, options), list(enumerate(shards)))
     made = pa.concat_tables(tables).combine_chunks()
     if path is not None:
         _save(path, made.replace_schema_metadata({_STAMP: stamp}))
     return made
 
 
-def _members_of(number: int, path: str) -> pa.Table:
+def _members_of(number: int, path: str, options: Options) -> pa.Table:
     """The members of one shard that belong to samples, in order."""
     keys: list[str] = []
     extensions: list[str] = []
     ranges: list[tuple[int, int]] = []
     first: list[bool] = []
     seen: set[str] = set()
-    for name, offset, nbytes in members(path):
+    for name, offset, nbytes in members(path, options):
         found = _NAME.fullmatch(name)
         if found is None or name.rpartition("/")[2].startswith("__"):
             continue  # names without extension and "__meta__" files belong to no sample
@@ -251,10 +257,13 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
     return Path(index).expanduser()
 
 
-def _stamp(shards: list[str]) -> bytes:
-    """A digest of the shards' names, sizes and local modification times."""
+def _stamp(shards: list[str], options: Options) -> bytes:
+    """A digest of the shards' names and access, their sizes and local modification times."""
     digest = xxhash.xxh3_128()
-    for shard, size in zip(shards, each(nbytes_of, shards), strict=True):
+    schemes = {scheme for scheme in map(scheme_of, shards) if scheme}
+    digest.update(Access.of(schemes, StorageOptions(options)).identity.encode() if schemes else b"")
+    sizes = each(lambda shard: nbytes_of(shard, options), shards)
+    for shard, size in zip(shards, sizes, strict=True):
         changed = 0 if scheme_of(shard) else Path(shard).stat().st_mtime_ns
         digest.update(f"{shard}\0{size}\0{changed}\n".encode())
     return digest.hexdigest().encode()

@@ -11,6 +11,7 @@ import logging
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,15 +75,21 @@ class BatchStream:
             and self._publisher.begin_added(first, self._next)
         ):
             self._now = first
-            self.session.begin(epoch)
+            self._begin(epoch)
             return
         self._cancel()  # a restarted iterator leaves published steps that it never read
         self.session.done(self._next)
-        self.session.begin(epoch)
+        self._begin(epoch)
         self._now = PublishedEpoch(epoch, plan, skip)
         if plan is None:
             self._deal(self._now)
         self._publisher.begin(self._now)
+
+    def _begin(self, epoch: int) -> None:
+        """Begin an epoch at the daemon, which reads with this process's present keys."""
+        with suppress(UnavailableError, ConfigError):  # it reads with the keys it has, or is lost
+            self.session.client.renew(self.binding.manifest)
+        self.session.begin(epoch)
 
     def _cancel(self) -> None:
         """Cancel all steps not given out; workers may still read the others."""

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.storage.version import UNKNOWN
-from creel.loader.reading.observed import version_at
+from creel.loader.reading.observed import is_local, version_at
 from creel.loader.reading.this_thread import this_thread, usage
 
 if TYPE_CHECKING:
     from creel.loader.binding.adapters import Addressed
     from creel.loader.client.session import Session
     from creel.loader.datasets.base import CreelDataset
+    from creel.loader.reading.storage import Options
 
 Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
@@ -85,7 +87,8 @@ class Lease:
         self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        self._numbers: dict[str, tuple[int, int]] | None = None  # address -> (number, version)
+        #: address -> (number, version, the leaf)
+        self._numbers: dict[str, tuple[int, int, Addressed | None]] | None = None
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -118,16 +121,19 @@ class Lease:
         address = leaf.address(object_id) if self._named else None
         return None if address is None else self.find(address)
 
-    def find(self, address: str) -> int | None:
+    def find(self, address: str, options: Options = None) -> int | None:
         """Return the session's number of the step's object at an address.
 
-        None if there is no such object, or if the file changed since it was recorded.
+        None if there is no such object, if the file changed since it was recorded, or if the
+        object is read with other `options` of a remote store.
         """
         if self._session is None:
             return None
         if self._numbers is None:
             self._numbers = self._by_address() if self._there(self._session) else {}
-        number, of = self._numbers.get(address, (None, UNKNOWN))
+        number, of, leaf = self._numbers.get(address, (None, UNKNOWN, None))
+        if leaf is not None and leaf.storage_options != options and not is_local(address):
+            return None
         return number if of == UNKNOWN or of == version_at(address) > 0 else None
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
@@ -137,12 +143,12 @@ class Lease:
             pieces = self._pieces = session.pieces(self._ids)
         return pieces
 
-    def _by_address(self) -> dict[str, tuple[int, int]]:
-        numbers: dict[str, tuple[int, int]] = {}
+    def _by_address(self) -> dict[str, tuple[int, int, Addressed | None]]:
+        numbers: dict[str, tuple[int, int, Addressed | None]] = {}
         for leaf in self._named:
             base = self._bases[id(leaf)]
             own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
-            found = zip(own.tolist(), leaf.versions_of(own - base), strict=True)
+            found = zip(own.tolist(), leaf.versions_of(own - base), repeat(leaf))
             numbers.update(zip(leaf.addresses(own - base), found, strict=True))
         return numbers
 

@@ -16,16 +16,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.manifest import UNKNOWN, Manifest, scheme_of
 from creel.cache.storage.retry import public
 from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
 from creel.loader.reading.storage import (
     Listing,
+    Options,
     in_walk_order,
     is_folder,
     list_remote,
     read_all,
-    scheme_of,
     walk,
 )
 
@@ -38,7 +38,7 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     nbytes: list[int] | None = None
 
 
-def files_below(root: str) -> Listing:
+def files_below(root: str, options: Options = None) -> Listing:
     """Return all files below `root` (in the form of `absolute`), ordered by folder, then by name.
 
     Raises:
@@ -48,8 +48,8 @@ def files_below(root: str) -> Listing:
         if not is_folder(root):
             raise NotFoundError(f"there is no folder {root}")
         return walk(root)
-    found = _index_below(root) if scheme_of(root) in {"http", "https"} else None
-    found = list_remote(root) if found is None else found
+    found = _index_below(root, options) if scheme_of(root) in {"http", "https"} else None
+    found = list_remote(root, options) if found is None else found
     if not len(found):
         raise NotFoundError(
             f"nothing is listed below {public(root)}; where a server lists no folders, put an "
@@ -58,10 +58,10 @@ def files_below(root: str) -> Listing:
     return found
 
 
-def _index_below(root: str) -> Listing | None:
+def _index_below(root: str, options: Options) -> Listing | None:
     for name in INDEX_NAMES:
         try:
-            data = read_all(f"{root}/{name}")
+            data = read_all(f"{root}/{name}", options)
         except SourceError as e:
             if e.errno == errno.ENOENT or getattr(e.__cause__, "status", None) in {403, 404}:
                 continue

@@ -13,6 +13,7 @@ from creel.loader.reading.this_thread import this_thread, usage
 
 if TYPE_CHECKING:
     from creel.loader.reading.file_copies import FileCopies
+    from creel.loader.reading.storage import Options
 
 #: The system's os.open, even while `intercept` has replaced it.
 os_open = os.open
@@ -142,6 +143,7 @@ class ObservedReads:
         whole: bool = False,
         copies: FileCopies | None = None,
         versions: FoundVersions | None = None,
+        options: Options = None,
     ) -> None:
         """Make a record.
 
@@ -149,8 +151,10 @@ class ObservedReads:
             whole: whether every file is worth caching, however few of its bytes are read.
             copies: where to keep the bytes read from slow files.
             versions: where to enter the versions of local files.
+            options: of remote stores; reads with other ones are not recorded.
         """
         self._whole = whole
+        self.options = options
         self.copies = copies
         self._versions = FoundVersions() if versions is None else versions
         self._asked: dict[Asked, PartialRead | None] = {}  # None: cached whatever was read

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.reading.lease import Buffer, Copied
+from creel.loader.reading.observed import is_local
 from creel.loader.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import CreelDataset
+    from creel.loader.reading.storage import Options
 
 T = TypeVar("T")
 
@@ -72,23 +74,26 @@ def take_rows(
             observed.add((id(leaf), object_id))
 
 
-def find(address: str) -> int | None:
+def find(address: str, options: Options = None) -> int | None:
     """Return the number of the object at an address in the session of the thread's lease.
 
-    None if this thread has no lease, or the lease does not cover the object.
+    None if this thread has no lease, or the lease does not cover the object. `options`: of the
+    store, if it is remote.
     """
     lease = this_thread.lease
-    return None if lease is None else lease.find(address)
+    return None if lease is None else lease.find(address, options)
 
 
-def take_address(address: str, number: int | None, direct: Callable[[str], bytes]) -> bytes:
+def take_address(
+    address: str, number: int | None, direct: Callable[[str], bytes], options: Options = None
+) -> bytes:
     """Return the bytes at an address: object `number` of the lease (see `find`), else direct."""
     if this_thread.intercepts:
-        return by_creel(lambda: take_address(address, number, direct))
-    lease = this_thread.lease
+        return by_creel(lambda: take_address(address, number, direct, options))
+    lease, observed = this_thread.lease, this_thread.observed
     data = direct(address) if lease is None else lease.take(number, partial(direct, address), bytes)
-    if this_thread.observed is not None:
-        this_thread.observed.add(address)
+    if observed is not None and (is_local(address) or observed.options == options):
+        observed.add(address)
     return data
 
 

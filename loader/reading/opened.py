@@ -17,16 +17,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import IO, Any, TypeVar, cast
 
 from creel.cache.memory.memfd import sealed_file
+from creel.cache.storage.manifest import scheme_of
 from creel.cache.storage.stores import read_ahead
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from creel.loader.reading.observed import SMALL, PartialRead, os_open
 from creel.loader.reading.observer import find, take_address, timed
-from creel.loader.reading.storage import absolute, absolute_path, read_all, scheme_of
+from creel.loader.reading.storage import Options, absolute, absolute_path, read_all
 from creel.loader.reading.this_thread import this_thread
 
 T = TypeVar("T")
@@ -253,20 +255,26 @@ def memory_file(data: bytes) -> int:
         os.close(fd)
 
 
-def read(uri: str | os.PathLike[str]) -> bytes:
+def read(uri: str | os.PathLike[str], *, storage_options: Options = None) -> bytes:
     """Return all bytes of a file, from the cache if they are there.
 
     Args:
         uri: a path, or an address such as "s3://bucket/key".
+        storage_options: of the client that reads a remote file, in fsspec's convention (`key`,
+            `secret`, `endpoint_url`, ...); what they leave open, the environment decides. The
+            cache has what was read with the options of its dataset.
 
     Raises:
         OSError: as Python's `open` for a local file; SourceError (an OSError) for a remote one.
     """
     address = absolute(uri)
-    return take_address(address, find(address), read_all)
+    direct = partial(read_all, options=storage_options)
+    return take_address(address, find(address, storage_options), direct, storage_options)
 
 
-def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A001  creel.open
+def open(  # noqa: A001  creel.open
+    uri: str | os.PathLike[str], mode: str = "rb", *, storage_options: Options = None
+) -> IO[bytes]:
     """Open a file for reading bytes, from the cache if they are there.
 
     A local file that is not in the cache is opened as the real file (with a descriptor, so that it
@@ -275,6 +283,7 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
     Args:
         uri: a path, or an address such as "s3://bucket/key".
         mode: "rb", the only one.
+        storage_options: as for `read`.
 
     Raises:
         ConfigError: another mode.
@@ -283,10 +292,12 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
     if mode != "rb":
         raise ConfigError(f"creel.open reads bytes: its mode is 'rb', not {mode!r}")
     address = absolute(uri)
-    number = find(address)
+    number = find(address, storage_options)
     if number is None and not scheme_of(address):
         return open_local(address)
-    return cast(IO[bytes], CachedFile(take_address(address, number, read_all), address))
+    direct = partial(read_all, options=storage_options)
+    data = take_address(address, number, direct, storage_options)
+    return cast(IO[bytes], CachedFile(data, address))
 
 
 def open_local(path: str) -> IO[bytes]:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.remote import ARROW, open_store, store_key
+from creel.cache.storage.access import ARROW, options_of
+from creel.cache.storage.manifest import UNKNOWN, scheme_of
+from creel.cache.storage.remote import open_store, store_key
 from creel.cache.storage.retry import public, retried, source_error
 from creel.cache.storage.stores import LocalStore, Store, StoredFile, read_file
 from creel.config import Config
@@ -33,18 +34,11 @@ R = TypeVar("R")
 #: Threads that list folders and ask for sizes. They wait for the storage, not for the CPU.
 _THREADS = 16
 
-_stores: dict[tuple[int, str, str, str], Store] = {}
+#: `storage_options` of a dataset or a call, in fsspec's convention; None: the environment's.
+Options: TypeAlias = Mapping[str, Any] | None
+
+_stores: dict[tuple[int, str, str, str, str], Store] = {}
 _lock = threading.Lock()
-
-
-def scheme_of(address: str) -> str:
-    """Return the scheme of a URI in lower case, "" for a path.
-
-    >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
-    ('s3', '', 'file')
-    """
-    head, found, _ = address.partition("://")
-    return head.lower() if found else ""
 
 
 def absolute(address: str | os.PathLike[str]) -> str:
@@ -125,10 +119,10 @@ def in_threads(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
 # --- single reads -----------------------------------------------------------------------------
 
 
-def read_all(address: str) -> bytes:
+def read_all(address: str, options: Options = None) -> bytes:
     """Read all bytes at an address; raises as `open` for a local file, SourceError for others."""
     if "://" in address:
-        return _read(address, 0, UNKNOWN)
+        return _read(address, 0, UNKNOWN, options)
     try:
         return read_file(address)  # costs half as much as a file object
     except OSError:
@@ -136,16 +130,16 @@ def read_all(address: str) -> bytes:
             return f.read()
 
 
-def read_range(address: str, offset: int, nbytes: int) -> bytes:
+def read_range(address: str, offset: int, nbytes: int, options: Options = None) -> bytes:
     """Read `nbytes` bytes from `offset` on; fewer only at the end of a local file."""
     if not scheme_of(address):
         with Path(address).open("rb") as f:
             f.seek(offset)
             return f.read(nbytes)
-    return _read(address, offset, nbytes)
+    return _read(address, offset, nbytes, options)
 
 
-def nbytes_of(address: str) -> int:
+def nbytes_of(address: str, options: Options = None) -> int:
     """Return the size in bytes.
 
     Raises:
@@ -163,22 +157,22 @@ def nbytes_of(address: str) -> int:
         if not S_ISREG(status.st_mode):
             raise NotFoundError(f"there is no file {address}")
         return status.st_size
-    with _creel_errors(address):
-        size = _with_retries(address, lambda store: store.size(address))
+    with _creel_errors(address, options):
+        size = _with_retries(address, lambda store: store.size(address), options)
     if size is None:
         raise ConfigError(f"the storage does not report the size of {public(address)}")
     return size
 
 
 @contextmanager
-def _creel_errors(address: str) -> Iterator[None]:
+def _creel_errors(address: str, options: Options) -> Iterator[None]:
     """Turn a storage's exception about `address` into one of creel's errors, in one sentence."""
     try:
         yield
     except CreelError:
         raise
     except Exception as e:
-        failure = source_error(e, address)
+        failure = source_error(e, address, options_of(scheme_of(address), options))
         if failure.errno == errno.ENOENT:
             why = failure.strerror or ""
             more = f": {why}" if "bucket" in why else ""
@@ -188,29 +182,30 @@ def _creel_errors(address: str) -> Iterator[None]:
         raise failure from e
 
 
-def _store(address: str) -> Store:
-    # By process id, because clients of object stores own threads and do not survive a fork.
-    key = (os.getpid(), *store_key(address))
+def _store(address: str, given: Options) -> Store:
     deadline_s = settings().deadline_s  # outside the lock, which settings() may take
-    with _lock:
-        if key not in _stores:
-            try:
-                _stores[key] = open_store(address, deadline_s)
-            except (ImportError, ValueError, SourceError) as e:  # fsspec or a part is missing
-                raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
-        return _stores[key]
+    try:
+        options = options_of(scheme_of(address), given)
+        # By process id, because clients of object stores own threads and do not survive a fork.
+        key = (os.getpid(), *store_key(address), repr(sorted(options.items())))
+        with _lock:
+            if key not in _stores:
+                _stores[key] = open_store(address, deadline_s, options)
+            return _stores[key]
+    except (ImportError, ValueError, SourceError) as e:  # fsspec or a part is missing
+        raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
 
 
-def _with_retries(address: str, job: Callable[[Store], R]) -> R:
-    return retried(settings(), lambda: job(_store(address)), address)
+def _with_retries(address: str, job: Callable[[Store], R], options: Options) -> R:
+    return retried(settings(), lambda: job(_store(address, options)), address)
 
 
-def _read(address: str, offset: int, length: int) -> bytes:
+def _read(address: str, offset: int, length: int, options: Options) -> bytes:
     stored = StoredFile(address)
     try:
-        return _with_retries(address, lambda store: store.read(stored, offset, length))[0]
+        return _with_retries(address, lambda s: s.read(stored, offset, length), options)[0]
     except Exception as e:
-        raise source_error(e, address) from e
+        raise source_error(e, address, options_of(scheme_of(address), options)) from e
 
 
 # --- retries and deadlines --------------------------------------------------------------------
@@ -256,7 +251,7 @@ def walk(root: str) -> Listing:
     return Listing([name for name, _ in LocalStore(0).list(root)])
 
 
-def list_remote(root: str) -> Listing:
+def list_remote(root: str, options: Options = None) -> Listing:
     """List every object below a URI in the order of `walk`, with sizes if the storage gives all.
 
     Raises:
@@ -264,8 +259,8 @@ def list_remote(root: str) -> Listing:
         ConfigError: the storage denies access.
         SourceError: the storage fails.
     """
-    with _creel_errors(root):
-        return _with_retries(root, lambda store: in_walk_order(store.list(root)))
+    with _creel_errors(root, options):
+        return _with_retries(root, lambda store: in_walk_order(store.list(root)), options)
 
 
 def in_walk_order(found: Iterable[tuple[str, int]]) -> Listing:

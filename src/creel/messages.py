@@ -26,7 +26,7 @@ from creel.errors import MalformedError
 #: Increased whenever an old client could misread a new daemon, or vice versa. From the first
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
-PROTOCOL = 9
+PROTOCOL = 10
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -78,6 +78,25 @@ class AnyHello(msgspec.Struct, frozen=True, tag="Hello", array_like=True):
     protocol: int
 
 
+class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a client reaches the addresses of one scheme (`creel.cache.storage.access`).
+
+    Attributes:
+        options: of the store's client; some are secret.
+        environment: digests of the variables that decide the rest, by name.
+    """
+
+    options: dict[str, Any]
+    environment: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"<Grant of {', '.join(sorted(self.options)) or 'the environment'}>"
+
+
+#: The grants by scheme, for each access of a manifest.
+Grants: TypeAlias = list[dict[str, Grant]]
+
+
 class Register(Message, frozen=True):
     """Register a dataset; its descriptor is a sealed memfd, `Manifest.to_arrow()` of `nbytes`.
 
@@ -86,6 +105,17 @@ class Register(Message, frozen=True):
     """
 
     nbytes: int
+    grants: Grants = []
+
+
+class Renew(Message, frozen=True):
+    """Read a registered dataset with these grants from now on: keys were renewed.
+
+    The answer is `Registered`.
+    """
+
+    dataset: str
+    grants: Grants
 
 
 class Attach(Message, frozen=True):
@@ -172,7 +202,7 @@ class Welcome(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """Answer to `Register`: `dataset` is the manifest's key."""
+    """Answer to `Register` and `Renew`: `dataset` is the manifest's key."""
 
     dataset: str
 
@@ -316,7 +346,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-ControlRequest: TypeAlias = Hello | Register | Attach | Open | Host | Join | Close
+ControlRequest: TypeAlias = Hello | Register | Renew | Attach | Open | Host | Join | Close
 ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | Refused
 RequestMessage: TypeAlias = Extend | Deal | Follow | Begin | Truncate | Wait | Command
 RequestReply: TypeAlias = Ready | CommandReply | Failed
@@ -334,9 +364,21 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=9, role='cli', token='')
+    Hello(protocol=10, role='cli', token='')
     """
     return _encoder.encode(message)
+
+
+def survives(values: dict[str, Any]) -> bool:
+    """Return whether plain values come back from a message as they were.
+
+    >>> survives({"a": [1, "x", None]}), survives({"a": object()}), survives({"a": (1,)})
+    (True, False, False)
+    """
+    try:
+        return bool(msgspec.msgpack.decode(_encoder.encode(values)) == values)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
 
 
 def decode(body: bytes | memoryview, union: Any) -> Any:

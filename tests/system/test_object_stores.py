@@ -254,7 +254,8 @@ def test_wrong_credentials_are_one_clear_sentence_without_them(
     s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAWRONG")
-    wanted = "s3://bucket/files: access denied: check the credentials in the environment"
+    who = f"access key AKIAWRONG at {s3.env['AWS_ENDPOINT_URL']}"
+    wanted = f"s3://bucket/files: access denied: check the credentials ({who})"
     with pytest.raises(ConfigError) as told:
         creel.FileDataset("s3://bucket/files")
     assert str(told.value) == wanted

@@ -32,6 +32,8 @@ class S3:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.count: Counter[str] = Counter()
+        #: The access keys that may read; more of them, or others, from now on.
+        self.keys = {KEY}
         self._fails: list[int] = []
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -101,7 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         folder = self.s3.root / bucket
-        if f"Credential={KEY}/" not in self.headers.get("Authorization", ""):
+        given = re.search("Credential=([^/]*)/", self.headers.get("Authorization", ""))
+        if given is None or given[1] not in self.s3.keys:
+            self.s3.count["refused"] += 1
             self._error(403, "InvalidAccessKeyId")
         elif not folder.is_dir():
             self._error(404, "NoSuchBucket")

@@ -15,6 +15,8 @@ from creel.errors import MalformedError
 from creel.messages import (
     ControlReply,
     ControlRequest,
+    Grant,
+    Grants,
     Member,
     Message,
     RequestMessage,
@@ -38,6 +40,7 @@ EDGES: dict[Any, list[Any]] = {
     list[int]: [[], [0], [-1, 2**63 - 1]],
     Member: [Member("n", "::1", 9, 1), Member("", "", -1, 2**63 - 1)],
     list[Member]: [[], [Member("n", "::1", 9, 1)] * 300],
+    Grants: [[], [{}, {"s3": Grant({"key": "x"}, {"HOME": "f00d"})}]],
     dict[str, Any]: [{}, {"a": 1, "b": {"c": [None, True, 1.5, "x", b"y"]}}],
 }
 

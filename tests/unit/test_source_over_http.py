@@ -122,7 +122,7 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     from creel.cache.storage.arrow_store import ArrowStore
 
     (tmp_path / "x").write_bytes(b"0123456789")
-    store = ArrowStore("file:///", 1.0)
+    store = ArrowStore("file:///", 1.0, {})
     place = StoredFile(f"s3://{tmp_path}/x")
     assert store.read(place, 0, -1)[0] == b"0123456789"
     assert store.read(place, 2, 5)[0] == b"23456"

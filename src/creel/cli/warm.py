@@ -67,6 +67,7 @@ def folder_manifest(path: str) -> Manifest:
 
 
 def _all_files(path: str) -> Manifest:
+    from creel.cache.storage.access import StorageOptions
     from creel.cache.storage.manifest import Manifest
     from creel.loader.reading.listing import files_below
     from creel.loader.reading.storage import absolute, escape
@@ -76,7 +77,7 @@ def _all_files(path: str) -> Manifest:
     if not len(found):
         raise NotFoundError(f"there are no files below {public(path)}")
     names = [escape(root, name) for name in found.names]
-    return Manifest.of_files(names, root=root, lengths=found.nbytes)
+    return Manifest.of_files(names, root=root, lengths=found.nbytes).reached(StorageOptions())
 
 
 def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Values:
