@@ -126,12 +126,14 @@ class Manifest:
             ConfigError: an option that no client of these addresses has.
         """
         if self.root:
-            schemes = {scheme_of(self.root)} if is_remote(self.root) else set()
+            uris = [self.root]
+        elif _has_scheme(self._text()[1]):
+            uris = self.addresses(self.file_rows[:-1])
         else:
-            files = self.file_rows[:-1][self.remote]
-            schemes = {scheme_of(uri) for uri in self.addresses(files)}
+            return self
+        schemes = {scheme_of(uri) for uri in uris if is_remote(uri)}
         access = ((0, Access.of(schemes, given)),) if schemes else ()
-        return replace(self, access=access)
+        return replace(self, access=access) if access else self
 
     def grants(self) -> Grants:
         """Return how a daemon is to reach the remote addresses: the present grants of each access.

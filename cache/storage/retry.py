@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from creel.cache.storage.access import shown
-from creel.errors import SourceError, SourceNotFoundError
+from creel.errors import CreelError, SourceError, SourceNotFoundError
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def transient(error: BaseException) -> bool:
     >>> transient(OSError(errno.EIO, "")), transient(FileNotFoundError(errno.ENOENT, ""))
     (True, False)
     """
-    if isinstance(error, SourceError):
+    if isinstance(error, CreelError):  # judged already
         return False
     status = getattr(error, "status", None)
     if isinstance(status, int) and status:
