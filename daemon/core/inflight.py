@@ -120,7 +120,7 @@ class Inflight:
         since = self.generation if generation is None else generation
         if not len(ids):
             return
-        residency.state[ids] = FETCHING
+        residency.move(ids, FETCHING)
         order = ids.argsort()
         ids, length = ids[order], length[order]
         # Rooms of one size are interchangeable; sorted ones allow one write for neighbours.
@@ -175,7 +175,7 @@ class Inflight:
             pending = self._inflight[number]
             placed = pending.offset != NOWHERE
             pending.residency.give_back(pending.ids[placed], pending.offset[placed])
-            pending.residency.state[pending.ids] = ABSENT
+            pending.residency.move(pending.ids, ABSENT)
             self.land(number, len(pending.ids))
 
     def warm(self, residency: Residency, now: float) -> None:

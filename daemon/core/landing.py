@@ -149,8 +149,9 @@ class Landing:
     ) -> None:
         """Handle a fetch with objects that failed or had an unknown length."""
         residency = pending.residency
-        residency.state[pending.ids] = FAILED
-        residency.landed(pending.ids[good & known], pending.offset[good & known])
+        arrived = good & known
+        residency.landed(pending.ids[arrived], pending.offset[arrived])
+        residency.move(pending.ids[~arrived], FAILED)
         bad = known & ~good
         residency.give_back(pending.ids[bad], pending.offset[bad])
         wrong = bad & (nbytes >= 0)
@@ -181,7 +182,7 @@ class Landing:
         if residency.state[blocked] == FETCHING:
             pending = self.inflight.of(residency, blocked)
             if pending is not None and pending.begun < before:
-                residency.state[pending.ids] = OVERDUE  # until the fetch lands
+                residency.move(pending.ids, OVERDUE)  # until the fetch lands
                 s.failed += len(pending.ids)
         elif residency.state[blocked] == RESIDENT:
             for asked in self.checks.hung(residency, blocked, before):

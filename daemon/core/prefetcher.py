@@ -90,12 +90,12 @@ class Prefetcher:
         left = ids[residency.state[ids] <= FETCHING]
         if any(origin != SOURCE for origin, _ in residency.origins(left, epoch)):
             return
-        residency.state[left[residency.state[left] == FETCHING]] = OVERDUE
+        residency.move(left[residency.state[left] == FETCHING], OVERDUE)
         if s.front < stop:
             ids = stream.objects(s.front, stop).astype(np.intp)
             state = residency.state[ids]
             residency.pin(ids, distinct=s.group.uses.distinct(epoch))
-            residency.state[ids[state < FETCHING]] = SKIPPED
+            residency.move(ids[state < FETCHING], SKIPPED)
             residency.count(s, state, int(np.count_nonzero(state < FETCHING)))
             s.front = stop
 

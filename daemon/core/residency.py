@@ -22,6 +22,7 @@ from creel.daemon.core.events import DISK, SOURCE, Action, Publish
 from creel.daemon.core.planned_job import PlannedJob, clocks
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
+from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
@@ -32,6 +33,7 @@ from creel.policies.eviction.policy import (
     FETCHING,
     OVERDUE,
     RESIDENT,
+    SKIPPED,
     STORED,
     EvictionPolicy,
     NoEviction,
@@ -45,6 +47,18 @@ if TYPE_CHECKING:  # circular import
 
 
 ONE = np.int32(1)
+#: What a state may follow: a fetch begins again where another origin lacked the object, and is
+#: undone after an event that failed. The table in docs/architecture.md says which event does what.
+_FOLLOWS = {
+    ABSENT: (RESIDENT, FETCHING, OVERDUE),
+    SKIPPED: (ABSENT, SKIPPED, FAILED),
+    FAILED: (ABSENT, SKIPPED, FAILED, FETCHING, OVERDUE),
+    FETCHING: (ABSENT, SKIPPED, FAILED, FETCHING, OVERDUE),
+    RESIDENT: (FETCHING, OVERDUE),
+    OVERDUE: (FETCHING,),
+}
+#: (to, from) whether an object in the second state may become one in the first.
+_BECOMES = np.array([[old in _FOLLOWS[to] for old in range(6)] for to in range(6)])
 #: Guessed length while none is known: about an ImageNet file.
 _GUESS_NBYTES = 128 << 10
 #: Size of the region taken from another dataset at once: a part (1/n) of the space, and the most
@@ -147,6 +161,18 @@ class Residency:
 
     # --- objects -------------------------------------------------------------------------------
 
+    def move(self, ids: Index, to: int) -> None:
+        """Change the state of objects: the only place where that happens. Ids may repeat.
+
+        Raises:
+            IllegalEventError: an object's state does not become that one; nothing was changed.
+        """
+        allowed = _BECOMES[to, self.state[ids]]
+        if not every(allowed):
+            found = int(self.state[ids][~allowed][0])
+            raise IllegalEventError(f"an object in state {found} does not become {to}")
+        self.state[ids] = to
+
     def pin(self, ids: Index, *, distinct: bool = False) -> None:
         """Add a pin to each object; ids may repeat unless `distinct`."""
         if distinct:
@@ -240,7 +266,7 @@ class Residency:
         """Evict objects but keep their places allocated; return (k,) these places."""
         place = self.places(ids)
         self.emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
-        self.state[ids] = ABSENT
+        self.move(ids, ABSENT)
         self.resident -= len(ids)
         self.resident_nbytes -= int(self.length[ids].sum())
         self.evicted[why] += len(ids)
@@ -259,7 +285,7 @@ class Residency:
         if len(ids):
             self.emit(Publish(self.name, ids.astype(np.int32), place))
             self.fresh.append((ids, place))
-        self.state[ids] = RESIDENT
+        self.move(ids, RESIDENT)
         self.resident += len(ids)
         self.resident_nbytes += int(self.length[ids].sum())
         unwanted = bool(np.count_nonzero(self.pins[ids]) < len(ids))
@@ -295,7 +321,7 @@ class Residency:
 
     def fail(self, ids: Index) -> None:
         """Fail objects without room; readers will read them directly."""
-        self.state[ids] = FAILED
+        self.move(ids, FAILED)
         self.counts["failed"] += len(ids)
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
@@ -437,8 +463,8 @@ class Residency:
         in_flight, storing: objects in flight, and objects being written to disk.
         """
         self.groups = [g for g in self.groups if g.sessions]
-        self.state[self.state == FETCHING] = ABSENT
-        self.state[in_flight] = FETCHING
+        self.move(np.flatnonzero(self.state == FETCHING), ABSENT)
+        self.move(in_flight, FETCHING)
         self.served = {r: ids[self.state[ids] != ABSENT] for r, ids in self.served.items()}
         self.pins[:] = self._held(storing)
         for group in self.groups:

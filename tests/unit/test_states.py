@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from core_rig import Rig
 
+from creel.cache.memory.allocator import Allocator, Lengths
 from creel.cache.memory.free_ranges import NOWHERE
+from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.events import (
     Action,
     Checked,
@@ -24,7 +27,9 @@ from creel.daemon.core.events import (
     Tick,
     Unregistered,
 )
+from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError, MalformedError
+from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 
@@ -298,3 +303,28 @@ def test_each_event_does_to_a_session_what_the_table_says(state: str, event: str
     assert state_of_session(rig) == (state if same else comes)
     if same:
         assert rig.core.snapshot()["sessions"] == before
+
+
+@pytest.mark.parametrize("old", range(6))
+@pytest.mark.parametrize("new", range(6))
+def test_a_state_follows_only_the_states_that_it_may(old: int, new: int) -> None:
+    """Between the table's states; SKIPPED behaves as absent, OVERDUE as in flight."""
+    unused: Any = None
+    columns = np.full(3, NOWHERE), np.full(3, 9), Lengths.of(np.array([9]), np.array([3]))
+    held = Residency("d", *columns, Allocator(100), unused, unused, DiskTier(100))
+    held.state[:2] = old
+    may = {
+        ABSENT: {RESIDENT, FETCHING, OVERDUE},
+        SKIPPED: {ABSENT, SKIPPED, FAILED},
+        FAILED: {ABSENT, SKIPPED, FAILED, FETCHING, OVERDUE},
+        FETCHING: {ABSENT, SKIPPED, FAILED, FETCHING, OVERDUE},
+        RESIDENT: {FETCHING, OVERDUE},
+        OVERDUE: {FETCHING},
+    }
+    if old in may[new]:
+        held.move(np.arange(2), new)
+        assert held.state.tolist() == [new, new, ABSENT]
+    else:
+        with pytest.raises(IllegalEventError, match=f"in state {old} does not become {new}"):
+            held.move(np.arange(2), new)
+        assert held.state.tolist() == [old, old, ABSENT]
