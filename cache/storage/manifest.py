@@ -24,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.copies import Copies
 from creel.errors import ConfigError, MalformedError
 from creel.policies.arrays import Index, Ints, Mask
@@ -353,7 +354,7 @@ class Manifest:
         if fd is None:
             return manifest
         entries = Copies.parsed(also.get(_COPIES, b""), table.num_rows)
-        copies = Copies(os.dup(fd), entries)
+        copies = Copies(Descriptor(os.dup(fd)), entries)
         if copies.salt != salt:  # else other jobs would trust them
             raise MalformedError("the copies belong to another manifest")
         return replace(manifest, copies=copies)

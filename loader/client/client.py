@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from creel import messages
 from creel.addresses import first_address, second_address
 from creel.cache.memory.arena import ArenaView
-from creel.cache.memory.memfd import sealed_file
+from creel.cache.memory.memfd import Descriptor, sealed_file
 from creel.cache.memory.shared_words import LocationTable, SharedWords
 from creel.cache.storage.manifest import Manifest
 from creel.errors import (
@@ -170,14 +170,11 @@ class Client:
         """
         copies = manifest.copies if manifest.copies is not None and manifest.copies.give() else None
         write = partial(manifest.write_arrow, copies=copies is not None)
-        fd = sealed_file("creel-manifest", write)
-        fds = (fd,) if copies is None else (fd, copies.fd)
-        try:
-            request = messages.Register(os.fstat(fd).st_size)
-            reply, _ = self._call(request, messages.Registered, fds, _REGISTER_TIMEOUT_S)
-        finally:
-            os.close(fd)
-        return reply.dataset
+        with self._control_lock:  # threads that wait hold no memory and no descriptor
+            own = Descriptor(sealed_file("creel-manifest", write))
+            fds = (own.fd,) if copies is None else (own.fd, copies.fd)
+            request = messages.Register(os.fstat(own.fd).st_size)
+            return self._call(request, messages.Registered, fds, _REGISTER_TIMEOUT_S)[0].dataset
 
     def open_manifest(
         self, manifest: Manifest, job: str, rank: int, world: int, *, recheck: str
