@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-#: A thread waits for these, which tells who sent them. All threads block them, and so do programs
+#: A thread waits for these, which tells who sent them. All others block them, and so do programs
 #: that a library starts to get credentials; these end by themselves or by SIGKILL.
 WAITED = frozenset(
     {
@@ -62,7 +62,15 @@ def _nothing(number: int, frame: object) -> None:
 
 
 def watch_signals(take: Callable[[signal.Signals, str], None]) -> None:
-    """Call `take(signal, "SIGTERM from ...")` for each of WAITED, in a thread."""
+    """Call `take(signal, "SIGTERM from ...")` for each of WAITED, in a thread.
+
+    Threads that began before `hold_signals` (numpy's, in `creeld`) do not block them: what one of
+    these gets is handled by the main thread, without its sender.
+    """
+
+    def handle(number: int, frame: object) -> None:
+        del frame
+        take(signal.Signals(number), signal.Signals(number).name)
 
     def run() -> None:
         while True:
@@ -70,6 +78,8 @@ def watch_signals(take: Callable[[signal.Signals, str], None]) -> None:
             number = signal.Signals(found.si_signo)
             take(number, f"{number.name} from {_sender(found.si_pid, found.si_code)}")
 
+    for number in WAITED:
+        signal.signal(number, handle)
     threading.Thread(target=run, name="creel-signals", daemon=True).start()
 
 
