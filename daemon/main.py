@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import faulthandler
 import logging
 import os
 import select
@@ -20,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,6 +27,7 @@ import zmq
 
 from creel.addresses import first_address, second_address, taken
 from creel.cache.memory.address_space import leave_address_space
+from creel.cache.memory.memfd import Descriptor
 from creel.config import Config, from_flat
 from creel.daemon.reporting.logs import open_standard_files, set_up_logging
 from creel.daemon.reporting.notify import Notify
@@ -36,6 +35,7 @@ from creel.daemon.service import commands
 from creel.daemon.service.control_socket import ControlSocket, released
 from creel.daemon.service.node import BEAT_S, Node
 from creel.daemon.service.request_socket import RequestSocket
+from creel.daemon.signals import hold_signals, watch_signals
 from creel.errors import ConfigError, CreelError, UnavailableError
 from creel.unix_peers import owner_of
 
@@ -82,13 +82,15 @@ class Daemon:
         self._ready_fd = ready_fd
         self._calls: deque[Callable[[], None]] = deque()
         self._epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        # Never closed: a thread that hangs in a read, or waits for signals, may write to it later.
+        self._wake = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._epoll.register(self._wake.fd, select.EPOLLIN)
         self._context: zmq.Context[Any] = zmq.Context()
         self._notify = Notify()
         self._page: PageServer | None = None
         self._drain_by = float("inf")
         self._leaving = False
+        self._why = ""  # it ends
         self._reload = False
         self._folder = _working_directory()
         self._moved = self._ticked = time.monotonic()
@@ -153,18 +155,19 @@ class Daemon:
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run `call` on the loop thread; callable from any thread."""
         self._calls.append(call)
-        os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake.fd, 1)
 
-    def stop(self, now: bool) -> None:
-        """Drain and end: at once (`now`), or when all clients have left.
+    def stop(self, now: bool, why: str) -> None:
+        """Drain and end: at once (`now`), or when all clients have left; `why` is for the log.
 
         Both addresses are free for the next daemon at once.
         """
         self.control_socket.stop_listening()
         self._close_page()
         self._leaving = True
+        self._why = self._why or why
         if now and self.node.state != "draining":
-            log.info("draining")
+            log.info("draining: %s", why)
             self.node.state = "draining"
             self.node.registry.drain()
             self._notify.stopping()
@@ -184,7 +187,7 @@ class Daemon:
         while not self._finished(time.monotonic()):
             ready = self._epoll.poll(0 if more else self._pace(time.monotonic()), 64)
             more = self._turn([fd for fd, _ in ready], time.monotonic())
-        log.info("ended")
+        log.info("ended: %s", self._why)
 
     def close(self) -> None:
         self.control_socket.close()
@@ -196,7 +199,6 @@ class Daemon:
         if self._ready_fd >= 0:
             self._stop_waiting_for_starter()
         self._epoll.close()
-        os.close(self._wake)
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class Daemon:
         for fd in ready:
             if fd == self._ready_fd:
                 self._stop_waiting_for_starter()
-            elif fd == self._wake:
+            elif fd == self._wake.fd:
                 os.eventfd_read(fd)  # before taking the calls, so that none is missed
             elif self.control_socket.handles(fd):
                 self.control_socket.ready(fd, now)
@@ -272,7 +274,7 @@ class Daemon:
             return False
         self._unused_since = self._unused_since or now
         if now - self._unused_since > self._config.daemon.linger_s:
-            log.info("no client left")
+            self._why = "no client left"
             return True
         return False
 
@@ -312,25 +314,20 @@ class Daemon:
             self._page.close()
             self._page = None
 
-    def install_signals(self) -> None:
-        """Install handlers: SIGTERM and SIGINT drain, SIGHUP reloads, SIGUSR2 prints all stacks."""
+    def take_signal(self, number: signal.Signals, what: str) -> None:
+        """Act on a signal, in any thread; `what`: its name and sender.
 
-        def drain(number: int, frame: FrameType | None) -> None:
-            del number, frame
-            self.call_soon(lambda: self.stop(True))
-
-        def reload(number: int, frame: FrameType | None) -> None:
-            del number, frame
+        SIGTERM drains. A service also drains by SIGINT and SIGQUIT, which a terminal sends, and
+        reloads by SIGHUP. All others are for the trainer.
+        """
+        interactive = set() if self._embedded else {signal.SIGINT, signal.SIGQUIT}
+        if number in {signal.SIGTERM, *interactive}:
+            self.call_soon(lambda: self.stop(True, what))
+        elif number == signal.SIGHUP and not self._embedded:
             self._reload = True
             self.call_soon(lambda: None)
-
-        signal.signal(signal.SIGTERM, drain)
-        signal.signal(signal.SIGINT, signal.SIG_IGN if self._embedded else drain)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if self._embedded else reload)
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
-        # The training process that started this daemon may have blocked these signals.
-        ours = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
+        else:
+            log.info("%s: ignored", what)
 
     def _read_settings_again(self) -> None:
         self._notify.reloading()
@@ -374,6 +371,7 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
         ready_fd: a pipe, or -1; it gets "1" once clients may connect, or "0" and the reason why
             not.
     """
+    hold_signals()
     set_up_logging(config.daemon.log_level, as_json=config.daemon.log_json)
     sys.setswitchinterval(_SWITCH_S)
     _use_small_pages()
@@ -385,7 +383,7 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
         return 2 if isinstance(e, ConfigError) else 1
     os.chdir("/")  # keep no mount busy; the daemon uses no relative paths
     try:
-        daemon.install_signals()
+        watch_signals(daemon.take_signal)
         daemon.report_ready()
         daemon.run()
     finally:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
@@ -286,10 +287,23 @@ def _may_take(loader: DataLoader[Any]) -> bool:
     if loader.num_workers and alone and (why := _refused_memfds()):
         _warn_once(f"this system gives no memfd ({why}): this DataLoader behaves as torch's")
         return False
+    if loader.num_workers and not _starts_processes(loader.multiprocessing_context):
+        if not alone:
+            raise ConfigError("remap and replicate need workers that are processes")
+        return False
     is_map = loader._dataset_kind == DatasetKind.Map  # noqa: SLF001  torch's
     if not is_map or isinstance(loader.dataset, MapDataPipe):
         return False
     return not loader._loader_state().config.loader.disable  # noqa: SLF001  ours
+
+
+def _starts_processes(context: object) -> bool:
+    """Whether this multiprocessing context (None: the default) starts processes.
+
+    Its workers may be threads, for example, as in MONAI.
+    """
+    made = BaseProcess if context is None else getattr(context, "Process", None)
+    return isinstance(made, type) and issubclass(made, BaseProcess)
 
 
 @cache

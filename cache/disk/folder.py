@@ -11,6 +11,8 @@ import stat
 import time
 from pathlib import Path
 
+from creel.cache.memory.memfd import Descriptor
+
 _OBJECTS_FILE = "objects"
 _LEAVING_FILE = "leaving"
 #: Longest wait, in s, for a folder that a daemon is about to leave; pause between two tries.
@@ -122,44 +124,48 @@ class DataFile:
     def __init__(self, folder: int, budget: int, keep_free: int) -> None:
         self._keep_free = keep_free
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(_OBJECTS_FILE, flags, 0o600, dir_fd=folder)
-        try:
-            least = self._probe(folder)
-            self.unit = max(least, _unit(budget))
-            self._budget = budget // self.unit * self.unit
-            self._shrink()
-        except BaseException:
-            os.close(self._fd)
-            raise
+        #: None when closed; a thread that is reading has a reference of its own.
+        self._open: Descriptor | None = Descriptor(
+            os.open(_OBJECTS_FILE, flags, 0o600, dir_fd=folder)
+        )
+        least = self._probe(folder)
+        self.unit = max(least, _unit(budget))
+        self._budget = budget // self.unit * self.unit
+        self._shrink()
+
+    @property
+    def _own(self) -> Descriptor:
+        if self._open is None:
+            raise OSError(errno.EBADF, "the file is closed")
+        return self._open
 
     def _probe(self, folder: int) -> int:
         """Reopen the file for direct access if possible; return the least unit."""
         self.direct = False
         try:
-            fd = os.open(_OBJECTS_FILE, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, dir_fd=folder)
+            flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+            own = Descriptor(os.open(_OBJECTS_FILE, flags, dir_fd=folder))
         except OSError:  # this file system has no direct access
             return _ALIGNMENTS[0]
         for least in _ALIGNMENTS:
             try:
-                os.preadv(fd, [buffer(2 * least)[least:]], least)
+                os.preadv(own.fd, [buffer(2 * least)[least:]], least)
             except OSError:
                 continue
-            os.close(self._fd)
-            self._fd, self.direct = fd, True
+            self._open, self.direct = own, True
             return least
-        os.close(fd)
         return _ALIGNMENTS[0]
 
     def _shrink(self) -> None:
-        self.nbytes = os.fstat(self._fd).st_size // self.unit * self.unit
+        self.nbytes = os.fstat(self._own.fd).st_size // self.unit * self.unit
         if self.nbytes > self._budget:
             self.nbytes = self._budget
-            os.ftruncate(self._fd, self.nbytes)
+            os.ftruncate(self._own.fd, self.nbytes)
 
     @property
     def limit(self) -> int:
         """Bytes that the file may grow to now."""
-        stats = os.fstatvfs(self._fd)
+        stats = os.fstatvfs(self._own.fd)
         room = max(stats.f_bavail * stats.f_frsize - self._keep_free - _INDEX_NBYTES, 0)
         room -= room // _INDEX_SHARE
         return min(self._budget, self.nbytes + room) // self.unit * self.unit
@@ -170,7 +176,7 @@ class DataFile:
         if more <= 0:
             return 0
         try:
-            os.posix_fallocate(self._fd, self.nbytes, more)
+            os.posix_fallocate(self._own.fd, self.nbytes, more)
         except OSError as e:
             if e.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
                 raise
@@ -180,18 +186,20 @@ class DataFile:
 
     def read(self, view: memoryview, offset: int) -> int:
         """Fill a view; return the number of bytes read, fewer only at the end of the file."""
-        got = os.preadv(self._fd, [view], offset)
+        own = self._own
+        got = os.preadv(own.fd, [view], offset)
         if not self.direct:
-            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(own.fd, offset, len(view), os.POSIX_FADV_DONTNEED)
         return got
 
     def write(self, view: memoryview, offset: int) -> None:
-        write_all(self._fd, view, offset)
+        own = self._own
+        write_all(own.fd, view, offset)
         if not self.direct:  # drops all pages that are written back already
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(own.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._open = None
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

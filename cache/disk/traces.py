@@ -16,7 +16,6 @@ _FOLDER = "traces"
 #: Most traces in a folder; beyond that, the least recently used ones are removed.
 _MOST = 16
 _NEW = "new."  # prefix of the name of a trace that is being written
-_PIECE = 1 << 20  # bytes written at a time
 
 
 def open_trace(path: str, name: str) -> int:
@@ -33,8 +32,8 @@ def open_trace(path: str, name: str) -> int:
         return fd
 
 
-def keep_trace(path: str, name: str, dataset: str, fd: int, keep_free: int) -> None:
-    """Keep the contents of a descriptor as the trace of this name, in place of an earlier one.
+def keep_trace(path: str, name: str, dataset: str, trace: bytes, keep_free: int) -> None:
+    """Keep the trace of this name, in place of an earlier one.
 
     `dataset`: key of the dataset to which the trace leads.
     `keep_free`: bytes that must stay free on the disk; if they would not, nothing is kept.
@@ -43,14 +42,12 @@ def keep_trace(path: str, name: str, dataset: str, fd: int, keep_free: int) -> N
         OSError: the trace cannot be written.
     """
     disk = os.statvfs(path)
-    if disk.f_bavail * disk.f_frsize - os.fstat(fd).st_size < keep_free:
+    if disk.f_bavail * disk.f_frsize - len(trace) < keep_free:
         return
     with _traces(path) as folder:
         new, flags = f"{_NEW}{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with os.fdopen(os.open(new, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder), "wb") as out:
-            at = 0
-            while data := os.pread(fd, _PIECE, at):
-                at += out.write(data)
+            out.write(trace)
         kept = f"{name}.{dataset}"
         os.replace(new, kept, src_dir_fd=folder, dst_dir_fd=folder)
         _unlink(folder, lambda one: one.startswith(f"{name}.") and one != kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
@@ -10,7 +11,13 @@ import stat
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, sealed_memfd
+from creel.cache.memory.memfd import (
+    F_GET_SEALS,
+    F_SEAL_SHRINK,
+    Descriptor,
+    mapped,
+    sealed_memfd,
+)
 from creel.cache.memory.runs import pieces
 from creel.errors import MalformedError
 from creel.policies.arrays import Ints
@@ -29,13 +36,14 @@ class Arena:
     writable memoryview of all `nbytes`, `array` the same as (nbytes,) uint8.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        """Map `fd` (a sealed memfd of `nbytes`) read-write and take over its ownership."""
-        self._fd = fd
+    def __init__(self, own: Descriptor, nbytes: int) -> None:
+        """Map a sealed memfd of `nbytes` read-write."""
+        self._own = own
         self.nbytes = nbytes
-        self._map = mmap.mmap(fd, nbytes)
-        os.fchmod(fd, stat.S_IRUSR)
-        self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._map = mapped(own.fd, nbytes)
+        os.fchmod(own.fd, stat.S_IRUSR)
+        self._given = Descriptor(os.open(f"/proc/self/fd/{own.fd}", os.O_RDONLY | os.O_CLOEXEC))
+        self._closed = False
         for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
             with contextlib.suppress(OSError, AttributeError):  # not on every system
                 self._map.madvise(getattr(mmap, advice))
@@ -49,12 +57,12 @@ class Arena:
 
         The system allocates the memory page by page, on first use.
         """
-        fd = sealed_memfd("creel-arena", nbytes)
-        try:
-            return cls(fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        return cls(Descriptor(sealed_memfd("creel-arena", nbytes)), nbytes)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor for clients."""
+        return self._given.fd
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes into the arena through its descriptor, not through the mapping.
@@ -65,9 +73,11 @@ class Arena:
         Raises:
             OSError: ENOSPC or ENOMEM.
         """
-        done = os.pwrite(self._fd, data, offset)
+        if self._closed:
+            raise OSError(errno.EBADF, "the arena is closed")
+        done = os.pwrite(self._own.fd, data, offset)
         while done < len(data):
-            done += os.pwrite(self._fd, data[done:], offset + done)
+            done += os.pwrite(self._own.fd, data[done:], offset + done)
         if done:  # an empty write touches no page
             self._written[offset >> _PAGE_BITS : -(-(offset + done) >> _PAGE_BITS)] = True
 
@@ -102,11 +112,11 @@ class Arena:
         return [pieces(self.view, at, nbytes) or [] for at, nbytes in found]
 
     def close(self) -> None:
-        """Close the descriptors; the system frees the memory with its last mapping and view."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            os.close(self._fd)
-            self.fd = self._fd = -1
+        """Write nothing more. The system frees the memory with this object and the last view.
+
+        A thread that hangs in a read may write later: the descriptors stay open as long as it can.
+        """
+        self._closed = True
         _release(self)
 
 
@@ -130,7 +140,7 @@ class ArenaView:
         """
         if os.fstat(fd).st_size < nbytes or not _seals(fd) & F_SEAL_SHRINK:
             raise MalformedError(f"the descriptor is not a sealed arena of {nbytes} bytes")
-        return cls(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), nbytes)
+        return cls(mapped(fd, nbytes, mmap.PROT_READ), nbytes)
 
     def rows(self, stride: int) -> NDArray[np.uint8]:
         """Return an (n, stride) view: row i is the record at offset i * stride; no partial row."""

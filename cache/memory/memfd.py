@@ -1,4 +1,4 @@
-"""memfds and their seals, even for a Python that lacks them.
+"""memfds, the owner of a descriptor, and mappings that hold none.
 
 A Python built against a glibc older than 2.27 (conda's; uv's before July 2026) has no
 `os.memfd_create` and no seals in `fcntl`, even if the system has them. The numbers are Linux's.
@@ -6,10 +6,17 @@ A Python built against a glibc older than 2.27 (conda's; uv's before July 2026) 
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
+import mmap
 import os
+import sys
 from collections.abc import Callable
-from typing import BinaryIO
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import numpy as np
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
@@ -17,6 +24,96 @@ F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
 F_SEAL_FUTURE_WRITE = 16
 _ALL_SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 _CLOEXEC, _ALLOW_SEALING = 1, 2
+_MAP_FIXED = 0x10
+_READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)  # not on Windows
+#: Address ranges of mappings that failed: the kernel may have given some of them to others since.
+_lost: list[mmap.mmap] = []
+
+
+class Descriptor:
+    """Owns a descriptor, which is closed when nobody refers to this object any more.
+
+    There is no other way to close it. Whoever uses the number keeps a reference meanwhile, so that
+    no thread can read or write a file that was given the number since. At exit nothing is closed:
+    other threads run on until the process ends. The process may have closed the number itself, as
+    programs that become daemons do with all numbers; then it is not closed again.
+    """
+
+    __slots__ = ("_file", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self._file = _identity(fd)
+        self.fd = fd
+
+    @property
+    def valid(self) -> bool:
+        """Whether the number still stands for this file: ask before writing to it."""
+        with suppress(OSError):
+            return _identity(self.fd) == self._file
+        return False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Give a process that is being spawned a descriptor of the same file."""
+        from multiprocessing.context import get_spawning_popen
+        from multiprocessing.reduction import DupFd
+
+        popen: Any = get_spawning_popen()
+        given = DupFd(self.fd)
+        popen.__dict__.setdefault("creel_descriptors", []).append(self)  # which uses the number
+        return _received, (given,)
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ends() and hasattr(self, "fd") and self.valid:
+            os.close(self.fd)
+
+
+def _received(given: Any) -> Descriptor:
+    return Descriptor(given.detach())
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def mapped(
+    fd: int,
+    nbytes: int,
+    prot: int = _READ_WRITE,
+    flags: int = getattr(mmap, "MAP_SHARED", 0),
+    *,
+    offset: int = 0,
+) -> mmap.mmap:
+    """Map `nbytes` > 0 of a file. The mapping holds no descriptor; the caller keeps `fd`.
+
+    `mmap.mmap(fd)` would duplicate the descriptor, and close that number when the mapping ends.
+    `offset`: of the first byte, which begins a page.
+
+    Raises:
+        OSError: it cannot be mapped.
+        ValueError: the file is shorter.
+    """
+    if os.fstat(fd).st_size < offset + nbytes:
+        raise ValueError(f"the file has no {nbytes} bytes from {offset} on")
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, nbytes, flags=anonymous, prot=prot)  # owns the addresses
+    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    if _libc_mmap()(address, nbytes, prot, flags | _MAP_FIXED, fd, offset) != address:
+        number = ctypes.get_errno()
+        _lost.append(memory)
+        raise OSError(number, os.strerror(number))
+    return memory
+
+
+@functools.cache
+def _libc_mmap() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    integer = ctypes.c_int
+    function.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, integer, integer, integer, ctypes.c_long),
+    )
+    return function
 
 
 def memfd(name: str, *, sealable: bool = False) -> int:
@@ -65,8 +162,6 @@ def sealed_file(name: str, write: Callable[[BinaryIO], object]) -> int:
 
 
 def _of_libc(name: bytes, flags: int) -> int:
-    import ctypes
-
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.memfd_create(name, flags) if hasattr(libc, "memfd_create") else -1
     if fd < 0:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.memfd import mapped
 from creel.cache.memory.offsets import Offsets
 from creel.counters import OF_RANKS
 from creel.policies.arrays import Ints
@@ -58,7 +59,7 @@ class SharedWords:
 
     def __init__(self, fd: int) -> None:
         """Map the words behind `fd` read-write; the caller keeps (and closes) `fd`."""
-        self._map = mmap.mmap(fd, WORDS_NBYTES)
+        self._map = mapped(fd, WORDS_NBYTES)
         self._words = memoryview(self._map).cast("q")
 
     def __getitem__(self, word: int) -> int:
@@ -108,7 +109,7 @@ class LocationTable:
         record: bytes of each object if all have one length (`record_of`), else 0.
         """
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-        self._map = mmap.mmap(fd, self.nbytes(objects, record), prot=prot)
+        self._map = mapped(fd, self.nbytes(objects, record), prot)
         self.length: Ints
         if record:
             self.offset = Offsets(np.frombuffer(self._map, np.int32, objects), record)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from creel.cache.memory.buffers import address_of
-from creel.cache.memory.memfd import sealed_memfd
+from creel.cache.memory.memfd import mapped, sealed_memfd
 from creel.errors import IllegalEventError
 from creel.forks import at_fork
 
@@ -241,7 +241,7 @@ class SlotWriter:
         fd = sealed_memfd("creel-slot", nbytes)
         try:
             os.posix_fallocate(fd, 0, nbytes)  # raises without memory; a later fault would kill
-            mapping = mmap.mmap(fd, nbytes, flags=_POPULATE)
+            mapping = mapped(fd, nbytes, flags=_POPULATE)
         except BaseException:
             os.close(fd)
             raise
@@ -337,7 +337,7 @@ class SlotReader:
         """
         try:
             flags = mmap.MAP_PRIVATE if self._private else _POPULATE  # populating would copy it all
-            self._maps[slot_id] = mmap.mmap(fd, nbytes, flags=flags)
+            self._maps[slot_id] = mapped(fd, nbytes, flags=flags)
         except OSError:
             self._maps[slot_id] = _copy_of(fd, nbytes)
             self._copies.add(slot_id)

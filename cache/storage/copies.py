@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
-from creel.cache.memory.memfd import memfd
+from creel.cache.memory.memfd import Descriptor, mapped, memfd
 from creel.cache.storage import version
 from creel.errors import MalformedError
 from creel.policies.arrays import Ints
@@ -31,17 +30,20 @@ class Copies:
     """Copies of some of a manifest's files.
 
     Args:
-        fd: a memfd, closed with this object.
+        own: a memfd.
         entries: (k, 4) int64 by ascending row: row of the manifest, first byte in the memfd, bytes,
             version of the file (see `cache/storage/version.py`).
     """
 
-    def __init__(self, fd: int, entries: Ints) -> None:
-        self.fd = fd
+    def __init__(self, own: Descriptor, entries: Ints) -> None:
+        self._own = own
         self.entries = entries
-        weakref.finalize(self, os.close, fd)
         self._left = np.ones(len(entries), np.bool_)
         self._mapped: mmap.mmap | None = None  # the whole memfd, to free copies that were taken
+
+    @property
+    def fd(self) -> int:
+        return self._own.fd
 
     @staticmethod
     def parsed(data: bytes, rows: int) -> Ints:
@@ -105,7 +107,7 @@ class Copies:
     def _free(self, first: int, nbytes: int) -> None:
         """Do as `free`, with one mapping for all: to map each copy takes longer than the rest."""
         if self._mapped is None:
-            self._mapped = mmap.mmap(self.fd, 0)
+            self._mapped = mapped(self.fd, os.fstat(self.fd).st_size)
         if nbytes:
             self._mapped.madvise(mmap.MADV_REMOVE, first, nbytes)
 
@@ -122,12 +124,12 @@ def locked(fd: int) -> Iterator[None]:
         fcntl.lockf(fd, fcntl.LOCK_UN, 1)
 
 
-def new_copies(suffix: str = "") -> int:
-    """Create a memfd for copies, without any; return its descriptor. `suffix`: of its name."""
-    fd = memfd(f"{COPIES}{suffix}")
-    os.ftruncate(fd, PAGE_NBYTES)
-    os.pwrite(fd, os.urandom(_SALT_NBYTES), _SALT_AT)
-    return fd
+def new_copies(suffix: str = "") -> Descriptor:
+    """Create a memfd for copies, without any. `suffix`: of its name."""
+    own = Descriptor(memfd(f"{COPIES}{suffix}"))
+    os.ftruncate(own.fd, PAGE_NBYTES)
+    os.pwrite(own.fd, os.urandom(_SALT_NBYTES), _SALT_AT)
+    return own
 
 
 def _read(fd: int, first: int, nbytes: int) -> bytes:
@@ -141,5 +143,5 @@ def _read(fd: int, first: int, nbytes: int) -> bytes:
 def free(fd: int, first: int, nbytes: int) -> None:
     """Free the memory of a copy that begins at a page."""
     if nbytes:
-        with mmap.mmap(fd, nbytes, offset=first) as mapped:
-            mapped.madvise(mmap.MADV_REMOVE)
+        with mapped(fd, nbytes, offset=first) as mapping:
+            mapping.madvise(mmap.MADV_REMOVE)

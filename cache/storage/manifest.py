@@ -25,6 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.access import Access, StorageOptions
 from creel.cache.storage.copies import Copies
 from creel.errors import ConfigError, MalformedError
@@ -387,7 +388,7 @@ class Manifest:
         if fd is None:
             return manifest
         entries = Copies.parsed(also.get(_COPIES, b""), table.num_rows)
-        copies = Copies(os.dup(fd), entries)
+        copies = Copies(Descriptor(os.dup(fd)), entries)
         if copies.salt != salt:  # else other jobs would trust them
             raise MalformedError("the copies belong to another manifest")
         return replace(manifest, copies=copies)

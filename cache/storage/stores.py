@@ -10,7 +10,6 @@ import errno
 import os
 import stat
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from creel.cache.memory.buffers import cut
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
 from creel.errors import SourceError
@@ -397,16 +397,15 @@ class _KeptFile:
     """A kept descriptor, which is closed when the last reference to this object is gone."""
 
     def __init__(self, file: OpenFile) -> None:
-        self._fd = file.fd
+        self._own = Descriptor(file.fd)
         self._file = file.status.st_ino, file.status.st_dev
-        weakref.finalize(self, os.close, file.fd).atexit = False
 
     def named(self, path: str) -> OpenFile | None:
-        """Return the file if `path` still names it, else None."""
+        """Return the file if `path` still names it, and the number is still open, else None."""
         now = time.time_ns()
         status = os.stat(path)  # noqa: PTH116  a Path costs time
-        same = (status.st_ino, status.st_dev) == self._file
-        return OpenFile(self._fd, status, 0, now) if same else None
+        same = (status.st_ino, status.st_dev) == self._file and self._own.valid
+        return OpenFile(self._own.fd, status, 0, now) if same else None
 
 
 class _OpenFiles:

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.memfd import Descriptor
 from creel.daemon.core.events import (
     Event,
     PeerAsked,
@@ -113,8 +114,8 @@ class PeerServer:
         self.address: tuple[str, int] = listening.getsockname()[:2]
         self._epoll = select.epoll()
         self._listener = Listener(listening, self._epoll)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        self._wake = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._epoll.register(self._wake.fd, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="creel-peers", daemon=True)
         self._thread.start()
 
@@ -158,15 +159,14 @@ class PeerServer:
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake.fd, 1)
         self._thread.join()
         self._epoll.close()
-        os.close(self._wake)
 
     def _order(self, order: Callable[[], None]) -> None:
         if not self._closing:
             self._orders.append(order)
-            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake.fd, 1)
 
     # --- in the server's thread ---------------------------------------------------------------
 
@@ -189,8 +189,8 @@ class PeerServer:
     def _turn(self) -> None:
         ready = dict(self._epoll.poll(0 if self._sendable else _SWEEP_S))
         now = time.monotonic()
-        if ready.pop(self._wake, None):
-            os.eventfd_read(self._wake)
+        if ready.pop(self._wake.fd, None):
+            os.eventfd_read(self._wake.fd)
             self._obey()
         accept_ready = ready.pop(self._listener.socket.fileno(), None)
         for fd, event in ready.items():

@@ -61,7 +61,7 @@ def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, An
 
 
 def _stop(node: Node, args: Args) -> dict[str, Any]:
-    node.stop(bool(args.get("now", True)))
+    node.stop(bool(args.get("now", True)), "creel stop")
     return {"state": node.state}
 
 

@@ -19,7 +19,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
-from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE
+from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE, mapped
 from creel.cache.storage.manifest import Manifest
 from creel.daemon.listener import Listener
 from creel.daemon.service.keepalive import KeepAlive
@@ -275,7 +275,9 @@ class ControlSocket:
         if hello.role == "service":
             if not self._node.embedded:
                 raise UnavailableError("this daemon is a service, too")
-            self._node.stop(False)  # frees the address at once; the daemon ends later
+            self._node.stop(
+                False, "a service took its address"
+            )  # frees the address at once; the daemon ends later
         if fds:
             self.keep_alive.take(fds.pop())
         welcome, arena = self._node.welcome(connection.token)
@@ -364,7 +366,7 @@ def read_manifest(fd: int, nbytes: int, copies: int | None = None) -> Manifest:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             raise MalformedError(f"not a file of {nbytes} bytes")
-        data = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if _is_sealed(fd) else _copied(fd, nbytes)
+        data = mapped(fd, nbytes, mmap.PROT_READ) if _is_sealed(fd) else _copied(fd, nbytes)
         return Manifest.from_arrow(data, copies)
     except OSError as e:
         raise MalformedError(f"the manifest cannot be read: {e}") from e

@@ -102,7 +102,7 @@ class Node:
         self.started = time.monotonic()
         self.bad_samples = BadSamples()
         self.bugs = 0
-        self.stop: Callable[[bool], None] = lambda now: None  # noqa: ARG005  set by the loop
+        self.stop: Callable[[bool, str], None] = lambda now, why: None  # noqa: ARG005  set by the loop
         self.clients: Callable[[], int] = lambda: 0
         self.pids: Callable[[], dict[str, int]] = dict
         self.request_address = ""
@@ -205,7 +205,7 @@ class Node:
     def _give_up(self) -> None:
         log.error("this daemon ends: its state may be inconsistent")
         self._sound = False
-        self.stop(True)
+        self.stop(True, "a bug")
 
     def _publish(self, action: events.Publish) -> None:
         self.registry.datasets[action.dataset].table.offset[action.ids] = action.offset

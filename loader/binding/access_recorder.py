@@ -13,9 +13,7 @@ differ. The journal is then void for all ranks.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -36,12 +34,14 @@ from creel.loader.binding.journal import (
     EndOfTrace,
     Item,
     NoTrace,
+    Place,
     Reads,
     Record,
     RecordedReads,
+    Shared,
     TraceJournal,
     joined,
-    new_journal,
+    own_place,
     reads_of,
 )
 from creel.loader.binding.proxy import Wrapped, unwrap
@@ -72,7 +72,7 @@ class AccessRecorder:
     def __init__(
         self,
         dataset: Dataset[Sample],
-        journal: int | None = None,
+        place: Place | None = None,
         *,
         whole: bool = False,
         copies: FileCopies | None = None,
@@ -81,14 +81,12 @@ class AccessRecorder:
         """Begin to record.
 
         Args:
-            journal: descriptor of another process's journal, which is taken over; None for a new
-                one.
+            place: the journal, of another process or kept from an earlier job; None for a new one.
             whole: as for `ObservedReads`.
             copies: as for `ObservedReads`.
             joint: whether several ranks share the journal.
         """
-        self.fd = new_journal() if journal is None else journal
-        weakref.finalize(self, os.close, self.fd)  # also if the lines below raise
+        self.place = own_place() if place is None else place
         self.dataset = dataset
         self.joint = joint
         self.copies = copies
@@ -104,7 +102,7 @@ class AccessRecorder:
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
-        self._journal = TraceJournal(self.fd)
+        self._journal = TraceJournal(*self.place)
         self._known = np.zeros(self._size, np.bool_)
         #: In a joint journal, `RecordedReads.marks` of each known sample.
         self._marks = np.zeros(self._size if self.joint else 0, np.uint32)
@@ -116,14 +114,21 @@ class AccessRecorder:
         self.void = False
 
     @property
-    def fds(self) -> list[int]:
-        """Return the descriptors that processes share: the journal, and copies of files."""
-        return [self.fd] if self.copies is None else [self.fd, self.copies.fd]
+    def shared(self) -> Shared:
+        """Where other processes record the dataset too."""
+        return self.place, None if self.copies is None else self.copies.own
 
     @property
     def empty(self) -> bool:
         """Whether no process has written to the journal."""
-        return os.fstat(self.fd).st_size == 0
+        try:
+            return next(TraceJournal(*self.place).new(), None) is None
+        except (MalformedError, OSError):
+            return True
+
+    def copy(self) -> bytes:
+        """Return the journal as a file, to be kept."""
+        return TraceJournal(*self.place).copy()
 
     def _observing(self) -> ObservedReads:
         """Return a record for the samples of one thread."""
@@ -178,7 +183,7 @@ class AccessRecorder:
                 return None
         reads: list[Reads] = []
         copied: dict[str, tuple[int, int, int]] = {}
-        for record in TraceJournal(self.fd).new():
+        for record in TraceJournal(*self.place).new():
             if isinstance(record, Reads):
                 reads.append(record)
             elif isinstance(record, CopiedFiles):
@@ -187,7 +192,7 @@ class AccessRecorder:
                 break
         trace = AccessTrace(self._size, self._here(joined(reads)), self._parts)
         if self.copies is not None:
-            trace.keep(self.copies.fd, copied)
+            trace.keep(self.copies.own, copied)
         return trace if trace.leaves else None
 
     def _here(self, recorded: RecordedReads) -> RecordedReads:

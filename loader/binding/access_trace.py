@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
 from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.journal import (
@@ -82,10 +83,10 @@ class AccessTrace:
         everything = [*parts, traced]
         self.leaves = [everything[i] for i in read.tolist()]
 
-    def keep(self, fd: int, copied: dict[str, tuple[int, int, int]]) -> None:
+    def keep(self, own: Descriptor, copied: dict[str, tuple[int, int, int]]) -> None:
         """Keep copies of files for the daemon: (first byte in the memfd, bytes, version)."""
         if len(self.leaves) == 1 and isinstance(self.leaves[0], Addressed) and copied:
-            self.leaves[0].keep(fd, copied)
+            self.leaves[0].keep(own, copied)
 
     def ignore_versions(self) -> None:
         """Let the files be served in any version."""

@@ -18,6 +18,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import UNKNOWN
@@ -98,12 +99,12 @@ class Addressed(CreelDataset):
     def _index(self) -> _StringIndex:
         return _StringIndex(self._uris)
 
-    def keep(self, fd: int, copied: dict[str, tuple[int, int, int]]) -> None:
+    def keep(self, own: Descriptor, copied: dict[str, tuple[int, int, int]]) -> None:
         """Keep copies of files for the daemon: (first byte in the memfd, bytes, version)."""
         rows = [
             (row, *copied[uri]) for row, uri in enumerate(self._uris.to_pylist()) if uri in copied
         ]
-        self._copies = Copies(os.dup(fd), np.array(rows, np.int64).reshape(-1, 4))
+        self._copies = Copies(own, np.array(rows, np.int64).reshape(-1, 4))
         self._manifest = None
 
     def _build_manifest(self) -> Manifest:

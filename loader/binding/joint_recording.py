@@ -30,7 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from creel.cache.memory.memfd import Descriptor
 from creel.forks import forget_in_child
+from creel.loader.binding.journal import ALONE, JournalFile, Shared
 from creel.loader.cluster.ranks import job_name
 from creel.unix_peers import known_apart, listener_at, view_of
 
@@ -56,26 +58,35 @@ _begun: Counter[str] = Counter()
 class JointMemory:
     """Memfds that this node's ranks share, and the listening socket if this rank made them."""
 
-    def __init__(self, fds: list[int], listener: socket.socket | None) -> None:
-        self.fds = fds
+    def __init__(self, memfds: list[Descriptor], listener: socket.socket | None) -> None:
+        self.memfds = memfds
         self._listener = listener
         if listener is not None:
-            weakref.finalize(self, listener.close)
+            weakref.finalize(self, listener.close).atexit = False
         forget_in_child(self)
+
+    @property
+    def shared(self) -> Shared:
+        """Where to record."""
+        journal, *copies = self.memfds
+        return (JournalFile(journal), ALONE), (copies[0] if copies else None)
 
     def forget(self) -> None:
         """Close the copy of the socket in a forked child."""
         self.close()
 
     def close(self) -> None:
-        """Stop other ranks from joining. The memfds belong to the caller."""
+        """Stop other ranks from joining."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 def joint_memory(
-    dataset: Dataset[Any], world: int, make: Callable[[str], list[int]], kinds: Mapping[str, int]
+    dataset: Dataset[Any],
+    world: int,
+    make: Callable[[str], list[Descriptor]],
+    kinds: Mapping[str, int],
 ) -> JointMemory | None:
     """Return the memfds in which this node's ranks record this dataset; None on failure.
 
@@ -84,7 +95,7 @@ def joint_memory(
 
     Args:
         world: number of ranks of the job.
-        make: makes memfds, one per kind, with the given suffix of names; returns descriptors.
+        make: makes memfds, one per kind, with the given suffix of names.
         kinds: flags of os.open by kind.
     """
     try:
@@ -99,8 +110,6 @@ def joint_memory(
             listener = _listening(address)
             if listener is not None:
                 return JointMemory(made, listener)
-            for fd in made:
-                os.close(fd)
             time.sleep(_PAUSE_S)
     except Exception:  # noqa: BLE001  this rank then records for itself
         _log.debug("this rank records for itself", exc_info=True)
@@ -187,18 +196,17 @@ def _holder(address: str) -> int:
     return peer.pid
 
 
-def _memfds_of(pid: int, links: Mapping[str, int]) -> list[int]:
+def _memfds_of(pid: int, links: Mapping[str, int]) -> list[Descriptor]:
     """Open a process's memfds, found by their /proc link, with flags; [] if one is missing."""
     there: dict[str, Path] = {}
     if pid:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):  # just closed
                 there[str(entry.readlink())] = entry
-    fds: list[int] = []
     try:
-        for link, flags in links.items():
-            fds.append(os.open(there[link], flags | os.O_RDWR | os.O_CLOEXEC))
+        return [
+            Descriptor(os.open(there[link], flags | os.O_RDWR | os.O_CLOEXEC))
+            for link, flags in links.items()
+        ]
     except (KeyError, OSError):
-        while fds:
-            os.close(fds.pop())
-    return fds
+        return []

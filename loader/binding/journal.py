@@ -1,26 +1,32 @@
-"""The journal in which processes record what a dataset's samples read: a file of records.
+"""Journals in which processes record what the samples of datasets read: a file of records.
 
-All processes that read a dataset append to one memfd, each record by one atomic write. If there is
-a disk tier, the file is kept for later jobs. Reads are stored in columns, so that a few array
-operations process a million samples.
+A process and those that it forks or spawns append to one memfd, each record by one atomic write. It
+holds the journals of all their datasets, by number. If there is a disk tier, a journal is kept for
+later jobs, in a file of its own. Reads are stored in columns, so that a few array operations
+process a million samples.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
+import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import memfd
+from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
+from creel.forks import at_fork, forget_in_child
 
 #: One read of a sample: an address; (number of a part of the dataset, number of the object in it);
 #: or a small part of a file as (address, bytes that were read, bytes of the file).
@@ -36,9 +42,12 @@ FILE, ALL = -1, -1
 _COLUMNS = 5
 _BETWEEN = "\0"  # separates addresses: no path contains it
 _PIECE_NBYTES = 1 << 20  # bytes of the file read at a time
-#: Precedes each record: its length and xxh32. They reveal a record that was cut off for lack of
-#: memory, and what another process wrote after it.
-_HEAD = struct.Struct("<II")
+#: Precedes each record: a mark, the number of its journal, its length and xxh32. They reveal a
+#: record that was cut off for lack of memory, and what another process wrote after it.
+_HEAD = struct.Struct("<IIII")
+_MARK = 0xC4EE1
+#: The number of a journal that has a file to itself.
+ALONE = 0
 
 
 class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
@@ -152,27 +161,81 @@ def joined(records: Sequence[Reads]) -> RecordedReads:
     return RecordedReads(samples, counts, items.reshape(-1, _COLUMNS), addresses)
 
 
+class JournalFile:
+    """A file of journals. Thread-safe, and shared with forked and spawned processes."""
+
+    def __init__(self, own: Descriptor) -> None:
+        self.own = own
+        self.forget()
+        forget_in_child(self)
+
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
+        self._lock = threading.Lock()
+        self._seen = 0  # bytes of the file whose records are in `_places`
+        self._damaged = False  # whether what follows is no record
+        #: (first byte, bytes, xxh32) of each record, by number of the journal.
+        self._places: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return JournalFile, (self.own,)
+
+    def append(self, number: int, body: bytes) -> bool:
+        """Append a record; False if there is no memory for all of it, or the file is closed."""
+        data = _HEAD.pack(_MARK, number, len(body), xxhash.xxh32_intdigest(body)) + body
+        try:
+            return self.own.valid and os.write(self.own.fd, data) == len(data)
+        except OSError:
+            return False
+
+    def records(self, number: int, first: int) -> Iterator[bytes]:
+        """Yield the records of a journal from its `first` on.
+
+        Raises:
+            MalformedError: the next bytes are not a record.
+        """
+        with self._lock:
+            self._look()
+            places = self._places[number][first:]
+        for at, nbytes, digest in places:
+            body = os.pread(self.own.fd, nbytes, at)
+            if xxhash.xxh32_intdigest(body) != digest:
+                raise MalformedError("no whole record of a journal")
+            yield body
+        if self._damaged:
+            raise MalformedError("no record of a journal")
+
+    def _look(self) -> None:
+        """Find the records that were appended since the last call."""
+        size = os.fstat(self.own.fd).st_size if self.own.valid else 0
+        while self._seen + _HEAD.size <= size:
+            first = self._seen
+            data = os.pread(self.own.fd, _PIECE_NBYTES, first)
+            while (at := self._seen - first) + _HEAD.size <= len(data):
+                mark, number, nbytes, digest = _HEAD.unpack_from(data, at)
+                if mark != _MARK:
+                    self._damaged = True
+                    return
+                end = self._seen + _HEAD.size + nbytes
+                if end > size:  # it is being written
+                    return
+                self._places[number].append((end - nbytes, nbytes, digest))
+                self._seen = end
+
+
 class TraceJournal:
-    """One process's view of a journal, from its beginning.
+    """One process's view of the journal of this number, from its beginning."""
 
-    Args:
-        fd: its descriptor, which is not owned.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._rest = b""
-        #: Bytes of the file that were read.
+    def __init__(self, file: JournalFile, number: int) -> None:
+        self._file = file
+        self._number = number
+        self._records = 0  # that were read
+        #: Bytes of the records that were read.
         self.nbytes = 0
 
     def append(self, record: Record) -> bool:
         """Append a record; False if there is no memory for all of it."""
-        body = _encode(record)
-        data = _HEAD.pack(len(body), xxhash.xxh32_intdigest(body)) + body
-        try:
-            return os.write(self._fd, data) == len(data)
-        except OSError:
-            return False
+        return self._file.append(self._number, _encode(record))
 
     def new(self) -> Iterator[Record]:
         """Yield the records since the last call, including those of other processes.
@@ -180,33 +243,58 @@ class TraceJournal:
         Raises:
             MalformedError: the next bytes are not a record.
         """
-        while data := os.pread(self._fd, _PIECE_NBYTES, self.nbytes):
-            self.nbytes += len(data)
-            data, at = self._rest + data, 0
-            while len(data) - at >= _HEAD.size:
-                nbytes, digest = _HEAD.unpack_from(data, at)
-                begin, end = at + _HEAD.size, at + _HEAD.size + nbytes
-                if end > len(data):
-                    break
-                at = end
-                yield _decoded(data[begin:end], digest)
-            self._rest = data[at:]
+        for body in self._file.records(self._number, self._records):
+            self._records += 1
+            self.nbytes += len(body)
+            try:
+                record: Record = _decode(body)
+            except msgspec.MsgspecError as e:
+                raise MalformedError("no record of a journal") from e
+            yield record
+
+    def copy(self) -> bytes:
+        """Return the whole journal, as a file that has no other."""
+        copy: list[bytes] = []
+        for body in self._file.records(self._number, 0):
+            copy += _HEAD.pack(_MARK, ALONE, len(body), xxhash.xxh32_intdigest(body)), body
+        return b"".join(copy)
 
 
-def _decoded(body: bytes, digest: int) -> Record:
-    try:
-        if xxhash.xxh32_intdigest(body) == digest:
-            record: Record = _decode(body)
-            return record
-    except msgspec.MsgspecError as e:
-        raise MalformedError("no record of a journal") from e
-    raise MalformedError("no whole record of a journal")
-
-
-def new_journal(suffix: str = "") -> int:
-    """Return the descriptor of a new journal. `suffix` ends the name of its memfd."""
-    memory = memfd(f"{JOURNAL}{suffix}")
+def new_journal(suffix: str = "") -> Descriptor:
+    """Create a file for journals, without any. `suffix` ends the name of its memfd."""
+    memory = Descriptor(memfd(f"{JOURNAL}{suffix}"))
     # reopened: only open() makes O_APPEND atomic on every kernel
-    journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    os.close(memory)
-    return journal
+    flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+    return Descriptor(os.open(f"/proc/self/fd/{memory.fd}", flags))
+
+
+#: Where a dataset is recorded: a file, and the number of the journal in it.
+Place: TypeAlias = "tuple[JournalFile, int]"
+#: Where processes record a dataset together; the memfd is for copies of files.
+Shared: TypeAlias = "tuple[Place, Descriptor | None]"
+_numbers = itertools.count(ALONE + 1)
+#: The file of the journals that this process has begun.
+_file: weakref.ref[JournalFile] | None = None
+
+
+def own_place() -> Place:
+    """Begin a journal in this process's own file, which lasts as long as one of its journals.
+
+    Raises:
+        OSError: no descriptor or memory.
+    """
+    global _file  # noqa: PLW0603  one for each process
+    file = None if _file is None else _file()
+    if file is None:
+        file = JournalFile(new_journal())
+        _file = weakref.ref(file)
+    return file, next(_numbers)
+
+
+def _begin_own_file() -> None:
+    """Let a forked child begin its journals in a file of its own: its numbers are the parent's."""
+    global _file  # noqa: PLW0603  as above
+    _file = None
+
+
+at_fork(after_in_child=_begin_own_file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from torch.utils.data import Dataset
 
 from creel import limits
 from creel.cache.disk.traces import keep_trace, open_trace
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.copies import COPIES, new_copies
 from creel.config import Config, memory_budget
+from creel.limits import few_descriptors
 from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.joint_recording import JointMemory, joint_memory, likeness
-from creel.loader.binding.journal import JOURNAL, new_journal
+from creel.loader.binding.journal import ALONE, JOURNAL, JournalFile, Shared, new_journal
 from creel.loader.cluster.ranks import on_one_node, rank_and_world
 from creel.loader.reading.file_copies import FileCopies
 
@@ -28,8 +31,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
+#: Most datasets of a process that are recorded jointly, or whose bytes are kept, at a time: each
+#: takes descriptors. The others are recorded by this rank alone, and read once more by the daemon.
+_MOST_JOINT, _MOST_COPIES = 8, 4
+_joint: weakref.WeakSet[JointMemory] = weakref.WeakSet()
+_kept: weakref.WeakSet[FileCopies] = weakref.WeakSet()
 #: Format of kept journals; a different meaning of their records needs a new number.
-_FORM = 3
+_FORM = 4
 
 
 class KeptTrace:
@@ -58,8 +66,8 @@ class KeptTrace:
         if not self._name:
             return None
         try:
-            fd = open_trace(self._disk.path, self._name)
-            return AccessRecorder(self._dataset, fd, joint=True).trace()
+            file = JournalFile(Descriptor(open_trace(self._disk.path, self._name)))
+            return AccessRecorder(self._dataset, (file, ALONE), joint=True).trace()
         except Exception:  # noqa: BLE001  missing, or malformed
             return None
 
@@ -71,7 +79,7 @@ class KeptTrace:
         if not self._name or self._rank or recorder.joint != (self._world > 1):
             return  # a rank that recorded alone knows only its own samples
         try:
-            keep_trace(self._disk.path, self._name, dataset, recorder.fd, self._disk.keep_free)
+            keep_trace(self._disk.path, self._name, dataset, recorder.copy(), self._disk.keep_free)
         except OSError as e:
             _log.debug("the trace is not kept for later jobs: %s", e)
 
@@ -79,28 +87,38 @@ class KeptTrace:
 def memory_of_ranks(dataset: Dataset[Any], config: Config) -> JointMemory | None:
     """Return the memfds in which this node's ranks record the dataset; None if there are none."""
     world = rank_and_world()[1]
-    if world == 1:
+    if world == 1 or len(_joint) >= _MOST_JOINT:
         return None
     kinds = {JOURNAL: os.O_APPEND} | ({COPIES: 0} if _keeps_copies(config) else {})
     made = {JOURNAL: new_journal, COPIES: new_copies}
-    return joint_memory(dataset, world, lambda suffix: [made[k](suffix) for k in kinds], kinds)
+    memory = joint_memory(dataset, world, lambda suffix: [made[k](suffix) for k in kinds], kinds)
+    if memory is not None:
+        _joint.add(memory)
+    return memory
 
 
 def recorder_on(
-    fds: list[int], dataset: Dataset[Any], config: Config, whole: bool, *, joint: bool = False
+    shared: Shared | None,
+    dataset: Dataset[Any],
+    config: Config,
+    whole: bool,
+    *,
+    joint: bool = False,
 ) -> AccessRecorder | None:
     """Make a recorder of a `recordable` dataset; None for lack of descriptors or memory.
 
     Args:
-        fds: of a journal, and of copies, taken over; none for new ones.
+        shared: where other processes record the dataset; None: this one begins to.
         whole: see `creel.wrap`.
-        joint: whether other ranks use them too.
+        joint: whether other ranks record there too.
     """
-    journal, copies, *_ = [*fds, None, None]
-    wanted = fds[1:] or (not fds and _keeps_copies(config))
+    if few_descriptors():
+        return None
+    place, copies = (None, None) if shared is None else shared
+    wanted = copies is not None or (shared is None and _keeps_copies(config))
     kept = _copies(config, copies) if wanted else None
     try:
-        return AccessRecorder(dataset, journal, whole=whole, copies=kept, joint=joint)
+        return AccessRecorder(dataset, place, whole=whole, copies=kept, joint=joint)
     except Exception:  # noqa: BLE001  its samples are then read as without creel
         _log.debug("the reads of the dataset are not recorded", exc_info=True)
         return None
@@ -115,14 +133,21 @@ def _keeps_copies(config: Config) -> bool:
     return not config.disk.path and on_one_node(rank_and_world()[1], os.environ)
 
 
-def _copies(config: Config, fd: int | None) -> FileCopies | None:
-    """Return copies for bytes read from slow files, in memory that the daemon does not use yet."""
+def _copies(config: Config, own: Descriptor | None) -> FileCopies | None:
+    """Return copies for bytes read from slow files, in memory that the daemon does not use yet.
+
+    Not if this process keeps copies for many datasets already: each takes memory and a descriptor.
+    """
+    if own is None and len(_kept) >= _MOST_COPIES:
+        return None
     try:
         memory = limits.memory()
         counts = {"total": memory.total, "available": memory.available}
         budget = memory_budget(config.memory, **counts)
         # the reads of other processes fill the daemon's own memory meanwhile
-        return FileCopies(min(budget, memory.available // 4), fd)
+        copies = FileCopies(min(budget, memory.available // 4), own)
     except Exception:  # noqa: BLE001  no memory, or another library has replaced Python's open
         _log.debug("no copies of files are kept for the daemon", exc_info=True)
         return None
+    _kept.add(copies)
+    return copies

@@ -14,13 +14,12 @@ import itertools
 import logging
 import multiprocessing
 import multiprocessing.context
-import multiprocessing.reduction
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +33,7 @@ from creel.loader.binding.access_trace import AccessTrace
 from creel.loader.binding.bind import Binding, bind, bound
 from creel.loader.binding.gather import StepReader
 from creel.loader.binding.joint_recording import JointMemory
+from creel.loader.binding.journal import Shared
 from creel.loader.binding.recording import KeptTrace, memory_of_ranks, recorder_on
 from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import daemon_starting, open_session
@@ -190,27 +190,19 @@ class _LinkReader(StepReader):
             self._link.counted(len(index), self._ids, lease)
 
 
-class Handle(Protocol):
-    """A descriptor that is passed to a process being spawned."""
-
-    def detach(self) -> int:
-        """Return the descriptor in that process."""
-        ...
-
-
 class WrappedReads:
     """A dataset and this process's `DaemonLink`, made at the first read."""
 
     def __init__(
         self,
         dataset: Dataset[Sample],
-        shared: Sequence[Handle] = (),
+        shared: Shared | None = None,
         *,
         whole: bool = False,
         joint: bool = False,
         config: tuple[Config, dict[str, str]] | None = None,
     ) -> None:
-        """`shared`: the journal, and the copies, of the process that spawned this one.
+        """`shared`: where the process that spawned this one records the dataset.
 
         `whole`: see `creel.wrap`. `joint`: whether other ranks share the journal. `config`:
         settings and their origins; None: those of the process, at the first read.
@@ -218,7 +210,7 @@ class WrappedReads:
         self._dataset = dataset
         self._whole = whole
         self.config = config
-        self._shared = [handle.detach() for handle in shared]
+        self._shared = shared
         self._joint = joint
         self._forget_binding()
         self.forget()
@@ -248,10 +240,9 @@ class WrappedReads:
             return made, (self._dataset,)
         self.prepare()
         recorder = self._recorder
-        fds = () if recorder is None else recorder.fds
         joint = recorder is not None and recorder.joint
         made = partial(made, joint=joint, config=self.config)
-        return made, (self._dataset, [multiprocessing.reduction.DupFd(fd) for fd in fds])
+        return made, (self._dataset, None if recorder is None else recorder.shared)
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -346,7 +337,7 @@ class WrappedReads:
                 _log.info("the ranks' datasets differ: each rank records what its own samples read")
                 self._leave_recorder()
                 self._joint = False
-                self._recorder = recorder_on([], self._dataset, self._settings(), self._whole)
+                self._recorder = recorder_on(None, self._dataset, self._settings(), self._whole)
         return self._binding
 
     def _use(self, trace: AccessTrace | None) -> None:
@@ -372,12 +363,12 @@ class WrappedReads:
         """
         if not recordable(self._dataset):
             return None
-        fds, self._shared = self._shared, []
-        if not fds and get_worker_info() is None:
+        shared, self._shared = self._shared, None
+        if shared is None and get_worker_info() is None:
             self._memory = memory_of_ranks(self._dataset, self._settings())
             if self._memory is not None:
-                fds, self._joint = self._memory.fds, True
-        return recorder_on(fds, self._dataset, self._settings(), self._whole, joint=self._joint)
+                shared, self._joint = self._memory.shared, True
+        return recorder_on(shared, self._dataset, self._settings(), self._whole, joint=self._joint)
 
     def prepare(self) -> None:
         """Bind before workers are made, so that they need not; does not contact a daemon."""

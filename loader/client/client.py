@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from creel import messages
 from creel.addresses import first_address, second_address
 from creel.cache.memory.arena import ArenaView
-from creel.cache.memory.memfd import sealed_file
+from creel.cache.memory.memfd import Descriptor, sealed_file
 from creel.cache.memory.shared_words import LocationTable, SharedWords
 from creel.cache.storage.manifest import Manifest
 from creel.errors import (
@@ -173,15 +173,13 @@ class Client:
         grants = manifest.grants()
         copies = manifest.copies if manifest.copies is not None and manifest.copies.give() else None
         write = partial(manifest.write_arrow, copies=copies is not None)
-        fd = sealed_file("creel-manifest", write)
-        fds = (fd,) if copies is None else (fd, copies.fd)
-        try:
-            request = messages.Register(os.fstat(fd).st_size, grants)
+        with self._control_lock:  # threads that wait hold no memory and no descriptor
+            own = Descriptor(sealed_file("creel-manifest", write))
+            fds = (own.fd,) if copies is None else (own.fd, copies.fd)
+            request = messages.Register(os.fstat(own.fd).st_size, grants)
             reply, _ = self._call(request, messages.Registered, fds, _REGISTER_TIMEOUT_S)
-        finally:
-            os.close(fd)
-        self._granted[reply.dataset] = grants
-        return reply.dataset
+            self._granted[reply.dataset] = grants
+            return reply.dataset
 
     def renew(self, manifest: Manifest) -> None:
         """Let the daemon read a registered dataset with this process's present keys.

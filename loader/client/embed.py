@@ -12,16 +12,18 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 
 from creel.addresses import first_address, held_by_another, runtime_folder, startable, taken
-from creel.cache.memory.memfd import memfd
+from creel.cache.memory.memfd import Descriptor, memfd
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
 from creel.forks import no_fork
@@ -227,28 +229,38 @@ def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
         raise UnavailableError(
             "this program has no Python to start a daemon with: start creeld first"
         )
-    config_fd = memfd("creel-config")
+    settings = Descriptor(memfd("creel-config"))
+    os.write(settings.fd, msgspec.json.encode(config))
+    os.lseek(settings.fd, 0, os.SEEK_SET)
     ready, write = os.pipe2(os.O_CLOEXEC)
     try:
-        os.write(config_fd, msgspec.json.encode(config))
-        os.lseek(config_fd, 0, os.SEEK_SET)
         safe = ["-P"] if sys.version_info >= (3, 11) else []
         command = [
             *(sys.executable, *safe, "-m", "creel.daemon", "--embedded"),
-            *("--ready-fd", str(write), "--config-fd", str(config_fd)),
+            *("--ready-fd", str(write), "--config-fd", str(settings.fd)),
         ]
-        process = subprocess.Popen(  # noqa: S603  our own interpreter and module
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
-            pass_fds=(write, config_fd),
-            start_new_session=True,
-        )
+        with _signals_blocked():
+            process = subprocess.Popen(  # noqa: S603  our own interpreter and module
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                pass_fds=(write, settings.fd),
+                start_new_session=True,
+            )
     except BaseException:
         os.close(ready)
         raise
     finally:
         os.close(write)
-        os.close(config_fd)
     return process, ready
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Start a process inside that no signal ends until it says what each means to it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

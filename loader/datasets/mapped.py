@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import address_of
+from creel.cache.memory.memfd import mapped
 from creel.limits import IOV_MAX, may_keep
 from creel.policies.arrays import Ints
 
 #: Consecutive batches that must have come from the page cache before a file is mapped. Mapping and
 #: unmapping take longer than a batch, so mapping a file that is being written would not pay off.
 BATCHES = 16
-#: Each mapping costs a descriptor.
 _MAX_FILES = 16
 #: Fewer records than this are read one by one.
 _MANY = 8
@@ -82,8 +82,9 @@ class _Mapping:
     """A file in this process's memory."""
 
     def __init__(self, fd: int) -> None:
-        self._file = _identity(os.fstat(fd))
-        self._mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        status = os.fstat(fd)
+        self._file = _identity(status)
+        self._mapping = mapped(fd, status.st_size, mmap.PROT_READ)
         self._address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
 
     def is_still(self, path: str) -> bool:

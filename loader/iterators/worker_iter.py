@@ -7,8 +7,10 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -341,7 +343,9 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
                 tasks[idx] = info[:1]
                 self._pool.discard(info[1])
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ends():  # the workers have ended, and the modules needed here may be gone
+            return
         self._shutdown_workers()
         if self.__dict__.get("_shutdown") and os.getpid() == self._pool.pid:
             self._run.leave(deleted=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage import version
 from creel.cache.storage.copies import PAGE_NBYTES, free, locked, new_copies
 from creel.forks import forget_in_child
@@ -40,11 +40,10 @@ _FLUSH_S = 10.0
 class FileCopies:
     """Copies of files in a memfd, thread-safe and shared with forked workers."""
 
-    def __init__(self, limit: int, fd: int | None = None) -> None:
-        """Copy up to `limit` bytes into `fd`, another process's memfd; None: a new one."""
+    def __init__(self, limit: int, own: Descriptor | None = None) -> None:
+        """Copy up to `limit` bytes into another process's memfd; None: a new one."""
         self.limit = limit
-        self.fd = new_copies() if fd is None else fd
-        weakref.finalize(self, os.close, self.fd)
+        self.own = new_copies() if own is None else own
         #: (address, first byte, bytes, version) of each copy that this process has completed.
         self.done: deque[tuple[str, int, int, int]] = deque()
         #: The file that C code opened last, and how many files were read for it since
@@ -54,6 +53,10 @@ class FileCopies:
         self._begun: set[str] = set()
         self.forget()
         forget_in_child(self)
+
+    @property
+    def fd(self) -> int:
+        return self.own.fd
 
     def forget(self) -> None:
         """Create the state that belongs to one process."""
@@ -110,6 +113,8 @@ class FileCopies:
 
     def reserve(self, nbytes: int) -> int:
         """Reserve room for a copy in the memfd; return its first byte, or -1 if there is none."""
+        if not self.own.valid:
+            return -1
         with self._lock, suppress(OSError), locked(self.fd):  # no file locks, or no memory
             status = os.fstat(self.fd)
             if status.st_blocks * _BLOCK_NBYTES + nbytes <= self.limit:
@@ -162,8 +167,9 @@ class FileCopy:
         """Write a stretch, in the thread. Without room or memory, the copy fails."""
         whole = False
         try:
-            first = self._place()
-            whole = first >= 0 and os.pwritev(self._copies.fd, pieces, first + at) == end - at
+            first, own = self._place(), self._copies.own
+            whole = first >= 0 and own.valid
+            whole = whole and os.pwritev(own.fd, pieces, first + at) == end - at
         finally:
             self._failed |= not whole
 

@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
-from creel.cache.memory.memfd import memfd
+from creel.cache.memory.memfd import Descriptor, mapped, sealed_memfd
 from creel.forks import at_fork
 from creel.limits import may_keep
 from creel.loader.reading.bad_samples import BadSample
@@ -118,17 +118,16 @@ class WorkerPool(BatchPool):
         self._events: deque[WorkerEvent] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
-        self._words_fd = memfd("creel-workers")
-        weakref.finalize(self, os.close, self._words_fd).atexit = False
-        os.ftruncate(self._words_fd, 8 * (FIRST + WORDS * workers))
-        self.words = memoryview(mmap.mmap(self._words_fd, 0)).cast("q")
+        nbytes = 8 * (FIRST + WORDS * workers)
+        words = Descriptor(sealed_memfd("creel-workers", nbytes))
+        self.words = memoryview(mapped(words.fd, nbytes)).cast("q")
         self._last_counts = np.zeros(WORDS, np.int64)
         _pools.add(self)
         try:
             for i in range(workers):
                 inherited = tuple(spare[i]) if self._forks and i < len(spare) else ()
                 self.members.append(
-                    self._start_worker(context, i, replace(args, inherited=inherited))
+                    self._start_worker(context, i, words, replace(args, inherited=inherited))
                 )
         except BaseException:
             self.close()  # stops those already started, which the caller cannot reach
@@ -136,7 +135,9 @@ class WorkerPool(BatchPool):
 
     # --- starting and stopping ------------------------------------------------------------
 
-    def _start_worker(self, context: Context, worker: int, args: WorkerArgs) -> WorkerProcess:
+    def _start_worker(
+        self, context: Context, worker: int, words: Descriptor, args: WorkerArgs
+    ) -> WorkerProcess:
         ours, theirs = pair()
         channel = Channel(ours)
         _ends.add(channel)
@@ -155,7 +156,7 @@ class WorkerPool(BatchPool):
             raise
         finally:
             theirs.close()
-        channel.post(("words",), [self._words_fd])
+        channel.post(("words",), [words.fd])
         inbox = Inbox(
             max_leased=self._max_leased,
             inherited=args.inherited,

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from creel.cache.memory.memfd import mapped
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
@@ -124,7 +125,8 @@ class _Worker(StepReader):
         self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
         self._lost = False
         (_, fds) = self._get()
-        self._words = memoryview(mmap.mmap(fds[0], 0)).cast("q")
+        words_nbytes = 8 * (FIRST + WORDS * self._num_workers)
+        self._words = memoryview(mapped(fds[0], words_nbytes)).cast("q")
         os.close(fds[0])
         self._first_word = FIRST + WORDS * self._id
         self._dataset, self._collate = args.dataset, args.collate_fn

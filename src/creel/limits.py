@@ -87,7 +87,7 @@ def _read(path: Path) -> str:
 
 
 #: Below these limits on open descriptors (RLIMIT_NOFILE) creel leaves all to the process: a
-#: connection to the daemon takes about ten, and each batch buffer that is kept takes two.
+#: connection to the daemon takes about ten, and each batch buffer that is kept takes one.
 _MIN_DESCRIPTORS = 64
 _MIN_DESCRIPTORS_TO_KEEP = 128
 

@@ -305,32 +305,27 @@ def test_loaders_come_and_go_and_nothing_is_left(folder: Path) -> None:
             del ours, theirs
 
 
-class _Scarce:
-    """A multiprocessing context on a machine that can start only two more workers."""
+class _OneOfTwo(multiprocessing.context.ForkProcess):
+    """A process on a machine that can start only two."""
 
-    def __init__(self) -> None:
-        self.fork = multiprocessing.get_context("fork")
-        self.left = 2
+    left = 2
 
-    def get_start_method(self) -> str:
-        return "fork"
-
-    def Process(self, **kwargs: Any) -> Any:  # noqa: N802  multiprocessing's name
-        process: Any = self.fork.Process(**kwargs)
-        self.left -= 1
+    def start(self) -> None:
+        _OneOfTwo.left -= 1
         if self.left < 0:
-            process.start = self.refuse
-        return process
+            raise BlockingIOError(errno.EAGAIN, "fork: no more processes")
+        super().start()
 
-    def refuse(self) -> None:
-        raise BlockingIOError(errno.EAGAIN, "fork: no more processes")
+
+class _Scarce(multiprocessing.context.ForkContext):
+    Process = _OneOfTwo
 
 
 @pytest.mark.usefixtures("clean")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_end_where_not_all_can_be_started() -> None:
-    loader: Any = creel.DataLoader([1, 2], num_workers=3, creel=False)  # type: ignore[arg-type]
-    loader._DataLoader__multiprocessing_context = _Scarce()
+    more: Any = {"creel": False, "multiprocessing_context": _Scarce()}
+    loader: Any = creel.DataLoader([1, 2], num_workers=3, **more)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of more workers than cores
         with pytest.raises(BlockingIOError, match="no more processes"):

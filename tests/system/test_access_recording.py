@@ -394,7 +394,7 @@ def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:
 
 def journals() -> list[str]:
     """Return the open journals of this process."""
-    return [what for _, what in descriptors() if "creel-learnt" in what]
+    return [what for _, what in descriptors() if JOURNAL in what]
 
 
 def test_a_journal_goes_once_it_was_read(daemon: Running, tmp_path: Path) -> None:

@@ -18,12 +18,20 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
+from creel.cache.memory.memfd import Descriptor
 from creel.config import Config
 from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.access_trace import AccessTrace, parts_of
 from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.bind import bound
-from creel.loader.binding.journal import EndOfTrace, TraceJournal, joined, new_journal, reads_of
+from creel.loader.binding.journal import (
+    EndOfTrace,
+    JournalFile,
+    TraceJournal,
+    joined,
+    new_journal,
+    reads_of,
+)
 from creel.loader.binding.recording import KeptTrace
 from creel.loader.datasets.base import CreelDataset, fetch_many
 from creel.loader.reading.observed import ObservedReads
@@ -255,7 +263,7 @@ def test_a_batch_calls_the_persons_code_in_torchs_order(
         # reads are assigned to samples within a batch, too
         for each in (learner, alone):
             each.write()
-            TraceJournal(each.fd).append(EndOfTrace())
+            TraceJournal(*each.place).append(EndOfTrace())
             each.write()
         ours, theirs = learner.trace(), alone.trace()
         assert (ours is None) == (theirs is None) == (not indices)
@@ -277,9 +285,10 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     full = AccessRecorder(Numbered(files=files, hidden=lambda: files))
     with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert [sample(full) for _ in range(3)] == [b"00"] * 3
-    torn = AccessRecorder(Numbered(files=files, hidden=lambda: files))
+    place = JournalFile(new_journal()), 1
+    torn = AccessRecorder(Numbered(files=files, hidden=lambda: files), place)
     with mock.patch("os.write", side_effect=lambda fd, data: os.pwrite(fd, data[:-1], 0)):
-        TraceJournal(torn.fd).append(reads_of([(1, [("/a/file", 7)])]))
+        TraceJournal(*torn.place).append(reads_of([(1, [("/a/file", 7)])]))
     assert [sample(torn) for _ in range(3)] == [b"00"] * 3
     assert full.trace() is None
     assert torn.trace() is None
@@ -288,8 +297,10 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
 def pair(one: Dataset[Any], other: Dataset[Any]) -> tuple[AccessRecorder, AccessRecorder]:
     """Return the recorders of two ranks."""
     first = AccessRecorder(one, joint=True)
-    journal = os.open(f"/proc/self/fd/{first.fd}", os.O_RDWR | os.O_APPEND)
-    return first, AccessRecorder(other, journal, joint=True)
+    file, number = first.place
+    journal = os.open(f"/proc/self/fd/{file.own.fd}", os.O_RDWR | os.O_APPEND)
+    theirs = JournalFile(Descriptor(journal)), number
+    return first, AccessRecorder(other, theirs, joint=True)
 
 
 def numbered(folder: Path) -> Numbered:
@@ -360,11 +371,10 @@ def test_what_a_rank_reads_beside_its_samples_makes_no_other_dataset(tmp_path: P
 
 
 def test_a_journal_is_closed_where_nothing_can_be_recorded() -> None:
-    fd = new_journal()
+    before = set(Path("/proc/self/fd").iterdir())
     with suppress(TypeError):
-        AccessRecorder(object(), fd)  # type: ignore[arg-type]  # it has no length
-    with pytest.raises(OSError, match="descriptor"):
-        os.fstat(fd)
+        AccessRecorder(object())  # type: ignore[arg-type]  # it has no length
+    assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_one_rank_keeps_what_all_have_recorded(

@@ -45,7 +45,7 @@ def given(copies: FileCopies, paths: list[Path]) -> Copies:
     """Return what a daemon gets, by position in `paths`."""
     copies.flush()
     rows = [(paths.index(Path(address)), *place) for address, *place in copies.done]
-    return Copies(os.dup(copies.fd), np.array(sorted(rows), np.int64).reshape(-1, 4))
+    return Copies(copies.own, np.array(sorted(rows), np.int64).reshape(-1, 4))
 
 
 def resident_nbytes(fd: int) -> int:

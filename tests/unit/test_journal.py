@@ -9,14 +9,17 @@ from contextlib import suppress
 from hypothesis import given
 from hypothesis import strategies as st
 
+from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
 from creel.loader.binding.journal import (
     ALL,
+    ALONE,
     FILE,
     CopiedFiles,
     EndOfTrace,
     Item,
+    JournalFile,
     Reads,
     Record,
     TraceJournal,
@@ -39,17 +42,14 @@ samples = st.tuples(st.integers(0, 1 << 40), st.lists(st.tuples(items, versions)
 
 def written(records: Sequence[Record]) -> list[Record]:
     """Return what another process reads of a journal with these records."""
-    fd = new_journal()
-    try:
-        theirs, ours = TraceJournal(fd), TraceJournal(fd)
-        taken: list[Record] = []
-        for record in records:
-            assert ours.append(record)
-            taken += theirs.new()
-        assert list(ours.new()) == taken
-        return taken
-    finally:
-        os.close(fd)
+    own = new_journal()
+    theirs, ours = (TraceJournal(JournalFile(own), 7) for _ in range(2))
+    taken: list[Record] = []
+    for record in records:
+        assert ours.append(record)
+        taken += theirs.new()
+    assert list(ours.new()) == taken
+    return taken
 
 
 @given(st.lists(st.lists(samples, max_size=4), max_size=4))
@@ -84,22 +84,44 @@ def test_a_record_is_longer_than_what_is_read_at_a_time() -> None:
 
 @given(st.data())
 def test_what_was_cut_off_is_no_record_whatever_follows(data: st.DataObject) -> None:
-    fd = new_journal()
-    try:
-        journal, one = TraceJournal(fd), reads_of([(0, [("/a", 5)])])
-        assert journal.append(one)
-        first = os.fstat(fd).st_size
-        assert journal.append(one)
-        os.ftruncate(fd, data.draw(st.integers(first + 1, 2 * first - 1)))
-        assert list(TraceJournal(fd).new()) == [one]  # the rest may follow
-        for _ in range(2):
-            assert journal.append(one)
-        taken = TraceJournal(fd).new()
-        assert next(taken) == one
-        with suppress(MalformedError):
-            assert list(taken) == []
-    finally:
-        os.close(fd)
+    own = new_journal()
+
+    def journal() -> TraceJournal:
+        return TraceJournal(JournalFile(own), 7)
+
+    one = reads_of([(0, [("/a", 5)])])
+    assert journal().append(one)
+    first = os.fstat(own.fd).st_size
+    assert journal().append(one)
+    os.ftruncate(own.fd, data.draw(st.integers(first + 1, 2 * first - 1)))
+    assert list(journal().new()) == [one]  # the rest may follow
+    for _ in range(2):
+        assert journal().append(one)
+    taken = journal().new()
+    assert next(taken) == one
+    with suppress(MalformedError):
+        assert list(taken) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), samples), max_size=12))
+def test_the_journals_of_a_file_do_not_mix(
+    written: list[tuple[int, tuple[int, list[tuple[Item, int]]]]],
+) -> None:
+    """Each process reads each journal as if it had a file of its own; so does one that is kept."""
+    file = JournalFile(new_journal())
+    journals = {number: TraceJournal(file, number) for number in range(1, 5)}
+    read: dict[int, list[Record]] = {number: [] for number in journals}
+    for number, sample in written:
+        assert journals[number].append(reads_of([sample]))
+        read[number] += journals[number].new()
+    for number, journal in journals.items():
+        expected = [reads_of([sample]) for n, sample in written if n == number]
+        assert read[number] == expected
+        other_process = JournalFile(file.own)
+        assert list(TraceJournal(other_process, number).new()) == expected
+        alone = Descriptor(memfd("kept"))
+        os.write(alone.fd, journal.copy())
+        assert list(TraceJournal(JournalFile(alone), ALONE).new()) == expected
 
 
 @given(st.lists(st.tuples(addresses, versions), min_size=1, max_size=4), st.data())

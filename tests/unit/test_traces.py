@@ -11,13 +11,7 @@ from creel.cache.disk.traces import drop_traces, keep_trace, open_trace
 
 
 def keep(folder: Path, name: str, data: bytes, keep_free: int = 0, *, dataset: str = "key") -> None:
-    file = folder / "source"
-    file.write_bytes(data)
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        keep_trace(str(folder), name, dataset, fd, keep_free)
-    finally:
-        os.close(fd)
+    keep_trace(str(folder), name, dataset, data, keep_free)
 
 
 def kept(folder: Path, name: str) -> bytes | None:
