@@ -28,6 +28,7 @@ from creel.loader.torch_private import (
     DatasetKind,
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
+    raise_failure,
     require_prefetch_factor,
 )
 from creel.loader.workers.stages import BATCH_CAUSES, BatchTimes
@@ -233,7 +234,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         run.done(self._taken)
         self._pull()
         if isinstance(data, ExceptionWrapper):
-            data.reraise()  # type: ignore[no-untyped-call]  # torch's
+            raise_failure(data)
         run.deliver(self._taken)
         return data
 

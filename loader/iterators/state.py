@@ -60,6 +60,7 @@ class LoaderState:
         self.tolerance = Tolerance(loader.on_error, loader.max_bad_samples)
         #: (number, address, reason) of bad samples that the daemon is yet to be told of.
         self.bad_unreported: list[tuple[int, str, str]] = []
+        self.uncounted_s = 0.0  # seconds of epochs that had no session, not even for statistics
         self.direct = DirectReads(allowed=self.config.loader.direct == "auto")
         self.order: EpochOrder | None = None
         self.epoch = -1
@@ -168,9 +169,18 @@ class LoaderState:
         else:
             self._stream = stream
 
+    def keep_slots(self, spare: Slots) -> None:
+        """Keep the slots of an iterator's workers for those of the next iterator, if one may come."""
+        self.spare = () if self._closed else spare
+
     def close(self) -> None:
-        """Close the sessions, when the loader is deleted."""
+        """Close the sessions and let go of all memory, when the loader is deleted.
+
+        An iterator that is still in use, and its run, refer to this state: without a reference back
+        it is freed with them, not by Python's cyclic collector.
+        """
         self._closed = True
+        self.run, self.order, self.spare = None, None, ()
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()

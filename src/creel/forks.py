@@ -17,12 +17,29 @@ class Inherited(Protocol):
         """Stop using what belongs to the parent; called in a forked child."""
 
 
+class Threaded(Protocol):
+    """An object with a thread that must not run while this process forks."""
+
+    def pause(self) -> None:
+        """End the thread, and wait for that, but not for long; called before a fork."""
+
+
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_threaded: weakref.WeakSet[Threaded] = weakref.WeakSet()
 
 
 def forget_in_child(thing: Inherited) -> None:
     """Call `thing.forget()` in every child that this process forks, while `thing` lives."""
     _inherited.add(thing)
+
+
+def pause_before_fork(thing: Threaded) -> None:
+    """Call `thing.pause()` before each fork of this process, while `thing` lives.
+
+    A child of a process with threads may find locks held by threads that it does not have, and
+    Python 3.12 and later warn of that (under `-W error`, that ends the program).
+    """
+    _threaded.add(thing)
 
 
 def at_fork(**hooks: Callable[[], None]) -> None:
@@ -36,6 +53,11 @@ def _forget_all() -> None:
     for thing in list(_inherited):
         thing.forget()
     _inherited.clear()
+
+
+def _pause_all() -> None:
+    for thing in list(_threaded):
+        thing.pause()
 
 
 at_fork(after_in_child=_forget_all)
@@ -68,4 +90,6 @@ def _renew() -> None:
     _held = threading.RLock()
 
 
+# Hooks before a fork run in the opposite order: the threads end before the fork waits for them.
 at_fork(before=_hold, after_in_parent=_release, after_in_child=_renew)
+at_fork(before=_pause_all)
