@@ -17,7 +17,7 @@ from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.proxy import configure
 from creel.loader.binding.tree import declares, wrapped_in
 from creel.loader.buffers import BufferPool
-from creel.loader.client.connections import start_daemon_early
+from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from creel.loader.workers.pool import Slots
 
 _log = logging.getLogger("creel.loader")
+
+#: Sessions of one process from which on more of them cost more than they save, for files that lie
+#: in the page cache. Hundreds of small loaders are used in simulations of federated learning.
+_MANY_SESSIONS = 32
 
 
 class LoaderState:
@@ -149,7 +153,8 @@ class LoaderState:
 
         A copy in the arena would then cost more than it saves: each file is copied twice, and the
         daemon takes CPU time from the readers. This does not hold for files that are in the arena
-        already, nor for rows, which the arena delivers faster than any file.
+        already, nor for rows, which the arena delivers faster than any file: unless this process has
+        many sessions, as each event of one costs the daemon a look at all.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
@@ -160,7 +165,9 @@ class LoaderState:
             alone = stream is not None and not (stream.joining or stream.session.client.cluster)
         else:
             alone = True
-        return alone and not only_copies(loader, binding) and binding.in_page_cache()
+        client = connected(self.config.daemon.name)
+        many = client is not None and len(client.sessions) >= _MANY_SESSIONS
+        return alone and (many or not only_copies(loader, binding)) and binding.in_page_cache()
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""
