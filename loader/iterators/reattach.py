@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from creel.forks import forget_in_child, pause_before_fork
+from creel.forks import forget_in_child, join, pause_before_fork
 
 if TYPE_CHECKING:
     from creel.loader.plan.batch_stream import BatchStream
@@ -22,12 +22,10 @@ _log = logging.getLogger("creel.loader")
 
 #: Seconds between two searches for the same stream, if no daemon came back and none can be started.
 _AGAIN_S = 5.0
-#: Longest time that a fork waits for the thread, which may be starting a daemon.
-_PAUSE_S = 2.0
 
 
 class StreamSearch:
-    """Finds or starts a daemon in the background. That takes 0.5 s, during which training goes on."""
+    """Finds or starts a daemon in a thread. That takes 0.5 s, during which training goes on."""
 
     def __init__(self, open_stream: Callable[[], BatchStream | None]) -> None:
         """Begin the search. `take` or `leave` ends it, without locks: a finaliser may call them.
@@ -141,11 +139,9 @@ class _SearchThread:
 
     def pause(self) -> None:
         """End the thread before a fork; `go_on` starts it again."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._paused = True
-            self.wake()
-            thread.join(_PAUSE_S)
+        self._paused = True
+        self.wake()
+        join(self._thread)
 
 
 _thread = _SearchThread()

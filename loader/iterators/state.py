@@ -153,8 +153,8 @@ class LoaderState:
 
         A copy in the arena would then cost more than it saves: each file is copied twice, and the
         daemon takes CPU time from the readers. This does not hold for files that are in the arena
-        already, nor for rows, which the arena delivers faster than any file: unless this process has
-        many sessions, as each event of one costs the daemon a look at all.
+        already, nor for rows, which the arena delivers faster than any file, unless this process
+        has many sessions: each event of one costs the daemon a look at all.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
@@ -177,7 +177,7 @@ class LoaderState:
             self._stream = stream
 
     def keep_slots(self, spare: Slots) -> None:
-        """Keep the slots of an iterator's workers for those of the next iterator, if one may come."""
+        """Keep the slots of an iterator's workers for the next iterator, if there may be one."""
         self.spare = () if self._closed else spare
 
     def close(self) -> None:
