@@ -6,13 +6,37 @@ dataset's samples need. `reading` gets their bytes (`observer`), also for a plai
 `creel.wrap` (`intercept`). `client` has the connection, `cluster` the job's other ranks and nodes.
 """
 
+import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 
 from creel.cache.memory.address_space import leave_address_space
 from creel.forks import at_fork
 
-leave_address_space()  # before anything here allocates
+#: A setting of pyarrow's jemalloc, one of its memory pools.
+_JEMALLOC = "JE_ARROW_MALLOC_CONF"
+
+
+def _prepare_arrow() -> None:
+    """Import pyarrow without the thread of its jemalloc, unless the program has settings for that.
+
+    Python 3.12 and later warn of each fork of a process with threads; torch's loader forks workers.
+    The thread returns memory of arrays that are allocated in the jemalloc pool, which is not the
+    default one. Without it, that is done when arrays are allocated and freed.
+    """
+    mine = "pyarrow" not in sys.modules and _JEMALLOC not in os.environ
+    if mine:
+        os.environ[_JEMALLOC] = "background_thread:false"
+    try:
+        leave_address_space()  # before anything here allocates
+        import_module("pyarrow")
+    finally:
+        if mine:
+            del os.environ[_JEMALLOC]
+
+
+_prepare_arrow()
 
 
 def _finish_imports() -> None:

@@ -6,7 +6,7 @@ class: correct, without a cache. Only modules that serve its iterators import fr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.data
@@ -25,6 +25,7 @@ __all__ = [
     "generate_state",
     "pin_memory",
     "profiler_enabled",
+    "raise_failure",
     "require_prefetch_factor",
     "signal_handling",
     "utils",
@@ -90,6 +91,22 @@ def default_store() -> Any:
         return store.clone()  # type: ignore[attr-defined]  # waits on it must not block the process group's own connection
     except (AttributeError, RuntimeError):  # an older torch; a store in one process
         return store
+
+
+def raise_failure(failure: ExceptionWrapper) -> NoReturn:
+    """Raise what a worker's batch raised, as `failure.reraise()` does.
+
+    torch's frame keeps the exception that it raises. That reference cycle would keep the iterator,
+    its workers and their memory until Python's cyclic collector runs.
+    """
+    try:
+        failure.reraise()  # type: ignore[no-untyped-call]  # torch's
+    except BaseException as e:  # noqa: BLE001  any exception of the user's code
+        raised = e.with_traceback(None)
+    try:
+        raise raised
+    finally:
+        del raised
 
 
 def require_prefetch_factor(prefetch_factor: int | None) -> int:

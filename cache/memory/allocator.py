@@ -123,7 +123,7 @@ class Allocator:
         """Make a pool for a dataset whose objects have these lengths."""
         pool: ObjectPool
         if lengths.only is not None:
-            pool = FixedPool(self, max(lengths.only, 1))
+            pool = FixedPool(self, max(lengths.only, 1), lengths.objects)
         else:
             pool = PagedPool(self, page_size(lengths.nbytes / max(lengths.known, 1)))
         self._pools.append(pool)

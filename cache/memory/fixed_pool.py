@@ -28,11 +28,12 @@ class FixedPool:
     same_size = True
     page = 1
 
-    def __init__(self, space: Allocator, record: int) -> None:
+    def __init__(self, space: Allocator, record: int, objects: int) -> None:
+        """Make a pool for a dataset of `objects` records; a slab is never larger than it needs."""
         self.record = record
         self.used = 0  # bytes
         self._space = space
-        self._slab = max(min(_SLAB_NBYTES, space.nbytes // _SLABS) // record, 1)
+        self._slab = max(min(min(_SLAB_NBYTES, space.nbytes // _SLABS) // record, objects), 1)
         self._state = np.zeros(space.nbytes // record, np.uint8)  # zeroed lazily by the system
         # Stack of free records, of which the last is allocated first. Of each slab: its first
         # record (ascending), its number of records, and how many of them are in use.

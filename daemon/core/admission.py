@@ -47,6 +47,7 @@ class Admission:
         self.disk = DiskTier(space.nbytes)
         self.residencies: dict[str, Residency] = {}
         self.expected = 0  # bytes in flight whose length is a guess
+        self._active_nbytes = 0.0  # bytes of all datasets that have readers; 0: to be summed up
         #: Returns the offsets and lengths that a dataset's fetches in flight write to; set by
         #: `Inflight`.
         self.busy: Callable[[Residency], tuple[Ints, Ints]]
@@ -55,8 +56,17 @@ class Admission:
         """Return the bytes of memory that a dataset may claim."""
         if not residency.active:
             return 0.0
-        total = sum(residency.nbytes for residency in self.residencies.values() if residency.active)
-        return self.space.usable * residency.nbytes / max(total, 1.0)
+        if not self._active_nbytes:
+            active = [x.nbytes for x in self.residencies.values() if x.active]
+            self._active_nbytes = max(sum(active), 1.0)
+        return self.space.usable * residency.nbytes / self._active_nbytes
+
+    def changed(self) -> None:
+        """Sum up the datasets anew for the next `share`: readers or lengths may have changed.
+
+        Called a few times for each event, while each event asks for the share of each dataset.
+        """
+        self._active_nbytes = 0.0
 
     def part(self, residency: Residency) -> float:
         """Return the dataset's share as a fraction of the memory; the same holds for the disk."""

@@ -109,7 +109,9 @@ class Core:
         if not isinstance(event, (events.Fetched, events.Tick)):
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
+        self._admission.changed()
         self._handlers[type(event)](event, now)
+        self._admission.changed()
         self._serving.advance(now, every=isinstance(event, events.Tick))
         for session in self._sessions.values():
             self._prefetcher.advance_ready(session)
@@ -345,6 +347,7 @@ class Core:
 
     def _set_reaches(self) -> None:
         """Recompute how far each session may read ahead, after a change of sessions or plans."""
+        self._admission.changed()
         for session in self._sessions.values():
             self._prefetcher.set_reach(session, len(self._sessions))
         for residency in self._residencies.values():

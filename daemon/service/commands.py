@@ -87,6 +87,7 @@ def _named(node: Node, args: Args) -> DatasetRecord:
 
 
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
+    "ping": lambda node, _: {"state": node.state},
     "status": lambda node, _: _status(node, stats.memory(node, node.core.snapshot())),
     "stats": lambda node, _: stats.stats(node),
     "datasets": lambda node, _: {"datasets": stats.datasets(node)},

@@ -38,7 +38,7 @@ from creel.errors import (
     NoDaemonError,
     UnavailableError,
 )
-from creel.forks import forget_in_child
+from creel.forks import PAUSE_S, forget_in_child, pause_before_fork
 from creel.loader.client.packets import (
     M,
     check_owner,
@@ -93,6 +93,7 @@ class Client:
         self.joining_until = 0.0
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         forget_in_child(self)
+        pause_before_fork(self)
 
     @classmethod
     def connect(
@@ -287,17 +288,37 @@ class Client:
         for session in list(self.sessions):
             session.close()
         with self._request_lock:
-            if self._request_socket is not None:
-                self._request_socket.close(linger=0)
-            if self._context is not None:
-                self._context.term()
-            self._request_socket = self._context = None
-            self._wake_listeners()
+            self._disconnect()
         with contextlib.suppress(OSError):
             self._control_socket.shutdown(socket.SHUT_RDWR)
         with self._control_lock:  # until then, no other file may get its number
             self._control_socket.close()
         self.arena.close()
+
+    def pause(self) -> None:
+        """End libzmq's threads before a fork; the next message starts them again.
+
+        The daemon must have handled all messages by then, as those of a later connection could
+        overtake them. If it does not say so, it counts as lost.
+        """
+        if self._request_socket is None or not self._request_lock.acquire(timeout=PAUSE_S):
+            return
+        try:
+            self.ask("ping", timeout_s=PAUSE_S)
+        except (ConfigError, UnavailableError):
+            self._lost = True
+        finally:
+            self._disconnect()
+            self._request_lock.release()
+
+    def _disconnect(self) -> None:
+        """Close the request socket; the caller holds the lock."""
+        if self._request_socket is not None:
+            self._request_socket.close(linger=0)
+        if self._context is not None:
+            self._context.term()
+        self._request_socket = self._context = None
+        self._wake_listeners()
 
     def __enter__(self) -> Client:
         return self
@@ -426,16 +447,21 @@ class Client:
         """
         with self._request_lock:
             self._receive_all()
-            if self._request_socket is None or self._lost or self.received != received:
+            if self._lost or self.received != received:
+                return
+            if self._request_socket is None and self._control_socket.fileno() < 0:
                 return
             poll = select.poll()
-            poll.register(self._request_fd, select.POLLIN)
+            if self._request_socket is not None:
+                poll.register(self._request_fd, select.POLLIN)
             poll.register(self._control_socket.fileno(), select.POLLRDHUP)
             wakeup = self._new_wakeup()
         try:
             if wakeup >= 0:
                 poll.register(wakeup, select.POLLIN)
-            poll.poll(max(timeout_s * 1000, 1) if wakeup >= 0 else 1)
+            # Without a socket (after a fork) no message can come: the caller looks again.
+            long = wakeup >= 0 and self._request_socket is not None
+            poll.poll(max(timeout_s * 1000, 1) if long else 1)
         finally:
             with self._request_lock:
                 if wakeup in self._wakeups:

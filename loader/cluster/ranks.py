@@ -46,9 +46,9 @@ def launched(env: Mapping[str, str]) -> tuple[int, int]:
     >>> launched({"PMI_RANK": "2", "PMI_SIZE": "8"}), launched({"RANK": "9", "WORLD_SIZE": "8"})
     ((2, 8), (0, 1))
     """
-    launchers = [*_LAUNCHERS, *_slurm(env)]
-    for rank, world in ((_number(env, r), _number(env, w)) for r, w in launchers):
-        if 0 <= rank < world:
+    for rank_name, world_name in [*_LAUNCHERS, *_slurm(env)]:
+        rank = _number(env, rank_name)
+        if 0 <= rank < (world := _number(env, world_name)):
             return rank, world
     return 0, 1
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 #: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
+#: Epochs that need the daemon for these alone look for it only after that time in all.
 COUNT_S = 0.25
 
 
@@ -69,6 +70,7 @@ class EpochRun:
         self.epoch = 0
         self._published_ahead = False
         self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
+        self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
 
     def bind_late(self, loader: DataLoader[Any]) -> str | None:
         """Open a session between two epochs, if no objects were known before.
@@ -145,9 +147,7 @@ class EpochRun:
     def _attach(self, loader: DataLoader[Any]) -> None:
         """Find a session for this epoch; if it serves only statistics, do not wait for a daemon."""
         loader_state, binding = self._loader_state, self.binding
-        if self._search is not None:
-            self._search.leave()
-            self._search = None
+        self._end_search()
         if self.stream is not None and not self.stream.alive:
             self.stream.close()
             self.stream = None
@@ -162,7 +162,7 @@ class EpochRun:
         elif stream is not None:  # persistent workers have the old dataset
             loader_state.leave_stream(stream)
         elif self._page_cached:
-            self._search = StreamSearch(partial(loader_state.open, binding))
+            self._uncounted_from = time.monotonic() - loader_state.uncounted_s
 
     def _reattach(self, batch: int) -> None:
         """Let another daemon serve from this batch on, once one is found.
@@ -241,6 +241,10 @@ class EpochRun:
         if any(map(recorded, self._unknown)):
             self._unknown = []
             start_daemon_early(self._loader_state.config)
+        waited_s = time.monotonic() - self._uncounted_from if self._uncounted_from else 0.0
+        if self.binding is not None and waited_s and waited_s >= COUNT_S:
+            self._uncounted_from = 0.0
+            self._search = StreamSearch(partial(self._loader_state.open, self.binding))
         if self.due():
             self._count()
             stream = self.stream
@@ -275,14 +279,21 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._count()
-        if self._search is not None:
-            self._search.leave()
+        self._end_search()
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.leave()
             self._loader_state.leave_stream(stream)
         if deleted and self.order is not None:
             self.order.close()
+
+    def _end_search(self) -> None:
+        if self._search is not None:
+            self._search.leave()
+            self._search = None
+        if self._uncounted_from:
+            self._loader_state.uncounted_s = time.monotonic() - self._uncounted_from
+            self._uncounted_from = 0.0
 
     def progress(self, delivered: int | None) -> Progress:
         """Return the position after `delivered` batches of the epoch (None: all returned)."""

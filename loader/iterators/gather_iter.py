@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
+from creel.forks import join_before_fork
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
@@ -28,6 +29,7 @@ from creel.loader.torch_private import (
     DatasetKind,
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
+    raise_failure,
     require_prefetch_factor,
 )
 from creel.loader.workers.stages import BATCH_CAUSES, BatchTimes
@@ -83,10 +85,12 @@ class ReaderThreads:
             pinning: how batches are pinned; None: they are not.
         """
         self._tasks: queue.SimpleQueue[tuple[Task, Batch] | None] = queue.SimpleQueue()
-        self._count = len(readers)
+        self._threads: list[threading.Thread] = []
         for i, (reader, meter) in enumerate(zip(readers, meters, strict=True)):
             args = (self._tasks, reader, meter, pinning)
-            threading.Thread(target=_serve, args=args, daemon=True, name=f"creel-read-{i}").start()
+            name = f"creel-read-{i}"
+            self._threads.append(threading.Thread(target=_serve, args=args, daemon=True, name=name))
+            self._threads[-1].start()
 
     def read(self, task: Task) -> Batch:
         """Queue a batch; cancelling the result before a thread takes it skips the read."""
@@ -96,8 +100,10 @@ class ReaderThreads:
 
     def stop(self) -> None:
         """End the threads after all tasks queued so far."""
-        for _ in range(self._count):
+        for thread in self._threads:
             self._tasks.put(None)
+            join_before_fork(thread)
+        self._threads = []
 
     def __del__(self) -> None:
         self.stop()
@@ -233,7 +239,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         run.done(self._taken)
         self._pull()
         if isinstance(data, ExceptionWrapper):
-            data.reraise()  # type: ignore[no-untyped-call]  # torch's
+            raise_failure(data)
         run.deliver(self._taken)
         return data
 

@@ -17,7 +17,7 @@ from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.proxy import configure
 from creel.loader.binding.tree import declares, wrapped_in
 from creel.loader.buffers import BufferPool
-from creel.loader.client.connections import start_daemon_early
+from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
+#: Sessions of one process from which on more of them cost more than they save, for files that lie
+#: in the page cache. Hundreds of small loaders are used in simulations of federated learning.
+_MANY_SESSIONS = 32
+
 
 class LoaderState:
     """One loader's state in one process, over all its iterators; not copied, pickled or forked."""
@@ -60,6 +64,7 @@ class LoaderState:
         self.tolerance = Tolerance(loader.on_error, loader.max_bad_samples)
         #: (number, address, reason) of bad samples that the daemon is yet to be told of.
         self.bad_unreported: list[tuple[int, str, str]] = []
+        self.uncounted_s = 0.0  # seconds of epochs that had no session, not even for statistics
         self.direct = DirectReads(allowed=self.config.loader.direct == "auto")
         self.order: EpochOrder | None = None
         self.epoch = -1
@@ -148,7 +153,8 @@ class LoaderState:
 
         A copy in the arena would then cost more than it saves: each file is copied twice, and the
         daemon takes CPU time from the readers. This does not hold for files that are in the arena
-        already, nor for rows, which the arena delivers faster than any file.
+        already, nor for rows, which the arena delivers faster than any file, unless this process
+        has many sessions: each event of one costs the daemon a look at all.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
@@ -159,7 +165,9 @@ class LoaderState:
             alone = stream is not None and not (stream.joining or stream.session.client.cluster)
         else:
             alone = True
-        return alone and not only_copies(loader, binding) and binding.in_page_cache()
+        client = connected(self.config.daemon.name)
+        many = client is not None and len(client.sessions) >= _MANY_SESSIONS
+        return alone and (many or not only_copies(loader, binding)) and binding.in_page_cache()
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""
@@ -168,9 +176,18 @@ class LoaderState:
         else:
             self._stream = stream
 
+    def keep_slots(self, spare: Slots) -> None:
+        """Keep the slots of an iterator's workers for the next iterator, if there may be one."""
+        self.spare = () if self._closed else spare
+
     def close(self) -> None:
-        """Close the sessions, when the loader is deleted."""
+        """Close the sessions and let go of all memory, when the loader is deleted.
+
+        An iterator that is still in use, and its run, refer to this state: without a reference back
+        it is freed with them, not by Python's cyclic collector.
+        """
         self._closed = True
+        self.run, self.order, self.spare = None, None, ()
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()

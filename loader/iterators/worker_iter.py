@@ -26,6 +26,7 @@ from creel.loader.torch_private import (
     BaseDataLoaderIter,
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
+    raise_failure,
     require_prefetch_factor,
     utils,
 )
@@ -244,7 +245,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         data = self._pool.open(event)
         self._note_bad(self._pool.take_bad())
         if isinstance(data, ExceptionWrapper):
-            data.reraise()  # type: ignore[no-untyped-call]  # torch's
+            raise_failure(data)
         if self._run.due():
             self._meter.workers(self._pool.new_counts())
         self._run.deliver(self._rcvd_idx)
@@ -333,7 +334,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._meter.workers(self._pool.new_counts())
         self._run.leave()
         self._drop_held()
-        self._loader_state.spare = self._pool.close()
+        self._loader_state.keep_slots(self._pool.close())
 
     def _drop_held(self) -> None:
         """Return the slots of batches that arrived out of order and will not be used."""

@@ -309,9 +309,11 @@ class KnownOrder(EpochOrder):
 
     def epochs_to(self, sampler: object) -> int:
         """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""
-        old = self._stream.state().get("epoch") if self._stream is not None else None
         new = getattr(sampler, "epoch", None)
-        return new - old if old is not None and new is not None and new >= old else 1
+        if new is None or self._stream is None:  # first: most streams encode their state (0.1 ms)
+            return 1
+        old = self._stream.state().get("epoch")
+        return new - old if old is not None and new >= old else 1
 
     def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.forks import forget_in_child
+from creel.forks import forget_in_child, join_before_fork
 from creel.policies import torch_random
 
 #: Smaller permutations are drawn at once: torch takes less than a millisecond.
@@ -167,6 +167,7 @@ class Permutation:
         thread = threading.Thread(target=self._try_whole, name="creel-randperm")
         with contextlib.suppress(RuntimeError):  # no more threads: drawn piece by piece instead
             thread.start()
+            join_before_fork(thread)
 
     def _try_whole(self) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # a later `whole` raises it again

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -45,8 +46,11 @@ class BatchStream:
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
         self._dealt = -1  # last epoch whose dealing the cluster knows
+        # Weak: a cycle would keep the session's mappings until Python's cyclic collector runs.
+        deal = weakref.WeakMethod(self._deal)
         self._publisher = PlanPublisher(
-            session, binding.objects, self._deal, thread_safe=binding.thread_safe
+            *(session, binding.objects, lambda epoch: (found := deal()) and found(epoch)),
+            thread_safe=binding.thread_safe,
         )
         self._now = PublishedEpoch(-1, None)
         self._upcoming: list[PublishedEpoch] = []  # the epochs after this one, in order

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import KNOWN
-from creel.forks import forget_in_child
+from creel.forks import forget_in_child, join, pause_before_fork
 from creel.loader.client.session import Session
 from creel.loader.order.epoch_plan import EpochPlan, same_batch
 
@@ -211,6 +211,7 @@ class PlanPublisher:
         self._end = 0  # the next step to publish
         self.forget()
         forget_in_child(self)
+        pause_before_fork(self)
 
     def forget(self) -> None:
         """Create the state that belongs to one process: a forked child publishes nothing."""
@@ -218,7 +219,14 @@ class PlanPublisher:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._threadless = False  # no planner thread: the trainer publishes the whole plan
+        self._paused = False
         self._drop()
+
+    def pause(self) -> None:
+        """End the planner thread before a fork; after the next batch there is another one."""
+        self._paused = True
+        join(self._thread)
+        self._paused = False
 
     # --- called by the trainer ----------------------------------------------------------------
 
@@ -258,9 +266,11 @@ class PlanPublisher:
         return i < min(published.known, published.total)
 
     def pump(self) -> None:
-        """Without a planner thread, publish one piece; called after each batch."""
+        """Without a planner thread, publish one piece or start one; called after each batch."""
         if self._threadless:
             self._threadless = self._publish(SIZES.trainer)
+        elif self._thread is None and self._epochs:
+            self._start()
 
     def publish_pulled(
         self,
@@ -394,6 +404,7 @@ class PlanPublisher:
             published = self._next()
             # When Python exits, the main thread has ended and waits for this thread.
             goes_on = self._session.alive and threading.main_thread().is_alive()
+            goes_on = goes_on and not self._paused
             if published is None or not goes_on:
                 self._thread = published = None
             return published

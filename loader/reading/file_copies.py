@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage import version
 from creel.cache.storage.copies import PAGE_NBYTES, free, locked, new_copies
-from creel.forks import forget_in_child
+from creel.forks import forget_in_child, join, pause_before_fork
 from creel.limits import IOV_MAX
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class FileCopies:
         self._begun: set[str] = set()
         self.forget()
         forget_in_child(self)
+        pause_before_fork(self)
 
     @property
     def fd(self) -> int:
@@ -61,7 +62,7 @@ class FileCopies:
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.done.clear()
 
@@ -76,19 +77,26 @@ class FileCopies:
                 except RuntimeError:  # no more threads
                     self._thread = None
                     with suppress(Exception):
-                        self._work.get()()
+                        work()
+
+    def pause(self) -> None:
+        """End the thread before a fork, after the queued work; the next work starts it again."""
+        if self._thread is not None:
+            self._work.put(None)
+            join(self._thread)
 
     def _run(self) -> None:
         while True:
-            try:
+            work = None
+            with suppress(queue.Empty):
                 work = self._work.get(timeout=_IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    if self._work.empty():
-                        self._thread = None
-                        return
+            if work is not None:
+                work()
                 continue
-            work()
+            with self._lock:
+                if self._work.empty():
+                    self._thread = None
+                    return
 
     def flush(self) -> None:
         """Wait until the thread has finished all queued work."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,11 +80,15 @@ def _readable_now(name: int, nbytes: int) -> bool:
 def _mounts() -> list[_Mount]:
     """Return this process's mounts in the order they were made; [] if the system does not tell."""
     try:
-        lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
+        return _parsed(Path("/proc/self/mountinfo").read_bytes())
     except OSError:
         return []
+
+
+@lru_cache(maxsize=1)  # parsing takes ten times as long as reading
+def _parsed(mountinfo: bytes) -> list[_Mount]:
     mounts = []
-    for line in lines:
+    for line in os.fsdecode(mountinfo).splitlines():
         before, _, after = line.partition(" - ")
         _, _, device, _, at, *_ = before.split(" ")
         number = os.makedev(*map(int, device.split(":")))

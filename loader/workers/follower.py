@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.forks import forget_in_child
 from creel.loader.client.packets import close_all
-from creel.loader.torch_private import ExceptionWrapper
+from creel.loader.torch_private import ExceptionWrapper, raise_failure
 from creel.loader.workers.batch_message import Inbox
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.channel import Channel
@@ -273,7 +273,7 @@ class ReplicaReader:
             raise RuntimeError(event.reason if isinstance(event, LeaderLoss) else "")  # noqa: TRY004  as torch
         data = self._pool.open(event)
         if isinstance(data, ExceptionWrapper):
-            data.reraise()  # type: ignore[no-untyped-call]  # torch's
+            raise_failure(data)
         return data
 
     def close(self) -> None:

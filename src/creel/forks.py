@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -17,12 +18,47 @@ class Inherited(Protocol):
         """Stop using what belongs to the parent; called in a forked child."""
 
 
+class Threaded(Protocol):
+    """An object with a thread that must not run while this process forks."""
+
+    def pause(self) -> None:
+        """End the thread, and wait for that, but not for long; called before a fork."""
+
+
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+#: By order of registration.
+_threaded: weakref.WeakValueDictionary[int, Threaded] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+#: Threads that end by themselves, after what they are doing.
+_ending: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+#: Longest time that a fork waits for one thread, which may be drawing a permutation.
+PAUSE_S = 2.0
 
 
 def forget_in_child(thing: Inherited) -> None:
     """Call `thing.forget()` in every child that this process forks, while `thing` lives."""
     _inherited.add(thing)
+
+
+def pause_before_fork(thing: Threaded) -> None:
+    """Call `thing.pause()` before each fork of this process, while `thing` lives.
+
+    Things registered later, which may use earlier ones, are paused first.
+    A child of a process with threads may find locks held by threads that it does not have, and
+    Python 3.12 and later warn of that (under `-W error`, that ends the program).
+    """
+    _threaded[next(_numbers)] = thing
+
+
+def join_before_fork(thread: threading.Thread) -> None:
+    """Wait for a thread that is about to end before a fork of this process; see above."""
+    _ending.add(thread)
+
+
+def join(thread: threading.Thread | None) -> None:
+    """Wait for a thread, unless it is this one or was not started, for `PAUSE_S` at most."""
+    if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+        thread.join(PAUSE_S)
 
 
 def at_fork(**hooks: Callable[[], None]) -> None:
@@ -36,6 +72,14 @@ def _forget_all() -> None:
     for thing in list(_inherited):
         thing.forget()
     _inherited.clear()
+
+
+def _pause_all() -> None:
+    for _, thing in sorted(_threaded.items(), reverse=True):
+        thing.pause()
+    for thread in list(_ending):
+        join(thread)
+    _ending.clear()
 
 
 at_fork(after_in_child=_forget_all)
@@ -68,4 +112,6 @@ def _renew() -> None:
     _held = threading.RLock()
 
 
+# Hooks before a fork run in the opposite order: the threads end before the fork waits for them.
 at_fork(before=_hold, after_in_parent=_release, after_in_child=_renew)
+at_fork(before=_pause_all)
