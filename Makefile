@@ -6,7 +6,7 @@
 #   make test                        all tests
 #   make bench                       every benchmark of README, one after the other (some 40 minutes);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
-#   make stress                      1,000 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
+#   make stress                      2,000 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
 #   make frameworks                  the tests against accelerate, transformers and lightning
 #   make lint                        format, lint, strict types
 #   make check                       the same and unit tests
@@ -76,6 +76,7 @@ bench: $(STAMP)
 # ARGS goes to the first: "--first 1000" for other programs than the first thousand.
 stress: $(STAMP)
 	@$(BIN)/python -m tests.stress.random_programs --count 1000 $(ARGS)
+	@$(BIN)/python -m tests.stress.random_programs --wrapped --count 1000
 	@$(BIN)/python -m tests.stress.chaos --kills 160
 	@SEEDS=20 $(PYTEST) -q tests/unit tests/parity/test_parity.py
 

@@ -6,7 +6,7 @@ directly, while the daemon keeps filling the arena ahead of it. Slow sources are
 which reads many objects at once.
 
 Objects that the loader itself finds in the page cache are not counted here
-(`loader.reading.page_cache`).
+(`loader.page_cache`).
 """
 
 from __future__ import annotations

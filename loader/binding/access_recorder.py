@@ -44,8 +44,8 @@ from creel.loader.binding.journal import (
     own_place,
     reads_of,
 )
-from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
+from creel.loader.binding.wrapped import is_wrapped, unwrap
 from creel.loader.datasets.base import Transformed, fetch_many, position
 from creel.loader.reading.intercept import look_again
 from creel.loader.reading.observed import Asked, FoundVersions, ObservedReads
@@ -327,7 +327,7 @@ def _batch(
     Calls are made in torch's order: a StackDataset takes all samples of its first part before those
     of the second, and `Transformed` calls its function after all samples were taken.
     """
-    if type(dataset) is Wrapped:
+    if is_wrapped(dataset):
         return _batch(unwrap(dataset), indices, reads, observed)
     if unchanged(dataset, Subset):
         below: Iterable[int] = map(dataset.indices.__getitem__, indices)

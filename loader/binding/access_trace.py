@@ -25,8 +25,8 @@ from creel.loader.binding.journal import (
     VERSION,
     RecordedReads,
 )
-from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
+from creel.loader.binding.wrapped import is_wrapped, unwrap
 from creel.loader.datasets.base import CreelDataset, positions
 from creel.loader.reading.observed import WORTH, is_local, version_at
 
@@ -237,7 +237,7 @@ def parts_of(dataset: object) -> list[CreelDataset]:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if type(one) is Wrapped:
+        if is_wrapped(one):
             queue.append(unwrap(one))
         elif isinstance(one, CreelDataset):
             if one.cacheable:

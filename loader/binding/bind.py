@@ -26,8 +26,8 @@ from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable
 from creel.loader.datasets.base import CreelDataset, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, stacked
+from creel.loader.page_cache import in_page_cache
 from creel.loader.reading.lease import Lease
-from creel.loader.reading.page_cache import in_page_cache
 from creel.policies.arrays import Ids, Ints
 
 if TYPE_CHECKING:

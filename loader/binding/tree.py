@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from creel.loader.binding.adapters import cacheable, leaf_of
-from creel.loader.binding.proxy import Wrapped, trace_of, unwrap
+from creel.loader.binding.wrapped import Wrapped, is_wrapped, trace_of, unwrap
 from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
 from creel.policies.arrays import Ids, Ints
 
@@ -37,7 +37,7 @@ def unchanged(dataset: object, base: type[D]) -> TypeGuard[D]:
 
 def inside(dataset: object) -> list[Any] | None:
     """Return the datasets directly below a wrapper of torch or creel; None for other datasets."""
-    if type(dataset) is Wrapped:
+    if is_wrapped(dataset):
         return [unwrap(dataset)]
     if type(dataset) is Transformed or unchanged(dataset, Subset):
         return [dataset.dataset]
@@ -67,8 +67,8 @@ def declares(dataset: object) -> bool:
 
 
 def wrapped_in(dataset: object) -> list[Wrapped]:
-    """Return the proxies of `creel.wrap` in a dataset."""
-    if type(dataset) is Wrapped:
+    """Return the wrapped datasets in a dataset."""
+    if is_wrapped(dataset):
         return [dataset]
     return [one for below in inside(dataset) or () for one in wrapped_in(below)]
 
@@ -175,8 +175,8 @@ class LeafNode(TreeNode):
         return self._leaf.collated_labels()
 
 
-class ProxyNode(TreeNode):
-    """A proxy of `creel.wrap`, with the trace of its dataset, if it has one."""
+class WrappedNode(TreeNode):
+    """A wrapped dataset, with the trace of what it wraps, if there is one."""
 
     def __init__(self, dataset: object, child: TreeNode, trace: AccessTrace | None) -> None:
         super().__init__(dataset, [child])
@@ -302,10 +302,10 @@ class Tree:
 
     def build(self, dataset: Any) -> TreeNode:
         """Return the node of a dataset, with all nodes below it."""
-        if type(dataset) is Wrapped:
+        if is_wrapped(dataset):
             trace, inner = trace_of(dataset), unwrap(dataset)
             child = self.build(inner) if trace is None else trace.build(inner, self.place)
-            return ProxyNode(dataset, child, trace)
+            return WrappedNode(dataset, child, trace)
         below = inside(dataset)
         if below is None:
             return self._leaf(dataset)

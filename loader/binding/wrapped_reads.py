@@ -168,7 +168,7 @@ class DaemonLink:
 
 
 class _LinkReader(StepReader):
-    """Reads one batch for a proxy."""
+    """Reads one batch of a wrapped dataset."""
 
     def __init__(
         self,
@@ -207,8 +207,8 @@ class WrappedReads:
         `whole`: see `creel.wrap`. `joint`: whether other ranks share the journal. `config`:
         settings and their origins; None: those of the process, at the first read.
         """
-        self._dataset = dataset
-        self._whole = whole
+        self.dataset = dataset
+        self.whole = whole
         self.config = config
         self._shared = shared
         self._joint = joint
@@ -233,22 +233,26 @@ class WrappedReads:
         self._not_before = 0.0
         self._bypass: Bypass | None = None  # made at the first recorded read
 
+    def of(self, dataset: Dataset[Sample]) -> WrappedReads:
+        """Return the same for a copy of the dataset, which begins a record of its own."""
+        return WrappedReads(dataset, whole=self.whole)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Let a spawned worker record for its trainer; other copies begin a record of their own."""
-        made = partial(WrappedReads, whole=self._whole)
+        made = partial(WrappedReads, whole=self.whole)
         if multiprocessing.context.get_spawning_popen() is None:
-            return made, (self._dataset,)
+            return made, (self.dataset,)
         self.prepare()
         recorder = self._recorder
         joint = recorder is not None and recorder.joint
         made = partial(made, joint=joint, config=self.config)
-        return made, (self._dataset, None if recorder is None else recorder.shared)
+        return made, (self.dataset, None if recorder is None else recorder.shared)
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        # An outer proxy records the reads of an inner one.
+        # An outer wrapped dataset records the reads of an inner one.
         if this_thread.observed is not None or switched_off():
-            return fetch(self._dataset)
+            return fetch(self.dataset)
         bypass = self._bypass
         if bypass is not None and bypass.active and self._binding is None and passes_on():
             return self._read_past(bypass, indices, fetch)
@@ -259,14 +263,14 @@ class WrappedReads:
     ) -> T:
         """Call `fetch(dataset)` as without creel; measure now and then whether it has to wait."""
         if not bypass.measures(len(indices)):
-            return fetch(self._dataset)
+            return fetch(self.dataset)
         began = thread_use()
-        sample = fetch(self._dataset)
+        sample = fetch(self.dataset)
         bypass.saw(len(indices), thread_use() - began)
         return sample
 
     def _read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
-        if this_thread.lease is not None:  # of creel's loader or an outer proxy, which decides
+        if this_thread.lease is not None:  # of creel's loader or an outer one, which decides
             return self._fetch_recorded(indices, fetch)
         link = self._usable_link()
         if link is not None and not _still(link.binding, indices):
@@ -280,7 +284,7 @@ class WrappedReads:
         """Call `fetch(dataset)`, recording its reads while there is a recorder."""
         recorder = self._recorder
         if recorder is None:
-            return fetch(self._dataset)
+            return fetch(self.dataset)
         if self._bypass is None:
             self._bypass = Bypass(allowed=self._settings().loader.direct == "auto")
         began = thread_use()
@@ -304,7 +308,7 @@ class WrappedReads:
         recording starts anew.
         """
         with self._lock:
-            if self._bound or not bindable(self._dataset):
+            if self._bound or not bindable(self.dataset):
                 self._bind()
             if self._trace is not None and self._recorder is None and self._trace.outdated():
                 self._forget_binding()  # else its files would only be read from the source
@@ -319,10 +323,10 @@ class WrappedReads:
     def _bind(self) -> Binding | None:
         """Return the declared or recorded objects; starts recording if there are neither."""
         if not self._bound and not switched_off() and not self._settings().loader.disable:
-            self._binding = bind(self._dataset)
+            self._binding = bind(self.dataset)
             self._bound = True
             if self._binding is None:
-                self._kept = KeptTrace(self._dataset, self._settings(), whole=self._whole)
+                self._kept = KeptTrace(self.dataset, self._settings(), whole=self.whole)
                 self._recorder = self._new_recorder()
                 if self._recorder is not None:
                     self._use(self._kept.load())
@@ -337,7 +341,7 @@ class WrappedReads:
                 _log.info("the ranks' datasets differ: each rank records what its own samples read")
                 self._leave_recorder()
                 self._joint = False
-                self._recorder = recorder_on(None, self._dataset, self._settings(), self._whole)
+                self._recorder = recorder_on(None, self.dataset, self._settings(), self.whole)
         return self._binding
 
     def _use(self, trace: AccessTrace | None) -> None:
@@ -345,7 +349,7 @@ class WrappedReads:
         if trace is not None and self._settings().loader.recheck == "never":
             trace.ignore_versions()
         if trace is not None and (self._trace is None or not trace.same(self._trace)):
-            self._trace, self._binding = trace, bound(self._dataset, trace)
+            self._trace, self._binding = trace, bound(self.dataset, trace)
             if self._link is not None:
                 self._link.session.close()
                 self._link = None
@@ -361,14 +365,14 @@ class WrappedReads:
 
         None if the reads of single samples cannot be told apart.
         """
-        if not recordable(self._dataset):
+        if not recordable(self.dataset):
             return None
         shared, self._shared = self._shared, None
         if shared is None and get_worker_info() is None:
-            self._memory = memory_of_ranks(self._dataset, self._settings())
+            self._memory = memory_of_ranks(self.dataset, self._settings())
             if self._memory is not None:
                 shared, self._joint = self._memory.shared, True
-        return recorder_on(shared, self._dataset, self._settings(), self._whole, joint=self._joint)
+        return recorder_on(shared, self.dataset, self._settings(), self.whole, joint=self._joint)
 
     def prepare(self) -> None:
         """Bind before workers are made, so that they need not; does not contact a daemon."""

@@ -13,8 +13,8 @@ import numpy as np
 from torch.utils.data import BatchSampler
 
 from creel.cache.storage.retry import public
-from creel.loader.binding.proxy import Wrapped, recorded
 from creel.loader.binding.tree import wrapped_in
+from creel.loader.binding.wrapped import Wrapped, recorded
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.reattach import StreamSearch

@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
-from creel.loader.binding.proxy import configure
 from creel.loader.binding.tree import declares, wrapped_in
+from creel.loader.binding.wrapped import configure
 from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world

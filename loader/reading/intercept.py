@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from creel.cache.storage.stores import read_ahead
 from creel.forks import at_fork
 from creel.loader.reading import libraries
+from creel.loader.reading.file_objects import in_memory, memory_file
 from creel.loader.reading.observed import SMALL, ObservedReads
 from creel.loader.reading.observer import (
     Intercepting,
@@ -36,13 +37,9 @@ from creel.loader.reading.observer import (
 )
 from creel.loader.reading.opened import (
     NO_FILES,
-    CachedFile,
     local_address,
     look,
-    memory_file,
     observed_file,
-    read_for_c,
-    read_in_c,
 )
 from creel.loader.reading.this_thread import this_thread
 
@@ -142,10 +139,14 @@ def _open_recorded(
 def _binary(original: Callable[..., Any], address: str, file: Any, buffering: int) -> Any:
     data = copy_at(address, bytes)
     if data is not None:
-        return CachedFile(data, os.fspath(file))
+        raw = in_memory(data, os.fspath(file))
+        if buffering == 0:
+            return raw
+        return io.BufferedReader(raw, io.DEFAULT_BUFFER_SIZE if buffering < 0 else buffering)
     real, waited_ns = open_source(original, file, "rb", buffering)
-    # the result of another library's `open` is left alone
-    return observed_file(real, address, waited_ns=waited_ns) if isinstance(real, _PYTHONS) else real
+    if type(real) not in _PYTHONS:  # the result of another library's `open` is left alone
+        return real
+    return observed_file(real, address, waited_ns=waited_ns, buffering=buffering)
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
@@ -156,7 +157,7 @@ def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *mor
             return real
         binary: Any = observed_file(real.detach(), address, waited_ns=waited_ns)
     else:
-        binary = CachedFile(data, os.fspath(file))
+        binary = io.BufferedReader(in_memory(data, os.fspath(file)))
     text = io.TextIOWrapper(binary, *more)
     text.mode = mode  # type: ignore[misc]  # as Python does
     return text
@@ -171,12 +172,12 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         if address is None:
             return original(path, flags, mode, dir_fd=dir_fd)
         if not flags & ~_READ_FLAGS:
-            data = copy_at(address, bytes) or read_for_c(address)
+            data = copy_at(address, bytes) or libraries.read_for_c(address)
             if data is not None:
                 with suppress(OSError):  # no memory for the copy
                     return memory_file(data)
             fd, waited_ns = open_source(original, path, flags, mode)
-            read_in_c(look(fd), address, waited_ns=waited_ns)
+            libraries.read_in_c(look(fd), address, waited_ns=waited_ns)
             return fd
         return original(path, flags, mode)
 
@@ -201,6 +202,8 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("tarfile", "bltn_open", _open_over),
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
+    ("numpy.lib.format", "isfileobj", libraries.numpy_isfileobj),
+    ("numpy.lib._format_impl", "isfileobj", libraries.numpy_isfileobj),  # from numpy 2.3 on
     ("cv2", "imread", libraries.reads_whole),
     ("torchvision.io", "read_file", libraries.torchvision_read_file),
     ("torchvision.io.image", "read_file", libraries.torchvision_read_file),

@@ -9,26 +9,28 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
+from creel.loader.reading.file_objects import memory_file, read_by_methods
 from creel.loader.reading.lease import Buffer
+from creel.loader.reading.observed import MAX_IN_C_NBYTES, PartialRead, left_to_c, reads_for_c
 from creel.loader.reading.observer import copy_at, timed
 from creel.loader.reading.opened import (
+    NO_FILES,
+    Look,
     local_address,
     look,
-    memory_file,
     open_local,
     opened_part,
-    read_for_c,
-    read_in_c,
-    whole_in_c,
 )
 from creel.loader.reading.this_thread import this_thread
 
 Call = Callable[..., Any]
+T = TypeVar("T")
 
 
 def torchvision_read_file(original: Call) -> Call:
@@ -63,6 +65,11 @@ def reads_whole(original: Call) -> Call:
         return whole_in_c(address, lambda: original(*args, **more))
 
     return reading
+
+
+def numpy_isfileobj(original: Call) -> Call:
+    """Replace the function by which numpy.load and numpy.save ask whether to use a descriptor."""
+    return wraps(original)(lambda file: not read_by_methods(file) and original(file))
 
 
 def maps(original: Call) -> Call:
@@ -100,7 +107,12 @@ def parquet(original: Call, at: int) -> Call:
             return original(*args[:at], pa.BufferReader(data), **more)
         if this_thread.observed is None or not os.path.isfile(address):  # noqa: PTH113
             return original(*args, **more)
-        return original(*args[:at], open_local(address), **more)  # it counts the bytes read
+        file = open_local(address)  # it counts the bytes read
+        if not at:
+            with file:
+                return original(file, **more)
+        weakref.finalize(args[0], file.close)  # as a file of pyarrow's own is
+        return original(*args[:at], file, **more)
 
     return reading
 
@@ -184,3 +196,47 @@ def _real_path(data: bytes, path: Any) -> Iterator[Any]:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+# --- records of files that C code reads -----------------------------------------------------------
+
+
+def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> PartialRead | None:
+    """Record a file that was opened, but is not read through a Python file object.
+
+    Args:
+        found: the result of `look` for the file.
+        waited_ns: how long the storage made the thread wait. If it did not, only a small file is
+            worth caching: the library spends more on a copy of a large one than on the page cache.
+
+    Returns:
+        Where its reads are counted; None if nowhere.
+    """
+    part, observed = opened_part(found, address, waited_ns), this_thread.observed
+    if part is not None and observed is not None and waited_ns:
+        part.count_thread(observed.thread)
+    left_to_c(part)
+    return part
+
+
+def whole_in_c(address: str, reading: Callable[[], T]) -> T:
+    """Call `reading`, which reads a whole file in C, and record that."""
+    found, waited_ns = timed(reading)
+    left_to_c(PartialRead(0, waited_ns))  # a whole file counts as nearly all
+    if this_thread.observed is not None:
+        this_thread.observed.add(address)
+    return found
+
+
+def read_for_c(address: str) -> bytes | None:
+    """Read a whole file in place of C code, keeping it for the daemon; None: leave it to C."""
+    observed = this_thread.observed
+    if observed is None or not reads_for_c(observed.copies):
+        return None
+    if address.startswith(NO_FILES):
+        return None
+    with suppress(OSError), open_local(address) as file:
+        nbytes = file.seek(0, os.SEEK_END)  # an empty file may be a lock
+        file.seek(0)
+        return file.read() if 0 < nbytes <= MAX_IN_C_NBYTES else None
+    return None

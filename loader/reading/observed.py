@@ -220,3 +220,32 @@ class ObservedReads:
     def __exit__(self, *_: object) -> None:
         this_thread.observed = self._outer
         self.thread.close()
+
+
+# --- files that C code reads ---------------------------------------------------------------------
+
+#: What C code reads cannot be kept, unless it is read here, whole, and handed to C from memory. So
+#: C reads one file. If it waited, and read nearly all of that file, the next 32 are read for it.
+#: Then C reads one again, since it may want only parts by now.
+_READ_FOR_C = 32
+#: Share of a file that counts as nearly all; a copy may lack the rest too (`file_copies`).
+_NEARLY_ALL = 15 / 16
+MAX_IN_C_NBYTES = 64 << 20
+
+
+def left_to_c(part: PartialRead | None) -> None:
+    """Remember how much of this file C reads, for `read_for_c`."""
+    observed = this_thread.observed
+    if observed is not None and observed.copies is not None:
+        observed.copies.read_in_c, observed.copies.read_here = part, 0
+
+
+def reads_for_c(copies: FileCopies | None) -> bool:
+    """Whether to read the next file in place of C code; counts it."""
+    if copies is None or copies.read_in_c is None or copies.read_here >= _READ_FOR_C:
+        return False
+    last = copies.read_in_c
+    if not last.waited_ns or last.got_last < last.nbytes * _NEARLY_ALL:
+        return False
+    copies.read_here += 1
+    return True

@@ -2,6 +2,7 @@
 
     python -m tests.stress.random_programs --first 0 --count 1000 --jobs 2
     python -m tests.stress.random_programs --show 17
+    python -m tests.stress.random_programs --wrapped   # copies, changes and classes of datasets
     CREEL_LOADER__RECHECK=never python -m tests.stress.random_programs  # shows differences
 
 Prints a line for each program that differs, with its first difference; exit status 1 if there is
@@ -35,6 +36,7 @@ from creel.errors import CreelError
 from kit import daemon_of, unique_name
 from stress import userland
 from stress.programs import Program
+from stress.wrapped_programs import WrappedProgram
 
 #: For one run; most take half a second, but spawned workers that import torch take a minute each on
 #: a machine with a load of 15 per core.
@@ -64,6 +66,11 @@ def run(text: str, home: Path, *, with_creel: bool) -> Shown:
         process.join()
         reader.close()
     return shown
+
+
+def text_of(seed: int, *, wrapped: bool) -> str:
+    """Return a training program, or one with wrapped datasets."""
+    return WrappedProgram(seed).text if wrapped else Program(seed).text
 
 
 def _log(home: Path) -> str:
@@ -98,9 +105,9 @@ def _short(value: Any) -> str:
     return text if len(text) < 300 else f"{text[:200]}... {hash(text)}"
 
 
-def compare(seed: int, folder: Path) -> str:
+def compare(seed: int, folder: Path, *, wrapped: bool = False) -> str:
     """Return the first difference between both runs of a program, as text; "" if there is none."""
-    text = Program(seed).text
+    text = text_of(seed, wrapped=wrapped)
     home = folder / f"{os.getpid()}"
     theirs, ours = (run(text, home, with_creel=with_creel) for with_creel in (False, True))
     if ours == theirs:
@@ -121,9 +128,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--show", type=int, metavar="SEED", help="print that program only")
+    parser.add_argument("--wrapped", action="store_true", help="programs with wrapped datasets")
     options = parser.parse_args()
     if options.show is not None:
-        print(Program(options.show).text)
+        print(text_of(options.show, wrapped=options.wrapped))
         return 0
     multiprocessing.set_start_method("fork", force=True)
     os.environ.update(CREEL_SOCKET=unique_name(), CREEL_DAEMON__LINGER_S="60")
@@ -133,8 +141,9 @@ def main() -> int:
     seeds = range(options.first, options.first + options.count)
     with tempfile.TemporaryDirectory() as folder:
         try:
+            play = partial(compare, folder=Path(folder), wrapped=options.wrapped)
             with ProcessPoolExecutor(options.jobs) as pool:
-                results = pool.map(partial(compare, folder=Path(folder)), seeds)
+                results = pool.map(play, seeds)
                 for done, difference in enumerate(results, 1):
                     if difference:
                         print(difference, flush=True)

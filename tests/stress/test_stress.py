@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kit import seeds
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,6 +26,12 @@ def said(tool: str, *arguments: str) -> str:
 
 def test_random_programs_show_the_same_as_under_torch() -> None:
     assert said("random_programs", "--first", "10", "--count", "6") == "6 programs, 0 differences\n"
+
+
+def test_random_programs_with_wrapped_datasets_show_the_same() -> None:
+    count = len(seeds(10))
+    shown = said("random_programs", "--wrapped", "--first", "2000", "--count", str(count))
+    assert shown == f"{count} programs, 0 differences\n"
 
 
 @pytest.mark.faults

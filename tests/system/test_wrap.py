@@ -25,7 +25,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 import creel
 from creel.addresses import first_address
 from creel.errors import ConfigError
-from creel.loader.binding.proxy import Wrapped, unwrap
+from creel.loader.binding.wrapped import is_wrapped, reads_of, unwrap
 from creel.loader.client import connections
 from creel.loader.client.session import Session
 from creel.loader.datasets.files import FileDataset
@@ -306,7 +306,7 @@ def test_a_copy_begins_without_a_connection(node: Node) -> None:
     files = creel.wrap(node.files())
     one = files[1]
     twin = pickle.loads(pickle.dumps(files))
-    assert type(twin) is Wrapped
+    assert bool(is_wrapped(twin))
     assert twin[1] == one
     assert len(node.stats()["core"]["sessions"]) == 2
     assert unwrap(twin) is not unwrap(files)
@@ -420,7 +420,7 @@ def test_a_plan_that_does_not_arrive_is_waited_for_once_in_a_while(
         assert sent
         files[2]
         assert send.call_count == sent
-    object.__getattribute__(files, "_reads")._not_before = 0.0  # as after half a minute
+    reads_of(files)._not_before = 0.0  # as after half a minute
     files[3]
     assert node.direct() == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import tempfile
@@ -34,8 +35,8 @@ from creel.loader.binding.journal import (
 )
 from creel.loader.binding.recording import KeptTrace
 from creel.loader.datasets.base import CreelDataset, fetch_many
+from creel.loader.reading.file_objects import in_memory
 from creel.loader.reading.observed import ObservedReads
-from creel.loader.reading.opened import CachedFile
 
 ADDRESSES = ["/a", "/b", "/c"]
 
@@ -127,14 +128,14 @@ def test_a_file_that_is_listened_to_and_its_copy_are_like_any(steps: list[tuple[
         Path(made.name).write_bytes(data)
         listener = ObservedReads()
         with listener, creel.open(made.name) as ours, Path(made.name).open("rb") as real:
-            copy = CachedFile(data, made.name)
+            copy = io.BufferedReader(in_memory(data, made.name))
             assert ours.name == copy.name == real.name
             for name, n in steps:
                 expected = step(real, name, n)
                 assert step(ours, name, n) == step(copy, name, n) == expected
                 assert ours.tell() == copy.tell() == real.tell()
             assert os.pread(copy.fileno(), len(data), 0) == data
-            assert copy.tell() == os.lseek(copy.fileno(), 0, os.SEEK_CUR)
+            assert copy.raw.tell() == os.lseek(copy.fileno(), 0, os.SEEK_CUR)
             for name, n in steps:
                 assert step(copy, name, n) == step(real, name, n)
             copy.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from creel.loader.reading import libraries, opened
+from creel.loader.reading import libraries
 from creel.loader.reading.observed import ObservedReads
 from creel.loader.reading.observer import Intercepting
 from creel.loader.reading.this_thread import this_thread
@@ -23,14 +23,14 @@ def test_neither_devices_nor_empty_files_are_read_for_c(
     slow = SimpleNamespace(waited_ns=1, got_last=1, nbytes=1)  # the last file was read by C
     copies = SimpleNamespace(read_in_c=slow, read_here=0)
     monkeypatch.setattr(this_thread, "observed", SimpleNamespace(copies=copies))
-    monkeypatch.setattr(opened, "open_local", partial(open, mode="rb"))
+    monkeypatch.setattr(libraries, "open_local", partial(open, mode="rb"))
     empty, file = tmp_path / "empty", tmp_path / "file"
     empty.touch()
     file.write_bytes(b"abc")
-    assert opened.read_for_c("/dev/zero") is None
-    assert opened.read_for_c(str(empty)) is None
-    assert opened.read_for_c(str(tmp_path / "absent")) is None
-    assert opened.read_for_c(str(file)) == b"abc"
+    assert libraries.read_for_c("/dev/zero") is None
+    assert libraries.read_for_c(str(empty)) is None
+    assert libraries.read_for_c(str(tmp_path / "absent")) is None
+    assert libraries.read_for_c(str(file)) == b"abc"
 
 
 def test_a_file_is_looked_at_before_a_library_opens_it(

@@ -1,6 +1,6 @@
 """Find files in the page cache, where reading costs no more than from creel's cache.
 
-A loader asks before each epoch (`loader.iterators.state`, `page_cached`); a proxy below torch's own
+A loader asks before each epoch (`loader.iterators.state`, `page_cached`); a wrapped one below torch's own
 loader asks before it connects (`loader.binding.wrapped_reads`, likewise).
 """
 
