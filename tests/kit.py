@@ -74,6 +74,29 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = ""
         pause_s = min(1.5 * pause_s, 0.01)
 
 
+class Cores:
+    """The time of the machine's cores since this was made.
+
+    How often several processes that run beside each other read a source depends on how fast each
+    is. Such counts, and times, say something about creel only while the cores have time to spare.
+    """
+
+    def __init__(self) -> None:
+        self._idle, self._all = self._jiffies()
+
+    def spare(self) -> bool:
+        """Whether the cores were idle for a quarter of the time: no one waited long for one."""
+        idle, total = self._jiffies()
+        return 4 * (idle - self._idle) >= total - self._all
+
+    @staticmethod
+    def _jiffies() -> tuple[int, int]:
+        """Return the time that all cores were idle, and their time; what a host stole is used."""
+        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+        spent = [int(word) for word in line.split()[1:9]]  # the rest is part of these
+        return spent[3] + spent[4], sum(spent)
+
+
 def forget_stores(patch: pytest.MonkeyPatch, settings: FetchSettings | None = None) -> None:
     """Until the patch ends, make this process one that has used no store yet, with `settings`."""
     patch.setattr(storage, "_stores", {})  # there is no public function for this

@@ -25,7 +25,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable
 from creel.loader.datasets.base import CreelDataset, Raw, Sample
-from creel.loader.datasets.batches import cast, numbers, stacked
+from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
 from creel.loader.page_cache import in_page_cache
 from creel.loader.reading.lease import Lease
 from creel.policies.arrays import Ids, Ints
@@ -60,8 +60,13 @@ class Gather:
 
     @property
     def has_code(self) -> bool:
-        """Whether user code runs: once per batch, in a worker if there are any."""
-        return self.raw.batch_transform is not None
+        """Whether user code runs, in a worker if there are any."""
+        return self.per_sample or self.raw.batch_transform is not None
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether user code runs for each sample."""
+        return self.raw.transform is not None
 
     @property
     def converts(self) -> bool:
@@ -72,6 +77,8 @@ class Gather:
         self, rows: torch.Tensor, indices: Ints, memory: Callable[[int], torch.Tensor]
     ) -> Any:
         """Batch these samples as default_collate would; a view of `rows` unless it `converts`.
+
+        Not for datasets with a function of each record: see `samples`.
 
         Args:
             rows: (n * nbytes,) uint8, contiguous, aligned to the dtype's size: the objects of the
@@ -87,6 +94,17 @@ class Gather:
             batch = stacked(batch, n, memory)
         elif raw.to is not None:
             batch = cast(batch, raw.to, memory)
+        return self.labelled(batch, indices)
+
+    def samples(self, rows: torch.Tensor) -> list[Sample]:
+        """Call the user's function of each record; for `rows` see `collate`."""
+        raw = self.raw
+        assert raw.transform is not None  # noqa: S101
+        array = rows.numpy().reshape(-1, raw.nbytes)
+        return list(map(raw.transform, rows_cast(array, raw.dtype, raw.shape, raw.to)))
+
+    def labelled(self, batch: Any, indices: Ints) -> Any:
+        """Return a collated batch with its labels, if there are any."""
         return batch if self.labels is None else [batch, self.labels(indices)]
 
 

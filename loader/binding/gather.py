@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
 from creel.cache.memory.arena import Rows
 from creel.loader.buffers import BufferPool
+from creel.loader.datasets.base import Sample
+from creel.loader.datasets.batches import MAX_ROWS_NBYTES
 from creel.loader.reading.lease import Lease
 
 if TYPE_CHECKING:
@@ -35,20 +38,36 @@ class Gatherer:
     """Builds the batches of one dataset whose samples are bytes of one size (see `Gather`)."""
 
     def __init__(
-        self, gather: Gather, session: Session, memory: Callable[[int], torch.Tensor]
+        self,
+        gather: Gather,
+        session: Session,
+        memory: Callable[[int], torch.Tensor],
+        collate: Callable[[list[Sample]], Any] = default_collate,
     ) -> None:
-        """`memory` returns (nbytes,) uint8 to build a batch in."""
+        """Make a gatherer for one thread.
+
+        Args:
+            memory: returns (nbytes,) uint8 to build a batch in.
+            collate: default_collate, or what does the same; for samples that user code made.
+        """
         self.gather = gather
+        self.per_sample = gather.per_sample
         self._offset = session.table.offset
         self._rows = Rows(session.client.arena, gather.nbytes)
         self._memory = memory
         # Memory for rows. Rows that are converted do not stay in the batch.
         self._raw = memory
-        if gather.converts:
+        self._collate = collate
+        if self.per_sample:
+            pool = BufferPool(MAX_ROWS_NBYTES)
+            self._raw = lambda nbytes: torch.from_numpy(pool.array(nbytes))
+        elif gather.converts:
             self._raw = BufferPool().take if gather.has_code else ReusedMemory().take
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
         """Return the bytes of these objects, (n * nbytes,) uint8; None if one is not in the arena.
+
+        None also for more than MAX_ROWS_NBYTES whose samples are transformed one by one.
 
         The objects must be pinned: their step in [DONE, READY), also after the call.
 
@@ -59,6 +78,8 @@ class Gatherer:
         n, nbytes = len(ids), self.gather.nbytes
         if not n or indices.ndim != 1:  # torch's own fetcher handles these
             return None
+        if self.per_sample and n * nbytes > MAX_ROWS_NBYTES:
+            return None
         where = self._offset.rows(ids, nbytes)
         if where is None:
             return None
@@ -67,8 +88,10 @@ class Gatherer:
         return rows
 
     def batch(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:
-        """Batch these samples as default_collate would; runs any `batch_transform`."""
-        return self.gather.collate(rows, indices, self._memory)
+        """Batch these samples as default_collate would; runs the dataset's transform, if any."""
+        if not self.per_sample:
+            return self.gather.collate(rows, indices, self._memory)
+        return self.gather.labelled(self._collate(self.gather.samples(rows)), indices)
 
 
 class StepReader:
@@ -102,7 +125,7 @@ class StepReader:
         if ids is None:
             ids = binding.objects(np.asarray(index, np.int64).reshape(-1))[0]
         if gatherer is not None:
-            self.copying()
+            self.copying(decodes=gatherer.per_sample)
             indices = np.asarray(index, np.int64)
             rows = gatherer.rows(ids, indices)
             held = session.held(step, stamp)
@@ -122,8 +145,8 @@ class StepReader:
         """Take the samples from the dataset inside the lease, and add the lease's counts."""
         raise NotImplementedError
 
-    def copying(self) -> None:
-        """Called before rows are copied."""
+    def copying(self, *, decodes: bool) -> None:
+        """Called before rows are copied; `decodes`: user code runs for each before collation."""
 
     def copied(self, *, done: bool) -> None:
         """Called after rows were copied; `done`: whether they made a batch."""

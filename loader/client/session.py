@@ -306,14 +306,16 @@ class Session:
         Returns:
             (n,) True for each row that was filled.
         """
-        offset, nbytes = self.table.offset[ids], out.shape[1]
+        nbytes = out.shape[1]
         if self._rows is None or self._rows[0] != nbytes:
             self._rows = nbytes, Rows(self.client.arena, nbytes)
-        if self._rows[1].copy(offset, out):
-            return np.ones(len(offset), np.bool_)
-        there = np.zeros(len(offset), np.bool_)
+        where = self.table.offset.rows(ids, nbytes)
+        if where is not None:
+            self._rows[1].copy_rows(where, out)
+            return np.ones(len(ids), np.bool_)
+        there = np.zeros(len(ids), np.bool_)
         with contextlib.suppress(ValueError):  # another thread has closed the client
-            for i, place in enumerate(offset.tolist()):
+            for i, place in enumerate(self.table.offset[ids].tolist()):
                 found = runs.pieces(self.client.arena.view, place, nbytes)
                 if found is not None:
                     out[i] = np.frombuffer(b"".join(found), np.uint8)

@@ -62,6 +62,7 @@ class Raw:
         dtype, shape: of a record in it.
         labels: how labels are collated (equal values collate alike), None for no labels.
         to: the dtype that numbers are cast to.
+        transform: the user's function of a record.
         batch_transform: the user's function of a batch of records.
     """
 
@@ -70,12 +71,14 @@ class Raw:
     shape: tuple[int, ...]
     labels: tuple[object, ...] | None
     to: torch.dtype | None = None
+    transform: Callable[[Sample], Sample] | None = None
     batch_transform: Callable[[torch.Tensor], Any] | None = None
 
     def same(self, other: Raw | None) -> bool:
         """Whether `other` describes the same samples. Functions are compared by identity."""
         return (
             other is not None
+            and other.transform is self.transform
             and other.batch_transform is self.batch_transform
             and (other.nbytes, other.dtype, other.shape, other.labels, other.to)
             == (self.nbytes, self.dtype, self.shape, self.labels, self.to)

@@ -5,11 +5,13 @@ Results equal, to the bit, those of doing the same to each sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from creel.errors import ConfigError
@@ -20,6 +22,9 @@ _INTEGERS = frozenset(
     (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 )
 _CAST_BY_NUMPY = _INTEGERS | {torch.float32, torch.float64}
+#: Bytes read at once of a batch whose samples are transformed one by one (samples may be small
+#: parts of large records), and the largest buffer that is kept for the next batch.
+MAX_ROWS_NBYTES = 4 << 20
 #: A function from nbytes to (nbytes,) uint8 memory for a batch.
 Memory = Callable[[int], torch.Tensor]
 
@@ -67,20 +72,49 @@ def _copied(batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def rows_of(batch: torch.Tensor) -> list[torch.Tensor]:
-    """Return the rows of a contiguous batch, each a tensor whose storage is that row only.
-
-    Pickling a sample, or growing it in place, then does not involve other rows. The batch's memory
-    is kept as long as any row.
-    """
+@functools.cache
+def numpy_type(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return numpy's type of the same numbers; None for bfloat16 and others that numpy lacks."""
     try:
-        array = batch.numpy()
-    except TypeError:  # bfloat16 and other dtypes that numpy lacks
-        flat = batch.reshape(len(batch), -1).view(torch.uint8).numpy()
-        return [torch.from_numpy(r).view(batch.dtype).reshape(batch.shape[1:]) for r in flat]
-    if array.ndim > 1:
-        return list(map(torch.from_numpy, array))
-    return [torch.from_numpy(array[i, ...]) for i in range(len(array))]  # 0-d arrays, not scalars
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return None
+
+
+def rows_of(
+    rows: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
+) -> Iterator[torch.Tensor]:
+    """Yield each row as a tensor whose storage is that row only.
+
+    Pickling a sample, or growing it in place, then does not involve other rows. The memory of all
+    rows is kept as long as any of these tensors.
+
+    Args:
+        rows: (n, nbytes), contiguous, aligned to the dtype's size.
+        dtype, shape: of the numbers in a row.
+    """
+    kind = numpy_type(dtype)
+    if kind is None:
+        return (torch.from_numpy(row).view(dtype).reshape(shape) for row in rows)
+    typed = rows.view(kind).reshape(len(rows), *shape)
+    if shape:
+        return map(torch.from_numpy, typed)
+    return (torch.from_numpy(typed[i, ...]) for i in range(len(typed)))  # 0-d arrays, not scalars
+
+
+def rows_cast(
+    rows: NDArray[np.uint8],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    to: torch.dtype | None,
+    memory: Memory | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yield each of `rows_of`, cast to `to` in memory from `memory`, all at once."""
+    if to is None or to == dtype:
+        return rows_of(rows, dtype, shape)
+    n = len(rows)
+    batch = cast(numbers(torch.from_numpy(rows.reshape(-1)), n, dtype, shape), to, memory)
+    return rows_of(batch.reshape(n, -1).view(torch.uint8).numpy(), to, shape)
 
 
 def unstacked(batch: Any, n: int) -> list[Any]:

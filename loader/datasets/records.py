@@ -6,7 +6,7 @@ import io
 import math
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
@@ -20,7 +20,7 @@ from creel.cache.storage.stores import Piece, read_pieces
 from creel.errors import ConfigError
 from creel.loader.buffers import BufferPool
 from creel.loader.datasets.base import Labelled, Raw, Sample, check_callable, each, position
-from creel.loader.datasets.batches import cast, numbers, rows_of, unstacked
+from creel.loader.datasets.batches import MAX_ROWS_NBYTES, cast, numbers, rows_cast, unstacked
 from creel.loader.datasets.mapped import MappedFiles
 from creel.loader.reading.observer import take_rows
 from creel.loader.reading.storage import (
@@ -34,9 +34,6 @@ from creel.policies.arrays import Ints
 
 T = TypeVar("T")
 
-#: Bytes read at once of a batch whose samples are transformed one by one (samples may be small
-#: parts of large records), and the largest buffer that is kept for the next batch.
-_MAX_BUFFER_NBYTES = 4 << 20
 #: Longer .npy headers belong to structured types, which no tensor can hold.
 _HEADER_NBYTES = 1 << 16
 
@@ -166,36 +163,42 @@ class RecordDataset(Labelled):
         except (TypeError, ValueError):  # not a list of numbers: `position` raises the error
             wide = np.empty(0)
         if wide.ndim == 1 and wide.dtype.kind == "i" and len(wide):
-            wide = wide.astype(np.int64)
-            if wide.view(np.uint64).max() < self._size:  # negative ones are huge when unsigned
+            wide = wide.astype(np.int64, copy=False)
+            inside = wide.view(np.uint64) < self._size  # negative ones are huge when unsigned
+            if np.count_nonzero(inside) == len(wide):
                 return wide
         return np.array([position(i, self._size) for i in indices], np.int64)
 
     def _samples(self, ids: Ints) -> list[Sample]:
-        """Return samples without labels, read at most `_MAX_BUFFER_NBYTES` at a time."""
+        """Return samples without labels, read at most `MAX_ROWS_NBYTES` at a time."""
         if self.batch_transform is not None and len(ids):
             batch = cast(self._numbers(ids), self.to)
             return unstacked(self.batch_transform(batch), len(ids))
         samples: list[Sample] = []
-        step = max(_MAX_BUFFER_NBYTES // self.nbytes, 1)
+        step = max(MAX_ROWS_NBYTES // self.nbytes, 1)
         for start in range(0, len(ids), step):
-            rows = rows_of(cast(self._numbers(ids[start : start + step]), self.to, self._memory))
+            # A row's tensor is made when it is transformed and gone when the next is made, whose
+            # objects then lie in the processor's cache.
+            rows = self._rows(ids[start : start + step])
             samples += rows if self.transform is None else map(self.transform, rows)
         return samples
 
+    def _rows(self, ids: Ints) -> Iterator[torch.Tensor]:
+        """Yield records in the dtype of samples; all have been read when this returns."""
+        rows = self._pool().array(len(ids) * self.nbytes).reshape(-1, self.nbytes)
+        take_rows(self, ids, rows, self._read_rows)
+        return rows_cast(rows, self.dtype, self.shape, self.to, self._pool().take)
+
     def _numbers(self, ids: Ints) -> torch.Tensor:
         """Return records as (n, *shape) of the files' dtype, in memory of their own."""
-        rows = self._memory(len(ids) * self.nbytes)
+        rows = self._pool().take(len(ids) * self.nbytes)
         take_rows(self, ids, rows.numpy().reshape(-1, self.nbytes), self._read_rows)
         return numbers(rows, len(ids), self.dtype, self.shape)
 
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        """Return (nbytes,) uint8; reused when no tensor holds it, up to `_MAX_BUFFER_NBYTES`."""
-        if nbytes > _MAX_BUFFER_NBYTES:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def _pool(self) -> BufferPool:
         if self._buffers is None:
-            self._buffers = BufferPool()
-        return self._buffers.take(nbytes)
+            self._buffers = BufferPool(MAX_ROWS_NBYTES)
+        return self._buffers
 
     def _read_rows(self, ids: Ints, out: NDArray[np.uint8]) -> None:
         """Fill `out`, (n, nbytes), from the source, opening each file once per batch.
@@ -260,13 +263,13 @@ class RecordDataset(Labelled):
         )
 
     def raw(self) -> Raw | None:
-        """Records are rows of a matrix unless there is a per-sample `transform`."""
-        if type(self) is not RecordDataset or self.transform is not None:
+        if type(self) is not RecordDataset:
             return None
         kind = None if self.labels is None else self.labels.kind
         if self.labels is not None and kind is None:
             return None
-        return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, self.batch_transform)
+        code = self.transform, self.batch_transform
+        return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, *code)
 
 
 def _pieces(offsets: Ints, begins: Ints, nbytes: int, view: memoryview) -> list[Piece]:

@@ -126,12 +126,15 @@ class BatchReader(StepReader):
         gatherer = self._gatherer_of(stream, binding) if step >= 0 else None
         return self.read_step(binding, stream.session, step, index, ids, gatherer)
 
-    def copying(self) -> None:
-        """Note when copying begins: it counts as collation."""
+    def copying(self, *, decodes: bool) -> None:  # noqa: ARG002  collation notes its own start
+        """Note when copying begins: it counts as collation, unless samples are made of the rows."""
+        self._collating[0] = 0
         self._copying = time.monotonic_ns()
 
     def copied(self, *, done: bool) -> None:  # noqa: ARG002  the time is spent either way
-        self._meter["stall_collate_ns"] += time.monotonic_ns() - self._copying
+        collating = self._collating[0] or self._copying
+        self._meter["stall_decode_ns"] += collating - self._copying
+        self._meter["stall_collate_ns"] += time.monotonic_ns() - collating
 
     def _gatherer_of(self, stream: BatchStream, binding: Binding) -> Gatherer | None:
         """Return the gatherer of this session's rows, made anew for each session; or None."""
@@ -142,7 +145,8 @@ class BatchReader(StepReader):
             self._gatherer_stream = stream
             self._gatherer = None
             if self._gather is not None:
-                self._gatherer = Gatherer(self._gather, stream.session, self._memory)
+                how = self._memory, self._fetcher.collate_fn
+                self._gatherer = Gatherer(self._gather, stream.session, *how)
         return self._gatherer
 
     def _changed(self, binding: Binding) -> bool:

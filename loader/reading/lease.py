@@ -184,9 +184,9 @@ class Lease:
         """Serve the function `observer.take_rows`."""
         base = self._bases.get(id(leaf))
         copied = None if base is None else self._copy_rows(ids + base, out)
-        missing = np.arange(len(ids)) if copied is None else np.flatnonzero(~copied)
-        if not len(missing):
+        if copied is not None and np.count_nonzero(copied) == len(ids):
             return
+        missing = np.arange(len(ids)) if copied is None else np.flatnonzero(~copied)
         began = time.monotonic_ns()
         if len(missing) == len(ids):
             direct(ids, out)
@@ -205,9 +205,10 @@ class Lease:
             return None
         # The usual case is all objects of the step; `isin` sorts, which costs as much as copying 64
         # rows.
-        whole = np.array_equal(numbers, self._ids)
-        copied = np.ones(len(numbers), np.bool_) if whole else np.isin(numbers, self._ids)
-        if copied.all():
+        n = len(numbers)
+        whole = n == len(self._ids) and np.count_nonzero(numbers == self._ids) == n
+        copied = np.ones(n, np.bool_) if whole else np.isin(numbers, self._ids)
+        if whole or copied.all():
             copied = session.rows(numbers, out)
         else:
             some = np.empty((int(np.count_nonzero(copied)), out.shape[1]), np.uint8)

@@ -230,12 +230,18 @@ class _Worker(StepReader):
                 # stopped.
                 self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
             self._session = self._client.attach(session)
-            gather = self._binding.gather() if self._binding is not None and self._plain else None
-            if gather is not None:
-                memory = self._outbox.memory
-                self._gatherer = Gatherer(gather, self._session, memory)
+            self._gather()
         except (UnavailableError, OSError) as e:  # no descriptor, or no memory for a mapping
             _log.info("worker %d reads directly: %s", self._id, e)
+
+    def _gather(self) -> None:
+        """Set how batches are made from bytes, if the dataset as it is now allows that."""
+        binding, session = self._binding, self._session
+        gather = binding.gather() if binding is not None and self._plain else None
+        self._gatherer = None
+        if gather is not None and session is not None:
+            how = self._outbox.memory, self._fetcher.collate_fn
+            self._gatherer = Gatherer(gather, session, *how)
 
     def _task(self, tag: int, batch: int, index: object, step: int) -> None:
         self._batch, self._direct_ns, self._lost = batch, 0, False
@@ -265,6 +271,9 @@ class _Worker(StepReader):
             return self._fetcher.fetch(index)
         if session is None:
             return self.fetch(index, Lease())
+        made = self._gatherer
+        if made is not None and made.gather.has_code and not binding.gathers(made.gather):
+            self._gather()  # user code in this process has assigned another transform
         return self.read_step(binding, session, step, index, gatherer=self._gatherer)
 
     def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
@@ -285,9 +294,10 @@ class _Worker(StepReader):
             self._words[self._first_word + DIRECT_READS] += lease.direct_reads
             self._words[self._first_word + DIRECT_NBYTES] += lease.direct_nbytes
 
-    def copying(self) -> None:
-        """Note that rows are being copied, which counts as collation."""
-        self._collating = self._enter(COLLATING)
+    def copying(self, *, decodes: bool) -> None:
+        """Note that rows are being copied, which counts as collation if a batch is made of them."""
+        if not decodes:
+            self._collating = self._enter(COLLATING)
 
     def copied(self, *, done: bool) -> None:
         """Note the end of copying; if it gave no batch, samples are read one by one."""

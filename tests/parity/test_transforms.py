@@ -6,6 +6,7 @@ over the same bytes, whose samples go through the same code one by one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -253,6 +254,8 @@ def assigned(path: Path) -> Iterator[tuple[RecordDataset, Callable[[], None]]]:
         ("batch_transform", widen, None),
         ("batch_transform", None, widen),
         ("transform", None, widen),
+        ("transform", widen, add_in_place),
+        ("transform", widen, None),
     ]:
         data = records(path, **{name: before})
         yield data, lambda d=data, n=name, v=after: setattr(d, n, v)  # type: ignore[misc]
@@ -288,3 +291,71 @@ def test_a_sample_changed_in_place_changes_no_other(path: Path, shared: dict[str
             row.fill_(-epoch * _COUNT - i)
             kept.append(row)
     assert [int(row[-1]) for row in kept] == [-i for i in range(3 * _COUNT)]
+
+
+def test_a_transform_may_keep_and_change_what_it_is_given(
+    path: Path, shared: dict[str, Any]
+) -> None:
+    """Each record is memory of its own, as long as anyone holds it."""
+    kept: list[torch.Tensor] = []
+
+    def keep(row: torch.Tensor) -> torch.Tensor:
+        assert row.untyped_storage().nbytes() == row.nbytes
+        kept.append(row)
+        return row.clone()
+
+    loader = creel.DataLoader(records(path, transform=keep), 9, creel=shared)
+    truth = np.fromfile(path, np.int32).reshape(-1, _LENGTH)
+    for epoch in range(3):
+        for batch in loader:
+            n = len(batch)
+            start = len(kept) % _COUNT or _COUNT
+            assert batch.tolist() == truth[start - n : start].tolist()
+            for i, row in enumerate(kept[-n:]):
+                row.fill_(epoch * _COUNT + start - n + i)
+    assert [row[0].item() for row in kept] == list(range(3 * _COUNT))
+
+
+def test_a_batch_of_more_bytes_than_are_transformed_at_once(
+    path: Path, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("creel.loader.binding.gather", "creel.loader.datasets.records"):
+        monkeypatch.setattr(f"{module}.MAX_ROWS_NBYTES", 3 * 4 * _LENGTH)
+    data = records(path, transform=add_in_place)
+    ours = epochs(creel.DataLoader, data, creel=shared, batch_size=7, shuffle=True)
+    assert ours == epochs(torch.utils.data.DataLoader, data, batch_size=7, shuffle=True)
+
+
+def changing(x: torch.Tensor) -> torch.Tensor:
+    """Assign another transform to the dataset of this worker."""
+    from torch.utils.data import get_worker_info
+
+    info: Any = get_worker_info()
+    if x[0] % 5 == 0:
+        info.dataset.transform = widen
+    return x * 3
+
+
+def test_a_transform_assigned_in_a_worker_is_the_next_batchs(
+    path: Path, shared: dict[str, Any]
+) -> None:
+    more: dict[str, Any] = {"batch_size": 7, "num_workers": 2, "persistent_workers": True}
+    ours = epochs(creel.DataLoader, records(path, transform=changing), creel=shared, **more)
+    data = records(path, transform=changing)
+    assert ours == epochs(torch.utils.data.DataLoader, data, **more)
+    assert {dtype for dtype, *_ in ours} == {"torch.int32", "torch.int64"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_time_of_a_transform_is_not_called_collation(
+    path: Path, shared: dict[str, Any], workers: int
+) -> None:
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.001)
+        return x
+
+    loader = creel.DataLoader(records(path, transform=slow), 9, num_workers=workers, creel=shared)
+    for _ in range(2):
+        assert sum(1 for _ in loader) == _COUNT // 9
+    spent: Any = loader.stats()["busy_s" if workers else "stall_s"]
+    assert spent["decode"] >= 2 * _COUNT * 0.001

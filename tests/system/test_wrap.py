@@ -32,7 +32,7 @@ from creel.loader.datasets.files import FileDataset
 from creel.unix_peers import owner_of
 from daemons import Running
 from folders import folder as torchvision
-from kit import daemon_of, gone, until
+from kit import Cores, daemon_of, gone, until
 from programs import Program
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -331,12 +331,12 @@ def test_a_stopped_daemon_is_not_waited_for_again_and_again(node: Node) -> None:
     loader = iter(batches(creel.wrap(node.files())))
     got = [next(loader)]
     node.daemon.signal(signal.SIGSTOP)
-    start = time.monotonic()
+    start, cores = time.monotonic(), Cores()
     got += loader
     took = time.monotonic() - start
     node.daemon.signal(signal.SIGCONT)
     assert got == list(bare)
-    assert took < 20  # it takes 2 s; waiting for each batch would take 28
+    assert took < 20 or not cores.spare()  # it takes 2 s; waiting for each batch would take 28
 
 
 def test_a_stopped_daemon_that_goes_on_serves_again(node: Node, daemon_name: str) -> None:

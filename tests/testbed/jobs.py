@@ -140,7 +140,7 @@ class Rank:
 
     def next(self, key: str) -> dict[str, Any]:
         """Return the value of the next line with this key; fail if the rank ends first."""
-        while (said := self._said.get(timeout=100)) is not None:
+        while (said := self._said.get(timeout=300)) is not None:
             if key in said:
                 return said
         self._threads[1].join()
@@ -149,7 +149,7 @@ class Rank:
     def close(self) -> None:
         """Let the rank end, and wait for it."""
         self.process.stdin.close()
-        self.process.wait(60)
+        self.process.wait(300)
         for thread in self._threads:
             thread.join()
         self.process.stdout.close()

@@ -225,8 +225,9 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
     end(fetcher)
 
 
-def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
+def test_fetches_from_a_peer_that_is_gone_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both those that a thread waits for and those that wait for a thread."""
+    monkeypatch.setattr("creel.daemon.peers.link.CONNECT_S", 120.0)  # they do not wait for that
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     made: list[PeerSource] = []
 
@@ -243,11 +244,9 @@ def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
             ids, ones = np.arange(10, dtype=np.int32), np.ones(10, np.int64)
             fetcher.submit(FetchObjects(i, "d", ids, np.arange(10), ones, float(i), origin=i % 2))
         until(lambda: len(made) == 2)
-        began = time.monotonic()
         fetcher.remove_peer(0)
         fetcher.remove_peer(1)
         answers = [done.get(timeout=60) for _ in numbers]
-        assert time.monotonic() - began < 1.0  # a handshake may take 2 s
         assert {a.fetch for a in answers} == set(numbers)
         assert all((a.nbytes == -1).all() for a in answers)
         fetcher.submit(FetchObjects(99, "d", ids, np.arange(10), ones, 0.0, origin=0))
