@@ -34,7 +34,8 @@ _clients: dict[str, Client] = {}
 _starts: dict[str, DaemonStart] = {}
 _seen_starting: dict[str, float] = {}  # when another process was first seen starting a daemon
 _lock = threading.Lock()
-_told: set[str] = set()  # why datasets are read directly: each reason is said once
+#: (daemon name, why a dataset is read directly): each reason is said once.
+_told: set[tuple[str, str]] = set()
 
 
 def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
@@ -98,8 +99,8 @@ def open_session(
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no memory for a mapping
         why = str(e)  # the text alone, as in `connect_or_start`
         # Closed by the trainer's thread: nothing is read any more.
-        if not client.closed and why not in _told:
-            _told.add(why)
+        if not client.closed and (config.daemon.name, why) not in _told:
+            _told.add((config.daemon.name, why))
             _log.warning("creel reads directly, without a cache: %s", why)
         return None
     if not trainer_pid:

@@ -48,7 +48,6 @@ ADDRESSES = [f"s3://bucket/{i:02}" for i in range(N)]
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear what this process knows of stores."""
     forget_stores(monkeypatch)
-    monkeypatch.setattr(connections, "_told", set())
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)
 
