@@ -154,18 +154,18 @@ def test_descriptors_do_not_grow_with_datasets(tmp_path: Path, daemon_name: str,
 _BECOMES_A_DAEMON = (
     _DATASETS
     + """
-loader = creel.DataLoader(made[sys.argv[3]](), 4, num_workers=int(sys.argv[4]))
+options = {"creel": {"loader.direct": "never"}}  # a quick source would not be recorded
+loader = creel.DataLoader(made[sys.argv[3]](), 4, num_workers=int(sys.argv[4]), **options)
 before = next(iter(loader)).sum().item()
-out = os.dup2(1, 300)
-if os.fork():
-    status = os.wait()[1]
+if child := os.fork():
+    status = os.waitpid(child, 0)[1]
     assert sum(batch.sum().item() for batch in loader) == 5000 * sum(range(24))
     os._exit(os.waitstatus_to_exitcode(status))
 os.setsid()
 os.closerange(3, 256)
 theirs = [open(f"{folder}/theirs{i}", "w+b", buffering=0) for i in range(100)]
 got = [sum(batch.sum().item() for batch in loader) for _ in range(3)]
-again = creel.DataLoader(made[sys.argv[3]](), 4)
+again = creel.DataLoader(made[sys.argv[3]](), 4, **options)
 got += [sum(batch.sum().item() for batch in again) for _ in range(3)]
 assert got == [5000 * sum(range(24))] * 6, got
 for file in theirs:
