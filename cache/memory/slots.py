@@ -5,9 +5,12 @@ into it. The trainer wraps the batch as tensors without a copy. When the last te
 slot's id returns to the worker, which writes the next batch there. Fresh shared memory costs a page
 fault for every 4 KiB, far more than the copy itself, so slots must be reused.
 
-A worker keeps at most `max_slots` slots of at most `MAX_NBYTES` together. When all are in use, a
-batch goes into a *one-off* slot, which is freed with its last tensor: slower, but no batch waits.
-Slots much larger than any recent batch are freed.
+A tensor that is kept holds its slot. So that it holds little else, each large part of a batch has a
+slot of its own; the small ones share one.
+
+A worker keeps the slots of at most `max_slots` batches, of at most `MAX_NBYTES` together. When all
+are in use, a part goes into a *one-off* slot, which is freed with its last tensor: slower, but no
+batch waits. Slots much larger than what recent batches needed are freed.
 
 The next worker can reuse the slots of a worker that has ended, if the trainer forks it: a child has
 the same mappings (`SlotReader.unused`).
@@ -25,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeAlias
 
 from creel.cache.memory.buffers import address_of
@@ -34,7 +38,11 @@ from creel.forks import at_fork
 
 ALIGN = 64  # bytes: a cache line, and the alignment of torch's own allocator
 _MEMORY = 64  # number of recent batches that a slot's size is compared with
-_TOO_LARGE = 4  # a slot larger than this many times the largest of these batches is freed
+_TOO_LARGE = 4  # a slot larger than this many times what these batches need is not used, or freed
+_LARGE = 256 << 10  # bytes of a part from which on it has a slot of its own
+_LEAST = 64 << 10  # least bytes of a slot to share, as small batches differ in size
+_MAX_LARGE = 8  # most of these in a batch: a list of many images needs no descriptor for each
+TINY = 16 << 10  # bytes of a part up to which it is always copied out, and so holds no slot
 MAX_NBYTES = 1 << 30  # most bytes of all slots that a worker keeps, without one-offs
 # Windows has neither flag; it imports this module but makes no slots.
 _POPULATE = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
@@ -65,6 +73,7 @@ class Slot:
     address: int
     untouched: bool = False  # whether its pages are missing in this process's page tables
     filled: int = 0  # bytes used by the current batch
+    large: int = 0  # bytes of the large part of this batch that has it alone; 0: parts share it
     handed_over: bool = False  # whether the trainer uses it
     # The exporter that tensors over the slot in this process (from collate) keep alive.
     local: weakref.ref[Buffer] | None = None
@@ -104,14 +113,14 @@ class SlotWriter:
     """
 
     def __init__(self, *, max_slots: int, inherited: Sequence[mmap.mmap] = ()) -> None:
-        """Keep at most `max_slots` slots.
+        """Keep the slots of at most `max_slots` batches.
 
         inherited: mappings of the first slots, the same as for this worker's `SlotReader`.
         """
         self._max_slots = max_slots
         self._ids = itertools.count(len(inherited))
         self._slots: dict[int, Slot] = {}
-        for number, mapping in enumerate(inherited[:max_slots]):
+        for number, mapping in enumerate(inherited if max_slots else ()):
             slot = Slot(
                 number, -1, len(mapping), False, mapping, address_of(mapping), untouched=True
             )
@@ -120,9 +129,11 @@ class SlotWriter:
         self._unsent: list[Slot] = []
         self._spent: list[Slot] = []  # one-offs that were handed over
         self._retired: list[int] = []
-        self._batches: deque[int] = deque(maxlen=_MEMORY)
+        #: Of recent batches: bytes in shared slots, then bytes in each other slot.
+        self._batches: deque[list[int]] = deque(maxlen=_MEMORY)
         self._until_trim = _MEMORY
-        self._expected = 0  # bytes of the largest recent batch
+        self._expected: list[int] = []  # the largest of these, by position
+        self._most = 1  # most slots of a recent batch
         self._limit = 0  # larger slots are freed when they come back
 
     @property
@@ -135,24 +146,38 @@ class SlotWriter:
         Raises:
             OSError: the machine has no memory left.
         """
-        for slot in self._open:
+        alone = sum(slot.large > 0 for slot in self._open)
+        shared = nbytes < _LARGE or alone == _MAX_LARGE
+        for slot in self._open if shared else ():
             at = -(-slot.filled // ALIGN) * ALIGN
-            if at + nbytes <= slot.nbytes:
+            if (not slot.large or nbytes <= TINY) and at + nbytes <= slot.nbytes:
                 slot.filled = at + nbytes
                 return slot, at
-        slot = self.take(max(nbytes, 1))
+        slot = self.take(max(nbytes, 1), position=0 if shared else alone + 1)
         slot.filled = nbytes
         return slot, 0
 
-    def take(self, nbytes: int) -> Slot:
-        """Add a slot of at least `nbytes` to the current batch; raises as `room`."""
+    def take(self, nbytes: int, position: int = 0) -> Slot:
+        """Add a slot of at least `nbytes` to the current batch; raises as `room`.
+
+        position: 0 for a slot to share; n for the n-th of those with one large part.
+        """
         self._close_spent()
-        want = max(nbytes, 0 if self._open else self._expected)
-        slot = self._found(want) or self._found(nbytes) or self._new(nbytes, once=True)
+        first = position or all(slot.large for slot in self._open)
+        expected = self._expected[position] if first and position < len(self._expected) else 0
+        want = max(nbytes if position else max(nbytes, _LEAST), expected)
+        most = _TOO_LARGE * want
+        tail = TINY if position else 0  # tiny parts find room behind a large one
+        slot = (
+            self._found(want, most, tail)
+            or self._found(nbytes, most, tail)
+            or self._new(nbytes + tail, once=True)
+        )
         if slot.untouched:
             slot.touch()
-        slot.filled = 0
+        slot.filled, slot.large = 0, nbytes if position else 0
         self._open.append(slot)
+        self._most = max(self._most, len(self._open))
         return slot
 
     def seal(self) -> list[Slot]:
@@ -162,7 +187,8 @@ class SlotWriter:
             slot.handed_over = True
             if slot.once:
                 self._spent.append(slot)
-        self._remember(sum(slot.filled for slot in used))
+        alone = [slot.large for slot in used if slot.large]
+        self._remember([sum(slot.filled for slot in used if not slot.large), *alone])
         return used
 
     def holds(self, address: int, nbytes: int) -> tuple[Slot, int] | None:
@@ -219,21 +245,31 @@ class SlotWriter:
     def _idle(self) -> list[Slot]:
         return [s for s in self._slots.values() if s.idle and s not in self._open]
 
-    def _found(self, nbytes: int) -> Slot | None:
-        """Return the smallest idle slot that is large enough, or a new one; None beyond limits."""
-        fit = [slot for slot in self._idle() if slot.nbytes >= nbytes]
-        return min(fit, key=lambda s: s.nbytes, default=None) or self._grown(nbytes)
+    def _found(self, nbytes: int, most: int, tail: int) -> Slot | None:
+        """Return the smallest idle slot of `nbytes` to `most`, or a new one; None beyond limits.
 
-    def _grown(self, nbytes: int) -> Slot | None:
-        """Make a slot to keep, in place of idle smaller ones if needed; None beyond the limits."""
-        size = _rounded(nbytes)
-        small = self._idle()
-        if self.nbytes - sum(s.nbytes for s in small) + size > MAX_NBYTES:
+        A larger one is not used: whoever kept a small part would hold all of it.
+        """
+        fit = [slot for slot in self._idle() if nbytes <= slot.nbytes <= most]
+        found = min(fit, key=lambda s: s.nbytes, default=None)
+        return found or self._grown(_rounded(nbytes) + tail)
+
+    def _grown(self, size: int) -> Slot | None:
+        """Make a slot to keep, in place of idle ones if needed; None beyond the limits.
+
+        For the limit of slots, only smaller ones are given up: they were outgrown.
+        """
+        max_slots = self._max_slots * max(self._most, len(self._open) + 1)
+        idle = sorted(self._idle(), key=lambda s: s.nbytes)
+        if not max_slots or self.nbytes - sum(s.nbytes for s in idle) + size > MAX_NBYTES:
             return None
-        while len(self._slots) >= self._max_slots or self.nbytes + size > MAX_NBYTES:
-            if not small:
+        small = [slot for slot in idle if slot.nbytes < size]
+        large = [slot for slot in idle if slot.nbytes >= size]
+        while (many := len(self._slots) >= max_slots) or self.nbytes + size > MAX_NBYTES:
+            gone = small if small or many else large
+            if not gone:
                 return None
-            self._retire(small.pop())
+            self._retire(gone.pop())
         return self._new(size, once=False)
 
     def _new(self, nbytes: int, *, once: bool) -> Slot:
@@ -267,15 +303,21 @@ class SlotWriter:
             self._retired.append(slot.id)
         slot.close()
 
-    def _remember(self, nbytes: int) -> None:
+    def _remember(self, nbytes: list[int]) -> None:
+        """Note the bytes of a batch by position."""
         self._batches.append(nbytes)
-        self._expected = max(self._expected, nbytes)
+        recent: Sequence[list[int]] = [self._expected, nbytes]
         self._until_trim -= 1
         if not self._until_trim:
             self._until_trim = _MEMORY
-            self._expected = max(self._batches)
-            self._limit = 0
-        self._limit = max(self._limit, _TOO_LARGE * _rounded(self._expected))
+            recent, self._limit = self._batches, 0
+            self._most = max(map(len, recent))
+        self._expected = [max(of_all) for of_all in zip_longest(*recent, fillvalue=0)]
+        self._limit = max(self._limit, _TOO_LARGE * _rounded(max(_LEAST, *self._expected)))
+        if self._until_trim == _MEMORY:
+            for slot in self._idle():
+                if slot.nbytes > self._limit:
+                    self._retire(slot)
 
 
 def _rounded(nbytes: int) -> int:

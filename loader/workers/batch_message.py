@@ -63,7 +63,7 @@ class Outbox(SlotWriter):
 
 
 class _NoSlots(SlotWriter):
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int, position: int = 0) -> Slot:  # noqa: ARG002
         raise OSError(errno.EMFILE, f"no descriptor for {nbytes} bytes")
 
 

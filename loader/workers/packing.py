@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch.multiprocessing import reductions
 
-from creel.cache.memory.slots import Slot, SlotWriter
+from creel.cache.memory.slots import TINY, Slot, SlotWriter
 from creel.loader.buffers import over
 from creel.loader.torch_private import collate as torch_collate
 from creel.loader.workers.unpacking import (
@@ -39,7 +39,6 @@ from creel.loader.workers.unpacking import (
 )
 
 _INLINE = 2048  # most bytes of pickle and storages sent in the message instead of a slot
-_SMALL = 16 << 10  # stacks up to this are made outside slots, since unpacking copies them anyway
 _SLACK = 1 << 16  # unused bytes of a storage up to which it is not cut
 _ARRAY = 1024  # smallest numpy array, in bytes, that goes into the slot
 
@@ -246,16 +245,18 @@ class _Load:
         total = length + sum(high - low for low, high in spans)
         if total + PART.size * len(spans) <= _INLINE:
             return self.inline()
-        parts = [self._place(*one) for one in zip(self._storages, spans, strict=True)]
-        rows = b"".join([PART.pack(*part) for part in parts])
+        # The largest first: tiny ones find room behind them.
+        order = sorted(range(len(spans)), key=lambda i: spans[i][0] - spans[i][1])
+        parts = {i: self._place(self._storages[i], spans[i]) for i in order}
+        rows = b"".join([PART.pack(*parts[i]) for i in range(len(spans))])
         where = None
         if length + len(rows) > _INLINE:
             where = self._write_pickle(length, rows)
         slots = self._writer.seal()
         # In order of their numbers; a slot that only collate filled has none.
-        order = sorted(slots, key=lambda slot: self._slots.get(slot.id, len(slots)))
+        slots.sort(key=lambda slot: self._slots.get(slot.id, len(slots)))
         return Packed(
-            slots=tuple((slot.id, slot.once) for slot in order),
+            slots=tuple((slot.id, slot.once) for slot in slots),
             retired=tuple(self._writer.retired()),
             parts=b"" if where else rows,
             pickle=b"" if where else b"".join(self._pieces),
@@ -337,7 +338,7 @@ class _Stack:
         """Return memory for `count` tensors like `elem`: in a slot, unless small."""
         shape = (count, *elem.shape)
         nbytes = elem.nbytes * count
-        if nbytes <= _SMALL:
+        if nbytes <= TINY:  # made outside slots, since unpacking copies it anyway
             return torch.empty(shape, dtype=elem.dtype, device="cpu")
         slot, at = self._writer.room(nbytes)
         flat = over(slot.buffer(), nbytes // elem.itemsize, at, elem.dtype)

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.cache.memory.slots import Buffer, SlotReader
+from creel.cache.memory.slots import TINY, Buffer, SlotReader
 from creel.errors import IllegalEventError
 from creel.loader.buffers import over
-
-_SMALL = 16 << 10  # storages up to this are copied (2 us) instead of holding a slot
 
 #: Dtypes of packed tensors, numbered by their position in DTYPES. torch pickles all others.
 _NAMES = (
@@ -104,7 +102,7 @@ class _Arrival:
         if part.slot < 0:
             return _copied(self._packed.small, part), 0
         lease = self._leases[part.slot]
-        if part.nbytes <= _SMALL or (lease is None and self._reader.full):
+        if part.nbytes <= TINY or (lease is None and self._reader.full):
             return _copied(self._reader.view(self._packed.slots[part.slot][0]), part), 0
         if lease is None:
             slot_id, once = self._packed.slots[part.slot]

@@ -377,7 +377,7 @@ def test_batches_cross_processes() -> None:
             os.close(fd)
         used.update(slot_id for slot_id, _ in packed.slots)
         same(unpack(packed, reader), [torch.full((4, 50_000), i), "x" * i, np.arange(1 + i * 1000)])
-    assert len(used) <= 4
+    assert len(used) <= 8  # two in each batch, one of which grows
     ours.close()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from creel.cache.memory import slots
-from creel.cache.memory.slots import ALIGN, Buffer, Slot, SlotReader, SlotWriter
+from creel.cache.memory.slots import ALIGN, TINY, Buffer, Slot, SlotReader, SlotWriter
 from creel.errors import IllegalEventError
 from kit import descriptors
 
@@ -215,7 +215,7 @@ def test_another_writer_goes_on_with_the_slots_that_nobody_uses() -> None:
     assert after.view(new.id)[:MB] == b"n" * MB
     heir.close()
     after.close()
-    assert (first.nbytes, second.nbytes) == (MB, MB)
+    assert first.nbytes == second.nbytes
 
 
 def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
@@ -223,7 +223,8 @@ def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
 ) -> None:
     for c in b"abc":
         send(writer, reader, bytes([c]) * MB)
-    assert [len(mapping) for mapping in reader.unused(2 * MB)] == [MB, MB]
+    size = MB + TINY
+    assert [len(mapping) for mapping in reader.unused(2 * size)] == [size, size]
     buffer = reader.lease(0)
     reader.mark_shared()
     del buffer
@@ -321,8 +322,8 @@ def test_slots_that_are_far_too_large_for_long_are_let_go(
 def test_pieces_of_a_batch_share_a_slot_and_are_aligned(
     writer: SlotWriter, reader: SlotReader
 ) -> None:
-    send(writer, reader, b"a" * MB)  # now the writer knows the size
-    rooms = [writer.room(n) for n in (1, 100, 3, MB // 2)]
+    send(writer, reader, b"a" * 60_000)  # now the writer knows the size
+    rooms = [writer.room(n) for n in (1, 100, 3, 50_000)]
     assert len({slot.id for slot, _ in rooms}) == 1
     assert [at for _, at in rooms] == [0, ALIGN, 3 * ALIGN, 4 * ALIGN]
     slot, at = rooms[1]
