@@ -106,12 +106,10 @@ class EpochRun:
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
         given = None if resume is None else resume["order"]
-        foresee = loader_state.config.loader.foresee
         order = adopt(
             *(held, begun),
             previous=loader_state.order,
             state=given,
-            foresee=foresee,
             exchange=loader_state.exchange(loader),
         )
         self.skipped = 0 if resume is None else resume["batches"]

@@ -22,7 +22,6 @@ from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.state import LoaderState, only_copies
 from creel.loader.iterators.unprofiled import UnprofiledIter
-from creel.loader.order.samplers import before
 from creel.loader.pinning import Pinning
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -159,7 +158,8 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     _threads: ReaderThreads | None = None
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> None:
-        self._moment = before(loader)
+        self._loader_state = loader_state
+        self._moment = loader_state.before(loader)
         BaseDataLoaderIter.__init__(self, loader)
         self._queue: deque[Task | Batch] = deque()
         self._ahead = require_prefetch_factor(loader.prefetch_factor) * self._num_workers
@@ -202,7 +202,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:
-            self._moment = before(loader)
+            self._moment = self._loader_state.before(loader)
             self._drop_queue()
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._run.begin(loader, self, self._moment)

@@ -18,7 +18,6 @@ from creel.loader.buffers import keep_freed_memory
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
-from creel.loader.order.samplers import before
 from creel.loader.pinning import Pinning, pinned
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
@@ -245,7 +244,7 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState) -> None:
         keep_freed_memory()
-        moment = before(loader)
+        moment = loader_state.before(loader)
         super().__init__(loader)
         self._meter = loader_state.meter
         self._tolerance = loader_state.tolerance

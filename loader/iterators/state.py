@@ -26,9 +26,10 @@ from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
     Progress,
+    StateBefore,
     index_sampler,
 )
-from creel.loader.order.samplers import resharded, resized, resume, without_batches
+from creel.loader.order.samplers import before, resharded, resized, resume, without_batches
 from creel.loader.plan.batch_stream import (
     BatchStream,
     open_batch_stream,
@@ -88,6 +89,10 @@ class LoaderState:
         if dataset is not loader.dataset or binding is None or not binding.still():
             self._bound = (loader.dataset, bind(loader.dataset))
         return self._bound[1]
+
+    def before(self, loader: DataLoader[Any]) -> StateBefore:
+        """Return the state an epoch begins from; call it before torch's iterator is constructed."""
+        return before(loader, self.order, foresee=self.config.loader.foresee)
 
     def exchange(self, loader: DataLoader[Any]) -> Exchange | None:
         """Return how the ranks exchange samples, as agreed in the first epoch; None: not at all.

@@ -19,7 +19,6 @@ import torch
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
-from creel.loader.order.samplers import before
 from creel.loader.pinning import Pinning
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import (
@@ -61,7 +60,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> None:
         """Begin an epoch: draw the base seed, start workers, request the first batches."""
-        self._moment = before(loader)
+        self._moment = loader_state.before(loader)
         BaseDataLoaderIter.__init__(self, loader)
         self._in_order = loader.in_order
         if self._num_workers <= 0:
@@ -123,7 +122,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin the next epoch of persistent workers (or the first of any)."""
         if not first_iter:
-            self._moment = before(loader)
+            self._moment = self._loader_state.before(loader)
             self._drop_held()
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         late = None if first_iter else self._run.bind_late(loader)

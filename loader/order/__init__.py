@@ -1,6 +1,6 @@
 """The order in which an epoch reads its samples, by replaying torch's random numbers.
 
-`epoch_order.predict` predicts an epoch by replaying torch's samplers (`samplers`, `replay`).
-`epoch_plan` holds the predicted epoch, and compares it with the samples that the sampler really
-yields.
+`samplers` begins an epoch and makes its `EpochOrder` (`epoch_order`): `replayed` for torch's own
+samplers, `custom` for all others. `epoch_plan` holds a predicted epoch, and compares it with the
+samples that the sampler really yields. What is pure arithmetic on arrays is in `policies/order/`.
 """

@@ -11,10 +11,11 @@ from torch.utils.data import DistributedSampler
 from creel.loader.order.streams import Derived, Items, SamplerStream, Sequential, StreamState
 from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 from creel.policies.cluster.remap import Exchange
+from creel.policies.order.dealing import Dealing, each_of
 
 
 class Distributed(Derived):
-    """One rank's share of an order: every world-th item, with the head repeated or the tail cut.
+    """One rank's share of an order (`Dealing`).
 
     `offset`: items of the order that an earlier number of ranks has read; dealing begins there.
     `exchange`: how the ranks exchange their items within a step.
@@ -29,74 +30,47 @@ class Distributed(Derived):
         exchange: Exchange | None = None,
     ) -> None:
         super().__init__(order)
-        self._epoch, self._offset = epoch, offset
-        self._exchange = exchange
-        self._rank, self._world = sampler.rank, sampler.num_replicas
-        self._n = order.total
-        rest = each_of(self._n - offset, self._world, drop_last=sampler.drop_last)
+        self._epoch, self._rank = epoch, sampler.rank
+        n, world = order.total, sampler.num_replicas
+        rest = each_of(n - offset, world, drop_last=sampler.drop_last)
         self.total = rest if offset else sampler.num_samples
-        self.spread = self._world
-        if exchange is not None:
-            self.at_a_time = max(self.at_a_time // self._world, exchange.batch)
-        self.key = ("dealt", order.key, self._rank, self._world, self.total, offset, exchange)
+        self._dealing = Dealing(n, world, self.total, offset, exchange)
+        self.spread = world
+        self.key = ("dealt", order.key, self._rank, self._dealing)
 
     def need(self, item: int) -> None:  # noqa: ARG002  the first item needs the whole order
         self._order.need(0)
 
     @property
-    def drawn(self) -> int:
-        return self.total if self._order.drawn == self._n else 0
-
-    @property
     def ready(self) -> int:
         there = self._order.ready
-        if there == self._n:
+        if there == self._order.total:
             return self.total
-        there -= self._offset
-        if self._exchange is not None:
-            batch = self._exchange.batch
-            return max(there, 0) // (batch * self._world) * batch
-        return max(there - self._rank, 0) // self._world
+        return self._dealing.known(self._rank, there)
 
     def items(self, start: int, stop: int) -> Items:
-        if start >= stop:
-            return np.empty(0, np.int32)
-        if self._exchange is not None:
-            return self._exchanged(self._exchange, start, stop)
-        return self._at(self._rank + self._world * np.arange(start, stop))
+        head = None if isinstance(self._order, Sequential) else self._head
+        return self._dealing.to_rank(self._rank, head, start, stop)
 
-    def _at(self, places: NDArray[np.int64]) -> NDArray[np.signedinteger]:
-        """Return (k,) items at these ascending places, counted from `offset`."""
-        places = self._offset + places
-        if isinstance(self._order, Sequential):
-            return places % max(self._n, 1)
-        head = self._order.items(0, min(int(places[-1]) + 1, self._n))
-        return np.asarray(head)[places % self._n]
-
-    def _exchanged(self, exchange: Exchange, start: int, stop: int) -> NDArray[np.int32]:
-        """Return items [start, stop) of this rank, cut out of whole steps of all ranks."""
-        batch, world = exchange.batch, self._world
-        first = start // batch * batch
-        last = min(-(-stop // batch) * batch, self.total)
-        dealt = self._at(np.arange(first * world, last * world)).astype(np.int32)
-        return exchange.apply(dealt)[self._rank :: world][start - first : stop - first]
+    def _head(self, k: int) -> NDArray[np.integer]:
+        return np.asarray(self._order.items(0, k))
 
     def deal(self, each: int, batch: int) -> JobOrder | None:
         """Return the whole job's epoch: `each` samples of every rank, in steps of `batch`.
 
         None if a daemon could not compute it.
         """
-        if self._offset:
-            return None
+        n, world, _, offset, exchange = self._dealing
         in_order = isinstance(self._order, Sequential)
         seed = IN_ORDER if in_order else self._order.state().get("seed")
-        if seed is None:
+        if offset or seed is None:
             return None
-        return JobOrder(self._n, self._world, each, batch, seed, self._exchange is not None)
+        return JobOrder(n, world, each, batch, seed, exchange is not None)
 
     def state(self) -> StreamState:
-        state: StreamState = {"epoch": self._epoch, "world": self._world}
-        return {**state, "offset": self._offset} if self._offset else state
+        _, world, _, offset, _ = self._dealing
+        state: StreamState = {"epoch": self._epoch, "world": world}
+        return {**state, "offset": offset} if offset else state
 
 
 class Without(Derived):
@@ -108,10 +82,9 @@ class Without(Derived):
         self._each = each
         self._gone = np.unique(np.asarray(batches, np.int64))
         self._gone = self._gone[self._gone * each < whole.total]
-        self.total = whole.total - self._missing(whole.total)
+        self._retotal()
         self.live, self.at_once = whole.live, whole.at_once
-        self.spread, self.thread_safe = whole.spread, whole.thread_safe
-        self.at_a_time = whole.at_a_time
+        self.spread = whole.spread
         if whole.key is not None:
             self.key = ("without", whole.key, self._gone.tobytes(), each)
 
@@ -119,9 +92,9 @@ class Without(Derived):
         """Count the items left out among the first `items` of the whole stream."""
         return int((items - self._gone * self._each).clip(0, self._each).sum())
 
-    @property
-    def drawn(self) -> int:
-        return self._order.drawn - self._missing(self._order.drawn)
+    def _retotal(self) -> None:
+        """Count the items: `need` may change how many the whole stream has."""
+        self.total = self._order.total - self._missing(self._order.total)
 
     @property
     def ready(self) -> int:
@@ -130,6 +103,7 @@ class Without(Derived):
     def need(self, item: int) -> None:
         places = in_whole(np.array([item]) // self._each, self._gone) * self._each
         self._order.need(min(int(places[0]) + item % self._each, self._order.total))
+        self._retotal()
 
     def items(self, start: int, stop: int) -> Items:
         if start >= stop:
@@ -153,8 +127,3 @@ def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.
     [0, 3, 4]
     """
     return batches + np.searchsorted(gone - np.arange(len(gone)), batches, side="right")
-
-
-def each_of(items: int, world: int, *, drop_last: bool) -> int:
-    """Return the number of items that torch's DistributedSampler deals to each rank."""
-    return max(items // world if drop_last else -(-items // world), 0)

@@ -1,40 +1,38 @@
-"""EpochOrder: an epoch's order, drawn when torch draws it, predicted, and saved for resuming.
+"""EpochOrder: what an epoch reads, in torch's order: drawn when torch draws it, saved, predicted.
 
-`samplers` makes them.
+Each epoch of a loader has one, made by `samplers.adopt` when torch's iterator has begun the epoch.
+It takes the place of the iterator's `_sampler_iter`. There are two kinds:
+
+- `ReplayedOrder` (`replayed`) computes what one of torch's own samplers yields, from the same draws
+  of the same generators. Its indices are slices of arrays, and it can be predicted, resumed and
+  skipped without being iterated.
+- `CustomOrder` (`custom`) passes on what any other sampler yields. That is the user's code, of
+  which nothing is known.
+
+Who calls: torch's iterator (or one of `loader/iterators`, in its place) calls `next`, in the thread
+that trains, when torch would: this makes the draws that the user can see. `EpochRun` asks for
+`predict` and `state` at any time, also in mid-epoch. Neither may change anything that the user can
+see: a generator's state, an attribute of a sampler, or how often its code has run. A prediction is
+a copy of the order with copies of the generators, and the planner thread computes it while the
+order itself goes on.
+
+Nothing here decides what is read: where a prediction is wrong, the order yields the right batch
+all the same, and `loader/plan/batch_stream.py` notices the difference.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypedDict, cast
 
-import numpy as np
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader
 
-from creel.loader.order.drain import drain, gather
-from creel.loader.order.epoch_plan import Division, EpochPlan, PredictedEpoch, drained_epoch
-from creel.loader.order.generators import GeneratorCopies, RandomSource, encode_state, state_of
-from creel.loader.order.replay import is_sequence, open_stream
-from creel.loader.order.sampler_state import OwnState, attribute, own_states
-from creel.loader.order.streams import Items, SamplerStream, Shuffled, StreamState, WithReplacement
-from creel.policies.cluster.remap import Exchange
-
-_log = logging.getLogger("creel.loader")
-
-#: Entries converted to int64 in the first piece, so that it is early; later pieces are larger.
-_FIRST_PIECE = 1 << 11
-#: Seconds that a copy of a custom sampler may run in one call.
-COPY_S = 2.0
+from creel.loader.order.epoch_plan import EpochPlan
+from creel.loader.order.generators import encode_state, state_of
+from creel.loader.order.sampler_copy import SamplerCopy
+from creel.loader.order.sampler_state import OwnState, own_states
+from creel.loader.order.streams import StreamState
 
 
 class OrderState(TypedDict, total=False):
@@ -77,6 +75,7 @@ class StateBefore(NamedTuple):
 
     rng: bytes  # state of the global generator
     own: list[OwnState]
+    copied: SamplerCopy | None = None  # of a custom sampler that may be run ahead
 
 
 class IteratorStart(NamedTuple):
@@ -93,6 +92,7 @@ class EpochOrder:
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.
         known: True: the order is computed; False: the sampler is iterated.
+        unpredictable: whether copies of its sampler are run no more.
         pulled: items returned by `next` or skipped so far.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the
             same samples (law L1). With replacement, the next epoch may lack a sample that the one
@@ -101,6 +101,7 @@ class EpochOrder:
     """
 
     known: bool
+    unpredictable = False
     lookahead = 1
 
     def __init__(self, loader: DataLoader[object], begun: IteratorStart) -> None:
@@ -129,8 +130,7 @@ class EpochOrder:
 
         The prediction holds if no other code draws from the generators meanwhile. For a known order
         this takes microseconds and is valid at any moment. A custom sampler is predicted only if
-        the user asked for it: a copy then runs in this call; ask for epoch 0 before the first
-        `next`.
+        the user asked for it: a copy of it then runs in this call.
 
         Returns:
             None if the epoch cannot be predicted.
@@ -163,247 +163,6 @@ class EpochOrder:
         return self._loader.num_workers > 0 and self._loader.persistent_workers
 
 
-class KnownOrder(EpochOrder):
-    """The order of torch's own sampler or of a sequence, with or without BatchSampler."""
-
-    known = True
-
-    def __init__(
-        self,
-        loader: DataLoader[object],
-        begun: IteratorStart,
-        previous: EpochOrder | None = None,
-        given: StreamState | None = None,
-        *,
-        redraw: bool = False,
-        exchange: Exchange | None = None,
-    ) -> None:
-        """Make an order.
-
-        Args:
-            given: state of the stream to reopen.
-            redraw: whether to repeat the stream's global draws even if its state is given.
-            exchange: see `adopt`.
-        """
-        super().__init__(loader, begun)
-        self._exchange = exchange
-        self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
-        self.inner = inner_of(self._sampler)
-        self._given, self._redraw = given, redraw
-        self.lookahead = 2 if getattr(self.inner, "replacement", False) else 1
-        self._stream: SamplerStream | None = None
-        self._recounted = False
-        self._division = Division()
-        self._at = 0  # next item
-        self._piece: Items = []
-        self._piece_start = self._piece_end = 0
-        self._piece_size = _FIRST_PIECE
-        self._stride = 1  # increment of DistributedSampler.epoch per epoch
-        if isinstance(previous, KnownOrder) and previous.inner is self.inner:
-            self._stride = previous.epochs_to(self.inner)
-        # The __iter__ of these two is not a generator function: it reads the dataset's length now.
-        if self._batcher is None and type(self.inner) in (SequentialSampler, DistributedSampler):
-            self._open()
-
-    def _open(self) -> SamplerStream:
-        if self._stream is None:
-            self._division = self._divided()
-            if self._redraw and self._given and "seed" in self._given:
-                RandomSource().seed(None)
-            self._stream = open_stream(self.inner, RandomSource(), self._given, self._exchange)
-        return self._stream
-
-    def _divided(self) -> Division:
-        """Return the steps of an epoch that begins now."""
-        batcher = self._batcher
-        return Division() if batcher is None else Division(batcher.batch_size, batcher.drop_last)
-
-    def _copies(self) -> GeneratorCopies:
-        return GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
-
-    def __next__(self) -> object:
-        start = self._at
-        if self._batcher is None:
-            if start >= self._piece_end:
-                self._load(start, start + 1)
-            self._at = start + 1
-            self.pulled += 1
-            return self._piece[start - self._piece_start]
-        # torch reads `batch_size` again for each batch, unless incomplete ones are dropped.
-        drop = self._division.drop_last and self._stream is not None
-        stop = start + (self._division.size if drop else self._batcher.batch_size)
-        if stop > self._piece_end:
-            stop = self._load(start, stop)
-        self._at = stop
-        self.pulled += 1
-        return self._piece[start - self._piece_start : stop - self._piece_start]
-
-    def _load(self, start: int, stop: int) -> int:
-        """Draw up to `stop` as torch would, load a piece from `start` on; return the batch's end.
-
-        Raises:
-            StopIteration: the epoch is over; its final draws are made.
-        """
-        stream = self._open()
-        sure = self._recount(stream, stop - 1)
-        stream.need(min(stop - 1, stream.total))
-        if start >= stream.total or (self._division.drop_last and stop > stream.total):
-            raise StopIteration
-        stop = min(stop, stream.total)
-        # Of a large permutation that is partly drawn, take only the entries computed or needed now.
-        there = min(stream.drawn, stream.ready, sure)
-        size = min(self._piece_size, stream.at_a_time)
-        end = stop if stream.live else max(stop, min(start + size, there))
-        piece = stream.items(start, end)
-        if isinstance(piece, np.ndarray):
-            piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)
-        self._piece, self._piece_start, self._piece_end = piece, start, end
-        self._piece_size *= 2
-        return stop
-
-    def _recount(self, stream: SamplerStream, item: int) -> int:
-        """Read the number of samples again, as RandomSampler does before its last block.
-
-        A dataset that has grown or shrunk since the epoch began gets other batches from there on.
-        Returns how many items are certain before `item` is drawn.
-        """
-        if not isinstance(stream, (Shuffled, WithReplacement)) or self._recounted:
-            return stream.total
-        if not isinstance(self.inner, RandomSampler):
-            return stream.total
-        if item < stream.last_block:
-            return stream.last_block
-        self._recounted = True
-        stream.recount(self.inner.num_samples)
-        return stream.total
-
-    def skip(self, batches: int) -> None:
-        self._at += batches * (1 if self._batcher is None else self._batcher.batch_size)
-        self.pulled += batches
-
-    def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
-        shadow = self._copies()
-        now = self._stream.fork(shadow) if self._stream is not None else None
-        # A copy keeps the sampler's present settings.
-        sampler = self.inner if is_sequence(self.inner) else copy.copy(self.inner)
-        return EpochPlan(functools.partial(self._predicted, epochs_ahead, shadow, now, sampler))
-
-    def _predicted(
-        self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
-    ) -> PredictedEpoch:
-        division = self._division if now is not None and not epochs_ahead else self._divided()
-        stream = now or open_stream(sampler, shadow, self._given, self._exchange)
-        for _ in range(epochs_ahead):
-            stream.need(stream.total)
-            if not self._keeps_seed():
-                shadow.seed(self._loader.generator)  # as torch draws the base seed
-            if isinstance(sampler, DistributedSampler):
-                sampler.epoch = stream.state()["epoch"] + self._stride
-            stream = open_stream(sampler, shadow, None, self._exchange)
-        if self._batcher is None and is_sequence(sampler):  # its items may be batches
-            found = gather(iter(sampler))  # type: ignore[call-overload]  # a sequence
-            if found is None:
-                raise ValueError("the sequence is too long to predict")
-            return drained_epoch(found)
-        return PredictedEpoch(division, stream)
-
-    def epochs_to(self, sampler: object) -> int:
-        """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""
-        new = getattr(sampler, "epoch", None)
-        if new is None or self._stream is None:  # first: most streams encode their state (0.1 ms)
-            return 1
-        old = self._stream.state().get("epoch")
-        return new - old if old is not None and new >= old else 1
-
-    def state(self, *, over: bool = False) -> OrderState:
-        state = super().state(over=over)
-        stream = self._stream
-        if stream is None:
-            stream = open_stream(self.inner, self._copies(), self._given)
-        state["total"] = stream.total
-        state["stream"] = stream.state()
-        if "rng" in state["stream"] and self._loader.generator is getattr(
-            self.inner, "generator", None
-        ):
-            state.pop("loader_rng", None)  # the stream has a later state of the same generator
-        return state
-
-
-class ForeignOrder(EpochOrder):
-    """The order of a custom sampler: iterated when torch would, never ahead.
-
-    An epoch is predicted, by running a copy, only if the user asked for it: by `loader.foresee`, or
-    in the sampler by `foreseeable`.
-    """
-
-    known = False
-
-    def __init__(
-        self,
-        loader: DataLoader[object],
-        begun: IteratorStart,
-        previous: EpochOrder | None = None,
-        *,
-        foresee: bool = False,
-    ) -> None:
-        super().__init__(loader, begun)
-        self._begun = begun.sampler_iter
-        self._first: EpochPlan | None = None
-        self._may_run_ahead = foresee or foreseeable(self._sampler)
-        self.unpredictable: bool = isinstance(previous, ForeignOrder) and previous.unpredictable
-        self._epochs = _epochs_of(self._sampler)
-
-    def record_outcome(self, *, wrong: bool) -> None:
-        if wrong:
-            self.unpredictable = True
-            _log.warning(
-                "a copy of %s yielded other samples than the sampler itself: creel no longer runs"
-                " copies of it, and only reads ahead what torch has pulled from it",
-                kind_of(self._sampler),
-            )
-
-    def __next__(self) -> object:
-        pulled = next(self._begun)
-        self.pulled += 1
-        return pulled
-
-    def close(self) -> None:
-        self._begun = iter(())
-
-    def skip(self, batches: int) -> None:
-        for _ in range(batches):
-            if next(self, None) is None:
-                return
-
-    def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
-        if not epochs_ahead and (self._first is not None or self.pulled):
-            return self._first
-        if not self._may_run_ahead or self.unpredictable or epochs_ahead > 1:
-            return None
-        found = drain(
-            self._loader,
-            self._sampler,
-            None if self.pulled else self._begun,
-            next_epoch=bool(epochs_ahead),
-            keep_seed=self._keeps_seed(),
-            advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
-            budget_s=COPY_S,
-        )
-        if found is None:
-            self.unpredictable = True
-            return None
-        made = EpochPlan(lambda: drained_epoch(found))
-        if not epochs_ahead:
-            self._first = made
-        return made
-
-    def state(self, *, over: bool = False) -> OrderState:
-        state = super().state(over=over)
-        if over and self._loader.generator is not None:
-            state["loader_rng"] = encode_state(state_of(self._loader.generator))
-        return state
-
-
 def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
     """Return the object that torch iterates for the loader; a subclass may override it."""
     return cast("Iterable[object]", loader._index_sampler)  # noqa: SLF001  torch's
@@ -421,17 +180,3 @@ def batch_of(sampler: object) -> int:
 
 def kind_of(sampler: object) -> str:
     return type(inner_of(sampler)).__name__
-
-
-def _epochs_of(sampler: object) -> tuple[object, object]:
-    return attribute(sampler, "epoch"), attribute(attribute(sampler, "sampler"), "epoch")
-
-
-def foreseeable(sampler: object) -> bool:
-    """Whether a custom sampler declares that a copy of it may be run ahead.
-
-    The attribute `foreseeable = True` promises that iterating a deep copy yields what iterating the
-    sampler will yield, without side effects. (The dataset is not copied; the global generators of
-    torch, numpy and `random` are restored.)
-    """
-    return attribute(inner_of(sampler), "foreseeable") is True

@@ -4,64 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import operator
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.order.derived import Distributed
-from creel.loader.order.drain import DrainedSampler
 from creel.loader.order.streams import FromArray, SamplerStream, Sequential, indices_of
 from creel.policies.cluster.job_order import JobOrder
+from creel.policies.order.division import Division
 
 _log = logging.getLogger("creel.loader")
 
+#: Most indices of a sampler that is run to its end (int32: 512 MiB).
+LIMIT = 1 << 27
 #: Steps that are compared if two plans have no keys that decide whether they are equal.
 _COMPARED = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Division:
-    """Division of a stream's items into steps: of one size, or, with `starts`, of any sizes.
-
-    Attributes:
-        size: items per step; the last step may have fewer, or is left out (`drop_last`).
-        starts: (b + 1,) step i has items [starts[i], starts[i + 1]).
-    """
-
-    size: int = 1
-    drop_last: bool = False
-    starts: NDArray[np.int64] | None = None
-
-    def steps(self, total: int) -> int:
-        if self.starts is not None:
-            return len(self.starts) - 1
-        return total // self.size if self.drop_last else -(-total // self.size)
-
-    def within(self, items: int) -> int:
-        """Return the number of full steps in the first `items` items."""
-        if self.starts is not None:
-            return int(np.searchsorted(self.starts, items, side="right")) - 1
-        return items // self.size
-
-    def start(self, step: int) -> int:
-        """Return the first item of `step`; beyond the last item after an incomplete last step."""
-        return step * self.size if self.starts is None else int(self.starts[step])
-
-    def ends(self, first: int, last: int, items: int) -> NDArray[np.int64]:
-        """Return the ends of steps [first, last), of `items` items, counted from `first`."""
-        if self.starts is not None:
-            return self.starts[first + 1 : last + 1] - self.start(first)
-        ends = np.arange(1, last - first + 1, dtype=np.int64) * self.size
-        return ends.clip(max=items)
-
-    def same(self, other: Division) -> bool:
-        if (self.size, self.drop_last) != (other.size, other.drop_last):
-            return False
-        return np.array_equal(self.starts, other.starts)  # type: ignore[arg-type]  # None equals only itself
 
 
 class PredictedEpoch(NamedTuple):
@@ -71,10 +34,26 @@ class PredictedEpoch(NamedTuple):
     stream: SamplerStream
 
 
-def drained_epoch(drained: DrainedSampler) -> PredictedEpoch:
-    """Return the epoch of a sampler that was run to its end."""
-    starts = np.concatenate([[0], drained.ends]).astype(np.int64)
-    return PredictedEpoch(Division(starts=starts), FromArray(drained.indices))
+def run_to_end(items: Iterable[object], deadline: float = math.inf) -> PredictedEpoch | None:
+    """Pull all items of a sampler; None past the deadline (monotonic seconds) or `LIMIT`.
+
+    Raises:
+        TypeError, ValueError: an item is neither an index nor a flat group of them.
+    """
+    indices: list[int] = []
+    starts = [0]
+    for count, pulled in enumerate(items):
+        if type(pulled) is int:
+            indices.append(pulled)
+        elif isinstance(pulled, (list, tuple)) or getattr(pulled, "ndim", 0) == 1:
+            indices.extend(map(operator.index, pulled))  # type: ignore[call-overload]  # iterable
+        else:
+            indices.append(operator.index(pulled))  # type: ignore[arg-type]  # TypeError if it is not an index
+        starts.append(len(indices))
+        if count % 256 == 0 and (time.monotonic() > deadline or len(indices) > LIMIT):
+            return None
+    found = indices_of(np.array(indices, dtype=np.int64))
+    return PredictedEpoch(Division(starts=np.array(starts, dtype=np.int64)), FromArray(found))
 
 
 class EpochPlan:
@@ -134,7 +113,8 @@ class EpochPlan:
         with contextlib.suppress(Exception):  # `cut` raises it again
             with self._lock:
                 stream.need(stream.total - 1)
-            stream.draw()
+            if stream.ready < stream.total:
+                stream.items(stream.total - 1, stream.total)  # the last one takes all draws
 
     def cut(self, first: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return (indices, ends) of steps [first, last), with ends counted from the first of them.

@@ -1,8 +1,9 @@
 """torch's generators: real ones to draw from, copies to look ahead with, and lazy permutations.
 
-No step waits for a large permutation. `policies.torch_random` computes its first entries, piece by
-piece as they are needed, while torch draws the whole in a thread (without the GIL). A generator
-that other code can see is advanced at once to the state after the draw (benchmarks/planning.py).
+No step waits for a large permutation. `policies.order.torch_random` computes its first entries,
+piece by piece as they are needed, while torch draws the whole in a thread (without the GIL). A
+generator that other code can see is advanced at once to the state after the draw
+(benchmarks/planning.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from creel.forks import forget_in_child, join_before_fork
-from creel.policies import torch_random
+from creel.policies.order import torch_random
 
 #: Smaller permutations are drawn at once: torch takes less than a millisecond.
 _SMALL_DRAW = 1 << 17

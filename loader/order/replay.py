@@ -80,9 +80,10 @@ def _opened(
         return Weighted(sampler, origin)
     assert isinstance(sampler, RandomSampler)  # noqa: S101  torch's only other sampler
     n, total = len(sampler.data_source), sampler.num_samples
+    count = None if source.unseen else lambda: sampler.num_samples
     if sampler.replacement:
-        return WithReplacement(n, total, origin)
-    return Shuffled(n, total, origin, spare=True)
+        return WithReplacement(n, total, origin, count=count)
+    return Shuffled(n, total, origin, spare=True, count=count)
 
 
 def is_sequence(sampler: object) -> bool:

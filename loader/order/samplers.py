@@ -1,23 +1,12 @@
-"""Begin, save and restore an epoch's order: torch's draws, at the moments when torch makes them.
+"""Begin, save and restore an epoch's order.
 
-`adopt` takes over an epoch that torch's iterator has begun. It returns an `EpochOrder`, an iterator
-over what torch's index sampler yields. Each `next` makes the draws that torch's sampler makes when
-it is pulled, no earlier and no later:
+`adopt` takes over an epoch that torch's iterator has begun, and returns its `EpochOrder`, an
+iterator over what torch's index sampler yields: a `ReplayedOrder` for exactly torch's own samplers,
+as long as this torch draws as `streams` does, and else a `CustomOrder`.
 
-    moment           no generator               generator=G
-    iter(loader)     base seed (global)         base seed (G), by torch
-    first next       sampler's seed (global)    permutation (G)
-    at the end       -                          one more permutation (G), discarded
-
-With workers torch pulls `prefetch_factor * num_workers` times before `iter(loader)` returns, and
-once for each batch it returns; the caller must pull likewise.
-
-For exactly torch's own samplers the indices come as slices of int64 arrays; **an array stands for
-the list of Python ints that torch would yield** (`.tolist()` before a user sees it). Any other item
-is the same object that torch would pass on. All other samplers are iterated, lazily.
-
-`order.predict(0)` and `order.predict(1)` return what this epoch and the next one will read, as an
-`EpochPlan`. A prediction changes no visible state.
+`resume` begins a saved epoch again. `resized`, `resharded` and `without_batches` convert a saved
+state for a loader with another batch size, for another number of ranks, and to one with some of its
+batches left out.
 """
 
 from __future__ import annotations
@@ -36,12 +25,11 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.derived import each_of, in_whole
+from creel.loader.order.custom import CustomOrder
+from creel.loader.order.derived import in_whole
 from creel.loader.order.epoch_order import (
     EpochOrder,
-    ForeignOrder,
     IteratorStart,
-    KnownOrder,
     OrderState,
     StateBefore,
     batch_of,
@@ -57,15 +45,34 @@ from creel.loader.order.generators import (
     state_of,
 )
 from creel.loader.order.replay import is_sequence, open_stream, trusted
+from creel.loader.order.replayed import ReplayedOrder
+from creel.loader.order.sampler_copy import SamplerCopy
 from creel.loader.order.sampler_state import attribute, load_own, own_states
 from creel.loader.order.streams import StreamState
 from creel.policies.cluster.remap import Exchange
+from creel.policies.order.dealing import each_of
 
 
-def before(loader: DataLoader[object]) -> StateBefore:
-    """Return the state an epoch begins from; call it before torch's iterator is constructed."""
-    own = [] if _is_known(loader) else own_states(index_sampler(loader))
-    return StateBefore(state_of(torch.default_generator), own)
+def before(
+    loader: DataLoader[object], previous: EpochOrder | None = None, *, foresee: bool = False
+) -> StateBefore:
+    """Return the state an epoch begins from; call it before torch's iterator is constructed.
+
+    Args:
+        loader: a map-style loader.
+        previous: the order of its last epoch.
+        foresee: a copy of a custom sampler may be run ahead (`loader.foresee`).
+    """
+    rng = state_of(torch.default_generator)
+    if _is_known(loader):
+        return StateBefore(rng, [])
+    sampler = index_sampler(loader)
+    permitted = foresee or attribute(inner_of(sampler), "foreseeable") is True
+    refused = previous is not None and previous.unpredictable
+    if not permitted or refused or attribute(loader, "creel") is False:
+        return StateBefore(rng, own_states(sampler))
+    copied = SamplerCopy(loader, sampler, kind_of(sampler))
+    return StateBefore(rng, own_states(sampler), copied)
 
 
 def resume(
@@ -219,7 +226,6 @@ def adopt(
     *,
     previous: EpochOrder | None = None,
     state: OrderState | None = None,
-    foresee: bool = False,
     exchange: Exchange | None = None,
 ) -> EpochOrder:
     """Take over an epoch that torch's iterator has begun; with a `state`, begin that one instead.
@@ -237,7 +243,6 @@ def adopt(
         begun: what torch's iterator has drawn.
         previous: the order of this loader's last epoch.
         state: `EpochOrder.state` of the epoch to begin again, saved in any process.
-        foresee: a copy of a custom sampler may be run ahead (`loader.foresee`).
         exchange: how the ranks of a DistributedSampler exchange samples within each step.
 
     Raises:
@@ -252,16 +257,18 @@ def adopt(
             raise ConfigError("remap: this torch deals samples to ranks in a way unknown to creel")
         if state is not None:
             _put_back(loader, state)
-        return ForeignOrder(loader, begun, previous, foresee=foresee)
+            if loader.generator is not None:  # copied before it was put back
+                begun = begun._replace(before=begun.before._replace(copied=None))
+        return CustomOrder(loader, begun, previous)
     if state is None:
-        return KnownOrder(loader, begun, previous, exchange=exchange)
+        return ReplayedOrder(loader, begun, previous, exchange=exchange)
     given = state.get("stream", {})
     _check_total(loader, state, given)
     redraw = zlib.crc32(begun.before.rng) == state["before"]
     if not redraw:
         set_state(torch.default_generator, begun.before.rng)
     _put_back(loader, state)
-    order = KnownOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
+    order = ReplayedOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
     order.before = state["before"]  # an epoch that is saved once more is compared with it again
     return order
 

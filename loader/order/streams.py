@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -30,7 +30,9 @@ from creel.loader.order.generators import (
     state_of,
 )
 
-Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
+Items: TypeAlias = "NDArray[np.integer] | list[object]"
+#: Returns RandomSampler's present number of samples, which is the dataset's length by default.
+Count: TypeAlias = "Callable[[], int]"
 
 #: Items that RandomSampler(replacement=True) draws at a time.
 _DRAWN_AT_ONCE = 32
@@ -67,68 +69,48 @@ def indices_of(items: object) -> NDArray[np.int32]:
     return found.astype(np.int32, copy=False)
 
 
-def _plain(listed: object) -> bool:
-    """Whether indexing the sequence runs no user code."""
-    return type(listed) in (list, tuple, range, np.ndarray, torch.Tensor)
-
-
 class SamplerStream:
     """Base: `total` items, all known without a draw.
 
-    Streams whose keys are not None are equal exactly if their keys are.
+    Attributes:
+        total: number of items, as far as it is known now.
+        key: streams whose keys are not None are equal exactly if their keys are.
+        live: whether `items` returns the user's own objects, out of a list that may change until
+            torch reads it: one batch at a time.
+        at_once: a hint: the first item costs as much as all.
+        spread: a hint: entries of a permutation that are drawn for each item.
     """
 
     total: int
     key: tuple[object, ...] | None = None
-
-    #: Whether items must be read one batch at a time, since the user may change the underlying
-    #: list.
     live = False
-
-    #: Whether the first item costs as much as all.
     at_once = False
-
-    #: Entries of a permutation that are drawn for each item.
     spread = 1
-
-    #: Items requested at once while training waits: a few ms.
-    at_a_time = 1 << 16
-
-    #: Whether another thread may request items, because that runs no user code.
-    thread_safe = True
-
-    @property
-    def drawn(self) -> int:
-        """Items [0, drawn) are known now."""
-        return self.total
 
     @property
     def ready(self) -> int:
-        """Items [0, ready) are cheap now; later ones are computed piece by piece."""
-        return self.drawn
-
-    def draw(self) -> None:
-        """Make all needed blocks `ready` at once: the cheapest way, but slow to return."""
+        """Items [0, ready) are drawn and cheap; others are computed piece by piece."""
+        return self.total
 
     def need(self, item: int) -> None:
         """Make every draw that torch has made once it yields `item`; `total` means the end."""
 
     def items(self, start: int, stop: int) -> Items:
-        """Return items [start, stop), stop <= drawn: an array, or a list of the user's objects."""
+        """Return items [start, stop), which `need` has drawn: an array, or a list if `live`."""
         raise NotImplementedError
 
     def fork(self, source: RandomSource) -> SamplerStream:
         """Return a copy of the stream at the same point that draws from `source` from now on."""
         made = copy.copy(self)
-        made.rebase(source)
+        made._rebase(source)  # noqa: SLF001  its own
         return made
-
-    def rebase(self, source: RandomSource) -> None:
-        """Stop sharing mutable state with the stream it was copied from; draw from `source`."""
 
     def state(self) -> StreamState:
         """Return what `open_stream` needs to reopen this stream in another process."""
         return {}
+
+    def _rebase(self, source: RandomSource) -> None:
+        """Stop sharing mutable state with the stream it was copied from; draw from `source`."""
 
 
 class Sequential(SamplerStream):
@@ -148,7 +130,7 @@ class FromArray(SamplerStream):
     def __init__(self, indices: NDArray[np.int32]) -> None:
         self._indices = indices
         self.total = len(indices)
-        self.key = ("drained", xxhash.xxh3_128_digest(indices.tobytes()))
+        self.key = ("run", xxhash.xxh3_128_digest(indices.tobytes()))
 
     def items(self, start: int, stop: int) -> Items:
         return self._indices[start:stop]
@@ -162,7 +144,6 @@ class FromList(SamplerStream):
     def __init__(self, listed: Sequence[object]) -> None:
         self._listed = listed
         self.total = len(listed)
-        self.thread_safe = _plain(listed)
 
     def items(self, start: int, stop: int) -> Items:
         return list(self._listed[start:stop])
@@ -205,46 +186,59 @@ class Origin(NamedTuple):
 
 
 class Drawing(SamplerStream):
-    """Base of streams that draw; `visible`: from the user's or the global generator."""
+    """Base of streams that draw, from a generator that the user can see (`_visible`) or not.
 
-    def __init__(self, total: int, origin: Origin) -> None:
+    torch's RandomSampler draws `block` items at a time, and counts its samples again before the
+    last draw: the dataset may have grown or shrunk since the epoch began. `count` does that, for
+    the stream that training reads. A prediction runs no user code: it has none.
+    """
+
+    def __init__(
+        self, total: int, origin: Origin, block: int = 0, count: Count | None = None
+    ) -> None:
         self.total = total
         self._generator, self._outer, self._state, self._unseen = origin
-        self.visible = not self._state
-        self._start = state_of(self._generator) if self.visible else b""
+        self._visible = not self._state
+        self._start = state_of(self._generator) if self._visible else b""
         self._key = type(self), total, *self._state.items(), self._start
         self.key = self._key
+        self._block, self._count = block, count
 
-    def rebase(self, source: RandomSource) -> None:
-        self._generator = source.of(self._outer) if self.visible else clone(self._generator)
-        self._unseen = not self.visible or source.unseen
+    @property
+    def _sure(self) -> int:
+        """Items [0, sure) are part of the epoch, whatever `count` says later."""
+        return self.total if self._count is None else self.total - self.total % self._block
+
+    def _recount(self, item: int) -> None:
+        """Count the samples again if torch has done so once it yields `item`."""
+        if self._count is not None and item >= self._sure:
+            self.total = self._sure + self._count() % self._block
+            self._count = None
 
     def state(self) -> StreamState:
         if not self._state:  # kept, since some users save one after each batch
             self._state = {"rng": encode_state(self._start)}
         return self._state
 
+    def _rebase(self, source: RandomSource) -> None:
+        self._generator = source.of(self._outer) if self._visible else clone(self._generator)
+        self._unseen = not self._visible or source.unseen
+        self._count = None
+
 
 class Shuffled(Drawing):
     """Consecutive permutations of n, cut off at `total` items."""
 
-    def __init__(self, n: int, total: int, origin: Origin, *, spare: bool = False) -> None:
+    def __init__(
+        self, n: int, total: int, origin: Origin, *, spare: bool = False, count: Count | None = None
+    ) -> None:
         """`spare`: one more permutation is drawn at the end, even if none of it is used."""
-        super().__init__(total, origin)
+        super().__init__(total, origin, n, count)
         self._n = n
+        self._spare = spare and self._visible
         self._blocks: list[Permutation] = []
         self._passed = 0  # blocks whose draws the generator has made
-        self.last_block = total // n * n if spare else total
-        self._max_blocks = total // n + 1 if spare and self.visible else -(-total // max(n, 1))
         self.key = (*self._key, n)
-
-    def rebase(self, source: RandomSource) -> None:
-        super().rebase(source)
-        self._blocks = list(self._blocks)
-
-    @property
-    def drawn(self) -> int:
-        return min(self.total, len(self._blocks) * self._n)
 
     @property
     def ready(self) -> int:
@@ -255,16 +249,14 @@ class Shuffled(Drawing):
                 break
         return min(there, self.total)
 
-    def draw(self) -> None:
-        for block in self._blocks:
-            block.whole()
-
     def need(self, item: int) -> None:
-        wanted = min(item // max(self._n, 1) + 1, self._max_blocks)
-        while len(self._blocks) < wanted:
+        self._recount(item)
+        n = max(self._n, 1)
+        most = self.total // n + 1 if self._spare else -(-self.total // n)
+        while len(self._blocks) < min(item // n + 1, most):
             self._advance()
             self._blocks.append(permutation(self._n, self._generator))
-        if not self._unseen or (self.visible and item >= self.total):
+        if not self._unseen or (self._visible and item >= self.total):
             self._advance()
 
     def _advance(self) -> None:
@@ -272,11 +264,6 @@ class Shuffled(Drawing):
         for block in self._blocks[self._passed :]:
             block.leave(self._generator)
         self._passed = len(self._blocks)
-
-    def recount(self, samples: int) -> None:
-        """Set the sampler's present number of samples; call before `last_block` is drawn."""
-        self.total = self.last_block + samples % self._n
-        self._max_blocks = self.total // self._n + 1
 
     def items(self, start: int, stop: int) -> Items:
         if start >= stop:
@@ -288,6 +275,10 @@ class Shuffled(Drawing):
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def _rebase(self, source: RandomSource) -> None:
+        super()._rebase(source)
+        self._blocks = list(self._blocks)
+
 
 class Derived(SamplerStream):
     """Base of streams computed from another stream, `_order`; by default of the same length."""
@@ -297,24 +288,17 @@ class Derived(SamplerStream):
         self.total = order.total
 
     @property
-    def drawn(self) -> int:
-        return self._order.drawn
-
-    @property
     def ready(self) -> int:
         return self._order.ready
-
-    def draw(self) -> None:
-        self._order.draw()
 
     def need(self, item: int) -> None:
         self._order.need(item)
 
-    def rebase(self, source: RandomSource) -> None:
-        self._order = self._order.fork(source)
-
     def state(self) -> StreamState:
         return self._order.state()
+
+    def _rebase(self, source: RandomSource) -> None:
+        self._order = self._order.fork(source)
 
 
 class ShuffledList(Derived):
@@ -325,7 +309,6 @@ class ShuffledList(Derived):
     def __init__(self, listed: Sequence[object], order: SamplerStream) -> None:
         super().__init__(order)
         self._listed = listed
-        self.thread_safe = _plain(listed)
 
     def items(self, start: int, stop: int) -> Items:
         places = np.asarray(self._order.items(start, stop))
@@ -335,30 +318,22 @@ class ShuffledList(Derived):
 class WithReplacement(Drawing):
     """`total` draws from 0 ... n-1, each independent of the others."""
 
-    def __init__(self, n: int, total: int, origin: Origin) -> None:
-        super().__init__(total, origin)
+    def __init__(self, n: int, total: int, origin: Origin, *, count: Count | None = None) -> None:
+        super().__init__(total, origin, _DRAWN_AT_ONCE, count)
         self._n = n
-        self.last_block = total // _DRAWN_AT_ONCE * _DRAWN_AT_ONCE
         self._have = 0
         kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
         self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _DRAWN_PRIVATELY), dtype=kind)
         self.key = (*self._key, n)
 
-    def rebase(self, source: RandomSource) -> None:
-        super().rebase(source)
-        self._buffer = self._buffer.copy()
-
-    @property
-    def drawn(self) -> int:
-        return self._have
-
     @property
     def ready(self) -> int:
-        return self.total  # items not drawn yet are as cheap one by one
+        return min(self._have, self._sure)
 
     def need(self, item: int) -> None:
+        self._recount(item)
         wanted = min(_DRAWN_AT_ONCE * (item // _DRAWN_AT_ONCE + 1), self.total)
-        if not self.visible and self._have < wanted:
+        if not self._visible and self._have < wanted:
             wanted = min(max(wanted, self._have + _DRAWN_PRIVATELY), self.total)
         k = wanted - self._have
         if k <= 0 < self._n:  # torch draws from 0 samples too, and raises
@@ -376,12 +351,12 @@ class WithReplacement(Drawing):
         self._buffer[self._have : wanted] = drawn.numpy()
         self._have = wanted
 
-    def recount(self, samples: int) -> None:
-        """Set the sampler's present number of samples; call before `last_block` is drawn."""
-        self.total = self.last_block + samples % _DRAWN_AT_ONCE
-
     def items(self, start: int, stop: int) -> Items:
         return self._buffer[start:stop]
+
+    def _rebase(self, source: RandomSource) -> None:
+        super()._rebase(source)
+        self._buffer = self._buffer.copy()
 
 
 class Weighted(Drawing):
@@ -398,7 +373,7 @@ class Weighted(Drawing):
         self.key = (*self._key, id(w), version, sampler.replacement)
 
     @property
-    def drawn(self) -> int:
+    def ready(self) -> int:
         return len(self._drawn)
 
     def need(self, item: int) -> None:  # noqa: ARG002  all at once

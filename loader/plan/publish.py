@@ -207,7 +207,7 @@ class PlanPublisher:
         self._session = session
         self._objects = objects
         self._thread_safe = thread_safe
-        self._threaded = self._small = False  # of the current epoch: published by a thread; at once
+        self._small = False  # whether the current epoch is published at once
         self._end = 0  # the next step to publish
         self.forget()
         forget_in_child(self)
@@ -238,8 +238,7 @@ class PlanPublisher:
             return
         with self._lock:
             self._epochs.append(published)
-        self._threaded = self._thread_safe and plan.stream.thread_safe
-        self._small = plan.stream.total <= (SIZES.whole if self._threaded else SIZES.trainer)
+        self._small = plan.stream.total <= (SIZES.whole if self._thread_safe else SIZES.trainer)
         if not plan.stream.at_once:
             self._publish(SIZES.first)
         self._start()
@@ -377,7 +376,7 @@ class PlanPublisher:
         with self._lock:
             if self._next() is None or self._thread is not None:
                 return
-            self._threadless = not self._threaded
+            self._threadless = not self._thread_safe
             if self._threadless:
                 return
             # Not a daemon thread: one that returns from torch during Python's exit aborts it.

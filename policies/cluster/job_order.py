@@ -9,7 +9,8 @@ import numpy as np
 
 from creel.policies.arrays import Ids
 from creel.policies.cluster.remap import Exchange
-from creel.policies.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
+from creel.policies.order.dealing import Dealing
+from creel.policies.order.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
 
 #: `JobOrder.seed` of an order that is not shuffled.
 IN_ORDER = -1
@@ -25,10 +26,10 @@ def by_rank(order: Ids, world: int) -> list[Ids]:
 
 
 class JobOrder(NamedTuple):
-    """One epoch of a job, as torch's `DistributedSampler` deals it to the ranks.
+    """One epoch of a job, as torch's `DistributedSampler` deals it to the ranks (`Dealing`).
 
-    Item i of the order goes to rank i % world, as its item i // world. The order is a permutation
-    of the samples, with its head repeated or its tail cut off: `each * world` items in all.
+    The order is a permutation of the samples, with its head repeated or its tail cut off:
+    `each * world` items in all.
 
     Args:
         samples: number of samples; sample i is object i.
@@ -81,10 +82,11 @@ class JobOrder(NamedTuple):
         >>> [ids.tolist() for ids in JobOrder(3, 2, 2, 1, IN_ORDER).by_rank([0, 0])]
         [[0, 2], [1, 0]]
         """
-        dealt = np.resize(self.permutation(), self.each * self.world)
-        if self.remapped:
-            dealt = Exchange(tuple(node_of), self.batch).apply(dealt)
-        return by_rank(dealt, self.world)
+        order = self.permutation()
+        exchange = Exchange(tuple(node_of), self.batch) if self.remapped else None
+        dealing = Dealing(self.samples, self.world, self.each, exchange=exchange)
+        dealt = dealing.to_all(lambda k: order[:k], 0, self.each)
+        return by_rank(dealt.astype(np.int32, copy=False), self.world)
 
     def after(self, other: JobOrder, epochs: int) -> JobOrder:
         """Return the order `epochs` later, if seeds go on as from the previous order `other`.

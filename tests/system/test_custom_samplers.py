@@ -236,8 +236,8 @@ SEEN = [0]
 class Logging:
     """Writes a line for each run of itself, and uses a list of its module."""
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    def __init__(self, log: Path, generator: torch.Generator | None = None) -> None:
+        self.log, self.generator = log, generator
 
     def __len__(self) -> int:
         return N
@@ -245,7 +245,7 @@ class Logging:
     def __iter__(self) -> Iterator[int]:
         with self.log.open("a") as log:
             log.write("run\n")
-        for i in torch.randperm(N).tolist():
+        for i in torch.randperm(N, generator=self.generator).tolist():
             SEEN[0] += 1
             yield i
 
@@ -313,17 +313,18 @@ def test_a_sampler_that_is_cut_short_ends_with_its_iterator(
 
 @pytest.mark.parametrize("how", ["declared", "set"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_is_foreseen_where_that_is_asked_for(
+def test_a_sampler_is_predicted_where_that_is_asked_for(
     daemon: Running, data: Dataset[Any], workers: int, how: str, tmp_path: Path
 ) -> None:
     def epoch(cls: Any, **more: Any) -> tuple[Any, ...]:
         torch.manual_seed(4)
-        sampler: Any = (Declared if how == "declared" else Logging)(tmp_path / "log")
+        make: Any = Declared if how == "declared" else Logging
+        sampler = make(tmp_path / "log", torch.Generator().manual_seed(9))
         loader = cls(data, BATCH, sampler=sampler, num_workers=workers, **more)
         iterator = iter(loader)
         first = next(iterator)[1].tolist()
         if cls is creel.DataLoader:
-            until(all_told, what="the daemon is stats_of of the whole epoch")
+            until(all_told, what="the daemon is told of the whole epoch")
         return first, [batch[1].tolist() for batch in iterator], torch.get_rng_state().tolist()
 
     def all_told() -> bool:
@@ -332,6 +333,21 @@ def test_a_sampler_is_foreseen_where_that_is_asked_for(
 
     more = {} if how == "declared" else {"creel": {"loader.foresee": True}}
     assert epoch(creel.DataLoader, **more) == epoch(DataLoader)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_declared_sampler_that_draws_globally_changes_no_draw_of_the_training(
+    data: Dataset[Any], workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def epochs(cls: Any) -> Iterator[list[tuple[list[int], float]]]:
+        torch.manual_seed(4)
+        loader = cls(data, BATCH, sampler=Declared(tmp_path / "log"), num_workers=workers)
+        for _ in range(3):
+            yield [(batch[1].tolist(), float(torch.rand(1))) for batch in loader]
+
+    assert list(epochs(creel.DataLoader)) == list(epochs(DataLoader))
+    assert caplog.text.count("draws from a global generator") == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])

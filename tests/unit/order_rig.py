@@ -42,7 +42,7 @@ def observe(
 
     keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
     """
-    moment, sampler = before(loader), index_sampler(loader)
+    moment, sampler = before(loader, previous, foresee=foresee), index_sampler(loader)
     sampler_iter = iter(sampler)
     if previous is not None and keep_seed:
         base_seed = previous.base_seed
@@ -51,7 +51,7 @@ def observe(
         if loader.num_workers > 0:
             sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice
     begun = IteratorStart(sampler_iter, base_seed, moment)
-    return adopt(loader, begun, previous=previous, foresee=foresee, state=state)
+    return adopt(loader, begun, previous=previous, state=state)
 
 
 class Echo(Dataset[Any]):

@@ -1,16 +1,17 @@
-"""Orders of a user's own samplers: iterated as by torch, predicted only on request."""
+"""Orders of custom samplers: iterated as by torch, predicted only on request."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from order_rig import Echo, Loader, Make, observe, same, states
+from order_rig import Echo, Loader, observe, same, states
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,25 +23,32 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order import epoch_order, replay
+from creel.loader.order import replay, sampler_copy
 from creel.loader.order.epoch_plan import same_batch
 
 pytestmark = pytest.mark.timeout(60)
 
 
 class Lazy(Sampler[int]):
-    """Draws from all global generators while it is iterated."""
+    """Draws from three generators while it is iterated: global ones, or its own."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, *, own: bool) -> None:
         self.n = n
-        self.epoch = 0
+        self.own = own
         self.pulled = 0
+        self.of_torch, self.of_random = torch.Generator().manual_seed(1), random.Random(1)
+        self.of_numpy = np.random.default_rng(1)
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.n):
             self.pulled += 1
-            of_numpy = np.random.randint(100)  # noqa: NPY002  (as old samplers do)
-            yield int(torch.randint(100, ()).item()) + of_numpy + random.randrange(9)
+            generator = self.of_torch if self.own else None
+            drawn = int(torch.randint(100, (), generator=generator))
+            if self.own:
+                drawn += self.of_random.randrange(9) + int(self.of_numpy.integers(100))
+            else:
+                drawn += random.randrange(9) + int(np.random.randint(100))  # noqa: NPY002
+            yield drawn
 
     def __len__(self) -> int:
         return self.n
@@ -49,12 +57,20 @@ class Lazy(Sampler[int]):
 class Eager(Sampler[int]):
     """Draws when an iteration begins, and shuffles in place."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, shuffle: Callable[[list[int]], None]) -> None:
         self.order = list(range(n))
+        self.shuffle = shuffle
 
     def __iter__(self) -> Iterator[int]:
-        random.shuffle(self.order)
+        self.shuffle(self.order)
         return iter(self.order)
+
+
+class EagerGenerator(Eager):
+    """The same, but torch pulls a generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (i for i in [*super().__iter__()])
 
 
 class Counting(RandomSampler):
@@ -72,26 +88,75 @@ class Counting(RandomSampler):
         self.epoch = epoch
 
 
+class ByScript(Counting):
+    """Its script counts the epochs, or forgets to."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(self.epoch).permutation(9).tolist())
+
+
 class Pairs(Sampler[list[int]]):
     """A batch sampler with batches of many sizes."""
 
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
     def __iter__(self) -> Iterator[list[int]]:
-        left = torch.randperm(20).tolist()
+        left = list(range(20))
         while left:
-            k = random.randrange(1, 4)
+            k = self.rng.randrange(1, 4)
             yield left[:k]
             left = left[k:]
 
 
-FOREIGN: dict[str, Make] = {
-    "lazy": lambda: DataLoader(Echo(0), sampler=Lazy(9), batch_size=4, collate_fn=same),
-    "eager": lambda: DataLoader(Echo(0), sampler=Eager(9), batch_size=4, collate_fn=same),
-    "eager, no batches": lambda: DataLoader(Echo(0), sampler=Eager(9), batch_size=None),
-    "lazy, no batches": lambda: DataLoader(Echo(0), sampler=Lazy(9), batch_size=None),
-    "counting": lambda: DataLoader(
-        Echo(0), sampler=Counting(range(9), generator=torch.Generator()), collate_fn=same
-    ),
-    "pairs": lambda: DataLoader(Echo(0), batch_sampler=Pairs(), collate_fn=same),
+def shared(n: int) -> Any:
+    """Return a sampler's and a loader's arguments: both draw from one generator."""
+    generator = torch.Generator().manual_seed(4)
+    sampler = SubsetOfItsOwn(range(n), generator=generator)
+    return {"sampler": sampler, "generator": generator}
+
+
+class SubsetOfItsOwn(SubsetRandomSampler):
+    """A subclass may draw in another way than torch's class: it counts as custom."""
+
+
+#: Arguments of loaders whose samplers draw only from generators of their own.
+OWN: dict[str, Callable[[], Any]] = {
+    "lazy": lambda: {"sampler": Lazy(9, own=True), "batch_size": 4},
+    "lazy, no batches": lambda: {"sampler": Lazy(9, own=True), "batch_size": None},
+    "eager": lambda: {"sampler": Eager(9, random.Random(2).shuffle), "batch_size": 4},
+    "eager, no batches": lambda: {
+        "sampler": Eager(9, random.Random(2).shuffle),
+        "batch_size": None,
+    },
+    "eager, a generator": lambda: {"sampler": EagerGenerator(9, random.Random(2).shuffle)},
+    "the loader's generator": lambda: {**shared(9), "batch_size": 4},
+    "counting": lambda: {"sampler": Counting(range(9), generator=torch.Generator())},
+    "counted by its script": lambda: {"sampler": ByScript(range(9)), "batch_size": 2},
+    "pairs": lambda: {"batch_sampler": Pairs(random.Random(3))},
+}
+
+
+def shuffle_randomly(order: list[int]) -> None:
+    random.shuffle(order)
+
+
+def shuffle_by_numpy(order: list[int]) -> None:
+    np.random.shuffle(order)  # noqa: NPY002  (as old samplers do)
+
+
+def seed(_: list[int]) -> None:
+    np.random.seed(3)  # noqa: NPY002  (as old samplers do)
+
+
+#: Arguments of loaders whose samplers draw from a global generator.
+GLOBAL: dict[str, Callable[[], Any]] = {
+    "lazy": lambda: {"sampler": Lazy(9, own=False), "batch_size": 4},
+    "lazy, no batches": lambda: {"sampler": Lazy(9, own=False), "batch_size": None},
+    "random": lambda: {"sampler": Eager(9, shuffle_randomly), "batch_size": 4},
+    "numpy": lambda: {"sampler": Eager(9, shuffle_by_numpy), "batch_size": None},
+    "a seed": lambda: {"sampler": Eager(9, seed)},
+    "torch": lambda: {"sampler": SubsetOfItsOwn(range(9)), "batch_size": 4},
 }
 
 
@@ -101,57 +166,121 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_sampler_is_foreseen_where_that_is_asked_for(name: str, workers: int) -> None:
-    theirs, mine = FOREIGN[name](), FOREIGN[name]()
-    mine.num_workers = workers
-    if workers:
-        theirs = DataLoader(
-            theirs.dataset,
-            num_workers=workers,
-            collate_fn=theirs.collate_fn,
-            **(
-                {"batch_sampler": theirs.batch_sampler}
-                if theirs.batch_sampler is not None
-                else {"sampler": theirs.sampler, "batch_size": None}
-            ),
-        )
+def made(arguments: Any, workers: int, *, persistent: bool = False) -> Loader:
+    how: Any = {"num_workers": workers, "persistent_workers": persistent}
+    return DataLoader(Echo(0), collate_fn=same, **arguments, **how)
+
+
+def count_epochs(loader: Loader, epoch: int) -> None:
+    """Call `set_epoch`, as a script does, if the sampler needs it."""
+    if isinstance(loader.sampler, ByScript):
+        loader.sampler.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("workers, persistent", [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("name", OWN)
+def test_a_custom_sampler_is_predicted_where_that_is_asked_for(
+    name: str, workers: int, persistent: bool
+) -> None:
+    theirs, mine = (made(OWN[name](), workers, persistent=persistent) for _ in range(2))
     seed_all(1)
-    want = [(list(theirs), states(theirs)) for _ in range(3)]
+    want = []
+    for epoch in range(4):
+        count_epochs(theirs, epoch)
+        want.append((list(theirs), states(theirs)))
     seed_all(1)
-    order, foreseen = None, None
+    order: Any = None
+    upcoming: Any = None
     got = []
-    for _ in range(3):
-        order = of_the_persons(mine, order)
+    for epoch in range(4):
+        count_epochs(mine, epoch)
+        order = permitted(mine, order, keep_seed=persistent and order is not None)
         assert not order.known
         seen = states(mine)
         now = order.predict(0)
         assert states(mine) == seen
         assert now is not None
-        if foreseen is not None:
-            assert foreseen.same(now)
-        pulled = list(order)
+        assert upcoming is None or upcoming.same(now)
+        pulled = [next(order)]
+        seen = states(mine)
+        upcoming = order.predict(1)
+        assert upcoming is not None
+        assert states(mine) == seen
+        pulled += order
         assert now.steps == len(pulled)
         assert all(same_batch(now.cut(i, i + 1)[0], b) for i, b in enumerate(pulled))
-        seen = states(mine)
-        foreseen = order.predict(1)
-        assert states(mine) == seen
-        got.append((pulled, seen))
+        got.append((pulled, states(mine)))
     assert str(got) == str(want)
 
 
-def test_a_foreign_sampler_is_pulled_one_batch_at_a_time() -> None:
-    sampler = Lazy(9)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", GLOBAL)
+def test_a_custom_sampler_that_draws_globally_is_refused_and_only_followed(
+    name: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, mine = (made(GLOBAL[name](), workers) for _ in range(2))
+    seed_all(1)
+    want = [(list(theirs), states(theirs)) for _ in range(3)]
+    seed_all(1)
+    order = None
+    got = []
+    for _ in range(3):
+        order = permitted(mine, order)
+        seen = states(mine)
+        assert order.predict(0) is order.predict(1) is None
+        assert states(mine) == seen, "what the copy has drawn is put back"
+        got.append((list(order), states(mine)))
+    assert str(got) == str(want)
+    (warning,) = caplog.records
+    assert "give it a generator of its own" in warning.getMessage()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_copy_that_raises_leaves_the_global_generators_as_they_were(
+    error: type[BaseException],
+) -> None:
+    raises: list[bool] = []
+
+    def shuffle(_: list[int]) -> None:
+        torch.rand(1)
+        if raises:
+            raise error
+
+    order = permitted(made({"sampler": Eager(9, shuffle)}, 0))
+    raises.append(True)
+    seen = torch.get_rng_state()
+    with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
+        assert order.predict(0) is None
+    assert torch.equal(torch.get_rng_state(), seen)
+    raises.clear()
+    assert len(list(order)) == 9
+
+
+def test_a_draw_of_the_training_is_not_taken_for_the_copy_s(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The copy runs in the thread that trains, between two steps of it."""
+    order = permitted(made({"sampler": Lazy(9, own=True)}, 0))
+    for _ in range(3):
+        torch.rand(1)
+        assert order.predict(0) is not None
+        next(order)
+        random.random()
+        assert order.predict(1) is not None
+    assert caplog.records == []
+
+
+def test_a_custom_sampler_is_pulled_one_batch_at_a_time() -> None:
+    sampler = Lazy(9, own=False)
     order = observe(DataLoader(Echo(0), sampler=sampler, batch_size=4))
     assert sampler.pulled == 0
     next(order)
     assert sampler.pulled == 4
 
 
-def of_the_persons(loader: Loader, previous: Any = None) -> Any:
+def permitted(loader: Loader, previous: Any = None, *, keep_seed: bool = False) -> Any:
     """Return its order, begun, if the user permits running a copy ahead."""
-    return observe(loader, previous=previous, foresee=True)
+    return observe(loader, previous=previous, foresee=True, keep_seed=keep_seed)
 
 
 class Logged(Sampler[int]):
@@ -213,7 +342,7 @@ class Numbers(list[int]):
         return super().__getitem__(i)
 
 
-def test_indices_that_are_the_persons_code_are_not_read_ahead() -> None:
+def test_indices_that_are_the_user_s_code_are_not_read_ahead() -> None:
     LOG.clear()
     sampler = SubsetRandomSampler(Numbers([3, 1, 4]))
     order = observe(DataLoader(Echo(9), sampler=sampler, batch_size=2))
@@ -233,11 +362,11 @@ class Endless(Sampler[int]):
     [Endless(), (i for i in range(3)), map(int, (c for c in "123")), [[1], ["a"]]],
     ids=["endless", "generator", "map", "words"],
 )
-def test_what_cannot_be_foreseen_is_said_to_be_so(
+def test_a_sampler_that_cannot_be_copied_or_never_ends_is_followed(
     sampler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epoch_order, "COPY_S", 0.3)
-    order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
+    monkeypatch.setattr(sampler_copy, "COPY_S", 0.3)
+    order = permitted(DataLoader(Echo(9), batch_sampler=sampler))
     foreseen = order.predict(0)  # returns for the endless one, too
     assert foreseen is None or foreseen.steps == 0
     assert next(order) in (0, 1, 2, 3, [1])

@@ -17,12 +17,12 @@ from creel.cache.memory.shared_words import HEARTBEAT, KNOWN, STATE, TRUNCATED, 
 from creel.errors import DaemonLostError
 from creel.loader.client import session
 from creel.loader.client.session import Session
-from creel.loader.order.drain import DrainedSampler
-from creel.loader.order.epoch_plan import Division, EpochPlan, PredictedEpoch, drained_epoch
-from creel.loader.order.streams import Sequential
+from creel.loader.order.epoch_plan import EpochPlan, PredictedEpoch
+from creel.loader.order.streams import FromArray, Sequential
 from creel.loader.plan import publish
 from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
 from creel.messages import Opened, Truncate
+from creel.policies.order.division import Division
 from kit import seeds, until
 
 N = 3000
@@ -116,8 +116,8 @@ def begun(
 
 
 def drained(order: list[int], ends: list[int]) -> EpochPlan:
-    found = DrainedSampler(np.array(order, np.int32), np.array(ends, np.int64))
-    return EpochPlan(lambda: drained_epoch(found))
+    starts = np.array([0, *ends])
+    return EpochPlan(lambda: PredictedEpoch(Division(starts=starts), FromArray(np.array(order))))
 
 
 def counted(size: int, total: int = N) -> EpochPlan:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from creel.loader.order.epoch_plan import Division
-from creel.policies import torch_random
+from creel.policies.order import torch_random
+from creel.policies.order.division import Division
 from kit import seeds
 
 
