@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from creel.config import Config
@@ -30,7 +30,8 @@ def is_wrapped(dataset: object) -> TypeGuard[Wrapped]:
 def reads_of(wrapped: Wrapped) -> WrappedReads:
     """Return how a wrapped dataset is read."""
     try:
-        return cast("WrappedReads", object.__getattribute__(wrapped, "_creel_reads"))
+        reads: WrappedReads = object.__getattribute__(wrapped, "_creel_reads")
+        return reads  # noqa: TRY300  runs for each sample
     except AttributeError:
         return type(wrapped)._creel_begin(wrapped)  # noqa: SLF001  not by the dataset's own lookup
 

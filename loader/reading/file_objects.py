@@ -217,8 +217,11 @@ class _Observed(_Reader):
         return self._counted_in(buffer, super().readinto(buffer))
 
     def _counted(self, data: bytes) -> bytes:
-        if self._part is not None:
+        if self._copy is not None:
             self._count(data)
+        elif self._part is not None:
+            self._part.count(len(data))
+            self._handed_on = None  # Python's buffer moves the position too
         return data
 
     def _counted_in(self, buffer: Any, got: int) -> int:
@@ -229,7 +232,7 @@ class _Observed(_Reader):
     def _count(self, data: bytes | memoryview) -> None:
         if self._part is not None:
             self._part.count(len(data))
-        self._handed_on = None  # Python's buffer moves the position too
+        self._handed_on = None
         if self._thread != threading.get_ident():  # another thread's reads would be interleaved
             self._copy = None
         if self._copy is not None:
@@ -245,8 +248,20 @@ class _Observed(_Reader):
         self._copy = None
 
 
+_read = io.BufferedReader.read
+
+
 class ObservedFile(_Observed, io.BufferedReader):
     """What `open(path, "rb")` returns while the reads of a slow or large file are recorded."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = _read(self, size)  # `super()` takes longer than the read of a few bytes
+        if self._copy is not None:
+            self._count(data)
+        elif self._part is not None:
+            self._part.count(len(data))
+            self._handed_on = None
+        return data
 
     def read1(self, size: int = -1, /) -> bytes:
         return self._counted(super().read1(size))
