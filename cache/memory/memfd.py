@@ -39,7 +39,7 @@ class Descriptor:
     programs that become daemons do with all numbers; then it is not closed again.
     """
 
-    __slots__ = ("_file", "fd")
+    __slots__ = ("__weakref__", "_file", "fd")
 
     def __init__(self, fd: int) -> None:
         self._file = _identity(fd)

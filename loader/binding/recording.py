@@ -35,7 +35,7 @@ _log = logging.getLogger("creel.loader")
 #: takes descriptors. The others are recorded by this rank alone, and read once more by the daemon.
 _MOST_JOINT, _MOST_COPIES = 8, 4
 _joint: weakref.WeakSet[JointMemory] = weakref.WeakSet()
-_kept: weakref.WeakSet[FileCopies] = weakref.WeakSet()
+_kept: weakref.WeakSet[Descriptor] = weakref.WeakSet()  # as long as a manifest names copies
 #: Format of kept journals; a different meaning of their records needs a new number.
 _FORM = 4
 
@@ -149,5 +149,5 @@ def _copies(config: Config, own: Descriptor | None) -> FileCopies | None:
     except Exception:  # noqa: BLE001  no memory, or another library has replaced Python's open
         _log.debug("no copies of files are kept for the daemon", exc_info=True)
         return None
-    _kept.add(copies)
+    _kept.add(copies.own)
     return copies

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from creel.cache.memory.memfd import Descriptor, mapped, memfd, sealed_memfd
+from creel.cache.storage.copies import Copies
+from creel.config import Config
+from creel.loader.binding import recording
 from creel.loader.binding.journal import EndOfTrace, JournalFile, TraceJournal, new_journal
 from creel.loader.reading.file_copies import FileCopies
 
@@ -89,3 +95,25 @@ def test_what_cannot_be_mapped_raises(tmp_path: Path) -> None:
     only_read = Descriptor(os.open(path, os.O_RDONLY))
     with pytest.raises(PermissionError):
         mapped(only_read.fd, 5)
+
+
+def test_few_datasets_at_a_time_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a descriptor, also after its trace is complete, as long as a manifest names it."""
+    monkeypatch.setattr(recording, "_kept", weakref.WeakSet())
+    config = Config.load({"daemon.name": "none"})[0]
+    dataset: Any = [1, 2]
+    before = open_fds()
+    recorders = [recording.recorder_on(None, dataset, config, whole=False) for _ in range(9)]
+    found = [one.copies for one in recorders if one is not None]
+    assert len(found) == 9
+    manifests = [Copies(one.own, np.zeros((0, 4), np.int64)) for one in found if one is not None]
+    assert len(manifests) == 4
+    assert len(open_fds() - before) <= 4 + 1  # and the journal
+    del recorders, found
+    again = recording.recorder_on(None, dataset, config, whole=False)
+    assert again is not None
+    assert again.copies is None
+    del manifests, again
+    last = recording.recorder_on(None, dataset, config, whole=False)
+    assert last is not None
+    assert last.copies is not None
