@@ -333,6 +333,28 @@ def test_pieces_of_a_batch_share_a_slot_and_are_aligned(
     assert writer.holds(slot.address + at, 100) is None
 
 
+@pytest.mark.parametrize("mask", [20_000, 160_000, 300_000])
+def test_a_part_that_is_kept_holds_little_else(mask: int) -> None:
+    """All batches' masks are kept, images are given back: each slot held is near a mask's size."""
+    writer, reader = SlotWriter(max_slots=4), SlotReader(max_leased=1000)
+    held: dict[int, int] = {}
+    for _ in range(40):
+        parts = [writer.room(n) for n in (8 * MB, mask, 64)]
+        used = writer.seal()
+        kept = parts[1][0]
+        assert parts[2][0] in used  # tiny parts need no slot of their own
+        assert len(used) == 2
+        held[kept.id] = kept.nbytes
+        for one in writer.unsent():
+            reader.adopt(*one)
+        writer.give_back([slot.id for slot in used if slot is not kept and not slot.once])
+    assert sum(held.values()) <= 40 * 4 * max(mask, 64 << 10)
+    assert max(held.values()) < MB
+    assert writer.nbytes < 4 * 9 * MB
+    writer.close()
+    reader.close()
+
+
 def test_an_abandoned_batch_leaves_its_slot_free(writer: SlotWriter, reader: SlotReader) -> None:
     slot, _ = writer.room(MB)
     writer.abandon()

@@ -1,0 +1,119 @@
+"""Nothing that a loader holds waits for Python's cyclic collector once it is dropped."""
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import creel
+from kit import descriptors, until
+
+pytestmark = pytest.mark.timeout(100)
+N, NBYTES = 32, 80_000
+
+
+class Files(Dataset[torch.Tensor]):
+    def __init__(self, paths: list[Path], bad: int = -1) -> None:
+        self.paths = paths
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if i == self.bad:
+            raise ValueError("a bad sample")
+        return torch.frombuffer(bytearray(self.paths[i].read_bytes()), dtype=torch.uint8)
+
+
+def dataset(kind: str, paths: list[Path]) -> Any:
+    if kind in {"own", "bad"}:
+        return Files(paths, bad=13 if kind == "bad" else -1)
+    if kind == "wrap":
+        return creel.wrap(Files(paths))
+    if kind == "files":
+        return creel.FileDataset(paths)
+    return creel.RecordDataset(paths, torch.uint8, NBYTES)
+
+
+def mapped() -> int:
+    """Return the number of mappings that carry batches."""
+    return Path("/proc/self/maps").read_text().count("creel-slot")
+
+
+def memfds(found: frozenset[tuple[str, str]]) -> list[str]:
+    """Return the memfds among descriptors, without the arena: the process stays connected."""
+    return [name for _, name in found if "memfd:" in name and "creel-arena" not in name]
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def gone(seen: list[weakref.ref[Any]]) -> bool:
+    return all(ref() is None for ref in seen)
+
+
+def use(loader: Any, way: str, seen: list[weakref.ref[Any]]) -> None:
+    """Iterate, leave in this way, and note what must be gone afterwards."""
+
+    def begin() -> Any:
+        it = iter(loader)
+        parts = (getattr(it, name, None) for name in ("_pool", "_run", "_reader", "_threads"))
+        seen.extend(weakref.ref(x) for x in (it, loader, loader._creel_state, *parts) if x)
+        return it
+
+    if way == "whole":
+        for _ in range(2):
+            list(begin())
+    elif way == "break":
+        for _, _ in zip(begin(), range(2), strict=False):
+            pass
+    elif way == "two":
+        first, second = begin(), begin()
+        assert len(next(first)) == len(next(second))
+    elif way == "raise":
+        it = begin()
+        next(it)
+        raise ValueError("in the training step")
+    else:
+        next(begin())
+        loader.load_state_dict(loader.state_dict())
+        list(begin())
+        loader.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["own", "bad", "wrap", "files", "records"])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent": 1}])
+def test_all_is_freed_with_the_loader(
+    kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_DAEMON__NAME", f"dropped-{os.getpid()}-{tmp_path.name}")
+    paths = [tmp_path / str(i) for i in range(N)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]) * NBYTES)
+    given = {"num_workers": options.get("num_workers", 0)}
+    given["persistent_workers"] = bool(options.get("persistent"))
+    list(creel.DataLoader(dataset(kind.replace("bad", "own"), paths), 4, **given))  # connects
+    before, maps = descriptors(), mapped()
+    for way in ("whole", "break", "two", "raise", "state"):
+        seen: list[weakref.ref[Any]] = []
+        loader = creel.DataLoader(dataset(kind, paths), 4, shuffle=True, **given)
+        with suppress(ValueError):
+            use(loader, way, seen)
+        del loader
+        until(partial(gone, seen))  # a search may be under way
+        assert mapped() == maps, way
+    until(lambda: not memfds(descriptors() - before))
