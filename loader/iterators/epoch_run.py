@@ -99,8 +99,6 @@ class EpochRun:
         self._report_bad()
         learns = self.binding is None and loader.creel is not False
         self._unknown = wrapped_in(loader.dataset) if learns else []
-        if loader_state.order is not None and self._served is not None:
-            loader_state.order.record_outcome(wrong=self._served.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.

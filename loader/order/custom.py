@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from torch.utils.data import DataLoader
 
-from creel.loader.order.epoch_order import EpochOrder, IteratorStart, OrderState, kind_of
+from creel.loader.order.epoch_order import EpochOrder, IteratorStart, OrderState
 from creel.loader.order.epoch_plan import EpochPlan
 from creel.loader.order.generators import encode_state, state_of
-
-_log = logging.getLogger("creel.loader")
 
 
 class CustomOrder(EpochOrder):
@@ -26,21 +22,11 @@ class CustomOrder(EpochOrder):
     ) -> None:
         super().__init__(loader, begun)
         self._begun = begun.sampler_iter
-        self._copy = begun.before.copied
-        self._plans: list[EpochPlan] = []  # of this epoch and later ones
-        #: A persistent iterator that begins another epoch draws no base seed.
-        kept = previous is not None and previous.base_seed == begun.base_seed
-        self._anew = not (kept and self._keeps_seed())
-        self.unpredictable = previous is not None and previous.unpredictable
+        self._kept = previous is not None and previous.base_seed == begun.base_seed
 
-    def record_outcome(self, *, wrong: bool) -> None:
-        if wrong:
-            self.unpredictable = True
-            _log.warning(
-                "a copy of %s yielded other samples than the sampler itself: creel no longer runs"
-                " copies of it, and only reads ahead what torch has pulled from it",
-                kind_of(self._sampler),
-            )
+    def note_wrong_prediction(self) -> None:
+        if self.copied is not None:
+            self.copied.give_up("it yielded other samples than the sampler itself")
 
     def __next__(self) -> object:
         pulled = next(self._begun)
@@ -56,14 +42,7 @@ class CustomOrder(EpochOrder):
                 return
 
     def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
-        while self._copy and len(self._plans) <= epochs_ahead and not self.unpredictable:
-            anew = not self._keeps_seed() if self._plans else self._anew
-            plan = self._copy.run(anew=anew)
-            if plan is None:
-                self.unpredictable = True
-            else:
-                self._plans.append(plan)
-        return self._plans[epochs_ahead] if epochs_ahead < len(self._plans) else None
+        return None if self.copied is None else self.copied.plan(epochs_ahead, kept=self._kept)
 
     def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)

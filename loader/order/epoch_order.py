@@ -92,7 +92,7 @@ class EpochOrder:
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.
         known: True: the order is computed; False: the sampler is iterated.
-        unpredictable: whether copies of its sampler are run no more.
+        copied: runs ahead of a custom sampler, if the user permits it.
         pulled: items returned by `next` or skipped so far.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the
             same samples (law L1). With replacement, the next epoch may lack a sample that the one
@@ -101,7 +101,6 @@ class EpochOrder:
     """
 
     known: bool
-    unpredictable = False
     lookahead = 1
 
     def __init__(self, loader: DataLoader[object], begun: IteratorStart) -> None:
@@ -109,7 +108,7 @@ class EpochOrder:
         self._sampler = index_sampler(loader)
         #: CRC of the global generator before the epoch first began, in whatever process.
         self.before = zlib.crc32(begun.before.rng)
-        self._own = begun.before.own
+        self._own, self.copied = begun.before.own, begun.before.copied
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._encoded_rng = ""
         self.base_seed = begun.base_seed
@@ -137,8 +136,8 @@ class EpochOrder:
         """
         raise NotImplementedError
 
-    def record_outcome(self, *, wrong: bool) -> None:
-        """Record, after the epoch, whether it differed from its prediction."""
+    def note_wrong_prediction(self) -> None:
+        """Note that the epoch differs from what `predict` said."""
 
     def state(self, *, over: bool = False) -> OrderState:
         """Return what `adopt` needs to begin this epoch again; the caller keeps the position.

@@ -1,17 +1,11 @@
 """SamplerCopy: a copy of a custom sampler that is run ahead, if the user permits that.
 
-`foreseeable = True` in a sampler's class, or `loader.foresee`, promises that a deep copy of the
-sampler yields what the sampler will yield, without side effects. The copy is made just before torch
-begins an epoch. It then does what torch makes the sampler do: `iter` as often, the base seed drawn
-in between, one epoch after the other.
-
-Modules, the dataset (never copied) and the global generators of torch, numpy and `random` exist
-only once. A copy that drew from the latter would change what training draws next. So their states
-are compared before and after. A copy that changed them is refused: they are put back this once, a
-warning says what to do, and the sampler is only followed from then on.
-
-The copy runs in the thread that trains, as all user code does, so it is the copy that changed them.
-(Or another thread of the user's that draws meanwhile: such a program differs from run to run.)
+`foreseeable = True` in a sampler's class, or `loader.foresee`, promises that a deep copy of it
+yields what it will yield, without side effects. The copy is made just before torch begins an epoch,
+and then does what torch makes the sampler do. If it drew from a global generator of torch, numpy or
+`random`, training would draw other numbers next. That is noticed by the generators' states: they
+are put back this once, a warning says what to do, and the sampler is only followed from then on.
+The copy runs in the thread that trains, as all user code does, so it is blamed for no draw of that.
 """
 
 from __future__ import annotations
@@ -22,8 +16,9 @@ import pickle
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,40 +29,47 @@ from creel.loader.order.generators import RandomSource, set_state, state_of
 from creel.loader.order.sampler_state import attribute
 
 _log = logging.getLogger("creel.loader")
-_T = TypeVar("_T")
 
 #: Seconds that a copy may run for one epoch; an endless sampler is given up then.
 COPY_S = 2.0
-_DRAWS = (
-    "it draws from a global generator of torch, numpy or random; give it a generator of its own,"
-    " such as torch.Generator()"
-)
 
 
 class SamplerCopy:
     """A deep copy of what torch iterates for a loader, and of the loader's generator."""
 
-    def __init__(self, loader: DataLoader[object], sampler: Iterable[object], kind: str) -> None:
+    def __init__(self, loader: DataLoader[object], sampler: object, kind: str) -> None:
         """`kind`: the sampler's name in messages."""
         self._kind, self._workers = kind, loader.num_workers > 0
-        self._epochs: list[object] = []  # the counts of the last epoch
+        self._persistent = self._workers and loader.persistent_workers
+        self._plans: list[EpochPlan] = []  # of the epoch that torch begins, and later ones
+        self._epochs: list[object] = []  # the counts of the last of these epochs
         holders = sampler, attribute(sampler, "sampler")
-        kept = [loader.dataset, *(attribute(h, k) for h in holders for k in _DATASETS)]
-        memo = {id(one): one for one in kept}
-        self._copied = self._guarded(lambda: copy.deepcopy((sampler, loader.generator), memo))
+        kept = [attribute(h, name) for h in holders for name in ("dataset", "data_source")]
+        memo = {id(one): one for one in (loader.dataset, *kept)}  # they are not copied
+        self._copied: Any = self._guarded(copy.deepcopy, (sampler, loader.generator), memo)
 
-    def run(self, *, anew: bool) -> EpochPlan | None:
-        """Run the next epoch (at first the one that torch begins); None if that is impossible.
+    @property
+    def given_up(self) -> bool:
+        return self._copied is None
 
-        `anew`: torch makes an iterator for it, and does not reset a persistent one.
+    def give_up(self, why: str) -> None:
+        self._copied = None
+        _log.warning("creel runs no copy of %s ahead: %s", self._kind, why)
+
+    def plan(self, epochs_ahead: int, *, kept: bool) -> EpochPlan | None:
+        """Run up to the epoch that torch begins (0) or a later one; None if the copy is given up.
+
+        `kept`: the base seed is the last epoch's, as where torch resets a persistent iterator.
         """
-        found = self._guarded(lambda: self._epoch(anew=anew)) if self._copied else None
-        return None if found is None else EpochPlan(lambda: found)
+        while self._copied and len(self._plans) <= epochs_ahead:
+            anew = not (self._persistent and (kept or self._plans))
+            found = self._guarded(self._run, *self._copied, anew)
+            if found is not None:
+                self._plans.append(EpochPlan(partial(PredictedEpoch, *found)))
+        return self._plans[epochs_ahead] if self._copied else None
 
-    def _epoch(self, *, anew: bool) -> PredictedEpoch:
-        assert self._copied is not None  # noqa: S101  see `run`
-        sampler, generator = self._copied
-        counting: list[Any] = [sampler, attribute(sampler, "sampler")]
+    def _run(self, sampler: Any, generator: torch.Generator | None, anew: bool) -> PredictedEpoch:
+        counting = [sampler, attribute(sampler, "sampler")]
         for one, epoch in zip(counting, self._epochs, strict=False):
             # Scripts call set_epoch between two epochs, where a sampler does not count by itself.
             if isinstance(epoch, int) and one.epoch == epoch and attribute(one, "set_epoch"):
@@ -83,36 +85,31 @@ class SamplerCopy:
             raise TimeoutError(f"an epoch of it takes more than {COPY_S:g} s")
         return found
 
-    def _guarded(self, work: Callable[[], _T]) -> _T | None:
-        """Return what user code returns; None if it raises or draws from a global generator."""
-        before, found, why = _global_states(), None, ""
+    def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Call user code; give up if it raises or draws from a global generator."""
+        shared, found, why = _global_generators(), None, ""
+        before = [get() for get, _ in shared]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the sampler itself will warn
-                found = work()
+                found = work(*args)
         except Exception as e:  # noqa: BLE001  any error means that it cannot be predicted
             why = repr(e)
         finally:
-            if pickle.dumps(before) != pickle.dumps(_global_states()):
-                _put_back(*before)
-                found, why = None, _DRAWS
+            if pickle.dumps([get() for get, _ in shared]) != pickle.dumps(before):
+                why = "it draws from a global generator; give it one of its own (torch.Generator())"
+                for (_, put_back), state in zip(shared, before, strict=True):
+                    put_back(state)
         if why:
-            _log.warning("creel does not run a copy of %s ahead: %s", self._kind, why)
-        return found
+            self.give_up(why)
+        return None if why else found
 
 
-_DATASETS = ("dataset", "data_source")  # attributes of torch's samplers
-
-
-def _global_states() -> tuple[list[bytes], Any, Any]:
-    generators = (torch.default_generator, *torch.cuda.default_generators)
-    return [state_of(g) for g in generators], np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
-
-
-def _put_back(of_torch: list[bytes], of_numpy: Any, of_random: Any) -> None:
-    for generator, state in zip(
-        (torch.default_generator, *torch.cuda.default_generators), of_torch, strict=False
-    ):
-        set_state(generator, state)
-    np.random.set_state(of_numpy)  # noqa: NPY002  the global one
-    random.setstate(of_random)
+def _global_generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return how to get and to set the state of each generator that all code shares."""
+    of_torch = torch.default_generator, *torch.cuda.default_generators
+    return [
+        *((partial(state_of, g), partial(set_state, g)) for g in of_torch),
+        (partial(np.random.get_state, legacy=False), np.random.set_state),
+        (random.getstate, random.setstate),
+    ]

@@ -66,12 +66,12 @@ def before(
     rng = state_of(torch.default_generator)
     if _is_known(loader):
         return StateBefore(rng, [])
-    sampler = index_sampler(loader)
+    sampler, copied = index_sampler(loader), None
     permitted = foresee or attribute(inner_of(sampler), "foreseeable") is True
-    refused = previous is not None and previous.unpredictable
-    if not permitted or refused or attribute(loader, "creel") is False:
-        return StateBefore(rng, own_states(sampler))
-    copied = SamplerCopy(loader, sampler, kind_of(sampler))
+    if permitted and attribute(loader, "creel") is not False:
+        copied = None if previous is None else previous.copied
+        if copied is None or not copied.given_up:
+            copied = SamplerCopy(loader, sampler, kind_of(sampler))
     return StateBefore(rng, own_states(sampler), copied)
 
 

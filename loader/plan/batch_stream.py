@@ -53,6 +53,7 @@ class BatchStream:
             thread_safe=binding.thread_safe,
         )
         self._now = PublishedEpoch(-1, None)
+        self._order: EpochOrder | None = None  # of this epoch
         self._upcoming: list[PublishedEpoch] = []  # the epochs after this one, in order
         self._next = 0  # first step that was not given out
         self._counted_at = time.monotonic_ns()
@@ -62,14 +63,9 @@ class BatchStream:
         """Whether the daemon still serves."""
         return self.session.alive
 
-    @property
-    def mispredicted(self) -> bool:
-        """Whether the current epoch differed from its prediction."""
-        return self._now.mispredicted
-
     def begin(self, order: EpochOrder, skip: int = 0) -> None:
         """Begin an epoch, `skip` batches after its start."""
-        epoch = self._now.epoch + 1
+        epoch, self._order = self._now.epoch + 1, order
         plan = try_predict(order, 0)
         first = self._upcoming.pop(0) if self._upcoming else None
         if (
@@ -129,6 +125,8 @@ class BatchStream:
                 return -1  # the daemon is lost
             self._cancel()
             now.leave_plan(i)
+            if self._order is not None:
+                self._order.note_wrong_prediction()
         indices = samples_of(index)
         if indices is None:
             return -1

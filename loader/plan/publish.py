@@ -113,7 +113,6 @@ class PublishedEpoch:
         epoch: its number in the session.
         plan: None if the epoch is not predicted: its batches are published as they are pulled.
         planned: whether all batches so far were as in the plan.
-        mispredicted: whether one was not.
         known: planned batches below are published (or were skipped).
         total: batches from here on cannot be published; too high until the plan is opened.
     """
@@ -122,7 +121,6 @@ class PublishedEpoch:
         self.epoch = epoch
         self.plan = plan
         self.planned = plan is not None
-        self.mispredicted = False
         self.known = skip
         self.total = sys.maxsize
         self.pieces: list[PlanPiece] = []
@@ -163,7 +161,7 @@ class PublishedEpoch:
 
     def leave_plan(self, i: int) -> None:
         """Drop the plan from batch i on, where it differs from the batches pulled."""
-        self.planned, self.mispredicted = False, True
+        self.planned = False
         self.total, self._found = i, None
         kept = self.pieces[: self._at(i - 1) + 1]
         self.pieces = [piece.part(piece.first, min(i, piece.last)) for piece in kept]

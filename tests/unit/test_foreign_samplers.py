@@ -232,7 +232,7 @@ def test_a_custom_sampler_that_draws_globally_is_refused_and_only_followed(
         got.append((list(order), states(mine)))
     assert str(got) == str(want)
     (warning,) = caplog.records
-    assert "give it a generator of its own" in warning.getMessage()
+    assert "give it one of its own" in warning.getMessage()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -327,8 +327,8 @@ def test_a_declared_sampler_that_went_another_way_is_run_ahead_no_more(
     loader: Loader = DataLoader(Echo(9), sampler=Declared(), batch_size=2)
     order = observe(loader)
     assert order.predict(0) is not None
-    order.record_outcome(wrong=True)
-    assert "Declared yielded other samples" in caplog.text
+    order.note_wrong_prediction()
+    assert "no copy of Declared ahead: it yielded other samples" in caplog.text
     order = observe(loader, previous=order)
     assert order.predict(0) is order.predict(1) is None
     assert len(LOG) == 1

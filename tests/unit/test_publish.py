@@ -323,7 +323,7 @@ def test_a_plan_that_is_left_goes_on_with_what_is_pulled(daemon: Daemon) -> None
     assert publisher.reach(epoch, 5)
     publisher.cancel(5)
     epoch.leave_plan(5)
-    assert epoch.mispredicted
+    assert not epoch.planned
     assert publisher.publish_pulled(epoch, 6, np.arange(3), np.array([7, 8], np.int32)) == 5
     assert daemon.steps == [*objects_of([list(range(4 * i, 4 * i + 4)) for i in range(5)]), [7, 8]]
     assert [epoch.step(i) for i in range(4, 9)] == [4, 5, 5, 6, 6]
