@@ -36,7 +36,7 @@ from creel.policies.eviction.sampling import (
     select,
 )
 
-#: Parts of an epoch in which `Uses.when` and `clock` count.
+#: Parts of an epoch in which `Uses.when` counts.
 EPOCH = 1 << 16
 #: Largest part of the memory that the lead takes.
 _MAX_LEAD_OF_MEMORY = 0.5
@@ -113,17 +113,13 @@ def next_holders(
     capacity: Ints,
     *,
     lead: float,
-    clock: int = 0,
 ) -> Nodes:
     """Return (n,) holder of each object when this epoch ends, or `nobody(holder)`.
 
-    The next epoch reads objects without a holder from the source. After a change of members,
-    objects on lost nodes have no holder, the capacity of these nodes is 0, and the rest of the
-    epoch is planned again.
+    The next epoch reads objects without a holder from the source.
 
     Args:
-        holder: (n,) node that holds each object; in mid-epoch, the planned holder of objects that
-            were read already.
+        holder: (n,) node that holds each object when this epoch begins.
         now: which node reads what in this epoch.
         owners: for each of the next d >= 1 epochs, (n,) node that reads each object in it. Local
             hits grow with d up to `useful_depth`.
@@ -131,7 +127,6 @@ def next_holders(
         size: (n,) bytes of each object, or (1,) if all are equal.
         capacity: (nodes,) bytes.
         lead: share of an epoch that is read ahead; the same share of the next one is kept first.
-        clock: part of this epoch that all ranks have read, in 65,536ths.
 
     >>> uses = uses_of([np.array([0, 1]), np.array([2, 3])], [0, 1], 1, objects=4, nodes=2)
     >>> swapped = uses_of([np.array([3, 0]), np.array([1, 2])], [0, 1], 1, objects=4, nodes=2)
@@ -143,7 +138,7 @@ def next_holders(
     """
     nodes, depth, n = len(capacity), len(owners), len(holder)
     capacity = np.asarray(capacity, np.int64)
-    site = _Sites(holder, now, owners, size, clock)
+    site = _Sites(holder, now, owners, size)
     copies = int(capacity.sum()) / max(dataset_nbytes(size, n), 1)
     where, priority = site.best(min(copied_gap(int(np.count_nonzero(capacity)), copies), depth))
     _level(where, priority, site, capacity)
@@ -268,21 +263,19 @@ def _nbytes(ids: Ids, size: Ints) -> Ints:
 class _Sites:
     """Nodes that hold each object, and nodes that read it."""
 
-    def __init__(
-        self, holder: Nodes, now: Uses, owners: Sequence[Nodes], size: Ints, clock: int
-    ) -> None:
+    def __init__(self, holder: Nodes, now: Uses, owners: Sequence[Nodes], size: Ints) -> None:
         self.holder, self.now, self.owners = holder, now, owners
-        self.size, self.clock = size, clock
+        self.size = size
         self.nobody = nobody(holder)
 
     def nbytes(self, ids: Ids) -> Ints:
         """Return (k,) bytes of objects."""
         return _nbytes(ids, self.size)
 
-    def unread(self, ids: Ids | slice) -> Mask:
-        """Return (k,) whether this epoch is yet to read each object."""
-        unread: Mask = self.now.owner[ids] != self.nobody
-        return unread & (self.now.when[ids] >= self.clock)
+    def read(self, ids: Ids | slice) -> Mask:
+        """Return (k,) whether this epoch reads each object."""
+        read: Mask = self.now.owner[ids] != self.nobody
+        return read
 
     def best(self, copied: int) -> tuple[Nodes, NDArray[np.uint8]]:
         """Return (n,) node where each object should stay, or nobody; (n,) epochs until it reads it.
@@ -295,8 +288,8 @@ class _Sites:
         priority = np.empty(len(where), np.uint8)
         for ids in _pieces(len(where)):
             consumer, holder = self.now.owner[ids].copy(), self.holder[ids]
-            read = ~self.unread(ids)
-            consumer[read] = holder[read]
+            unread = ~self.read(ids)
+            consumer[unread] = holder[unread]
             mine = np.full(len(consumer), depth + 1, np.uint8)
             theirs = mine.copy()
             for gap in range(depth, 0, -1):
@@ -312,7 +305,7 @@ class _Sites:
     def flow(self, ids: slice, tally: Tally) -> None:
         """Count bytes that leave nodes along this epoch, and that they fetch for their ranks."""
         here = np.arange(ids.start, ids.stop, dtype=np.int32)
-        here = here[self.unread(here)]
+        here = here[self.read(here)]
         stretch = self.stretch(here, tally)
         nbytes = self.nbytes(here)
         holder, owner = self.holder[here], self.now.owner[here]
@@ -322,9 +315,8 @@ class _Sites:
         tally.miss(at, nbytes[missing])
 
     def stretch(self, ids: Ids, tally: Tally) -> Ints:
-        """Return (k,) the stretch, in the rest of this epoch, that reads each object."""
-        when = self.now.when[ids].astype(np.int64) - self.clock
-        return 1 + np.maximum(when, 0) * tally.stretches // (EPOCH - self.clock)
+        """Return (k,) the stretch of this epoch that reads each object."""
+        return 1 + self.now.when[ids].astype(np.int64) * tally.stretches // EPOCH
 
 
 def _pieces(n: int) -> Iterator[slice]:
@@ -341,7 +333,7 @@ def _sort_in(
     priorities: Ints | int = tally.priorities - 1
     if piece.read:
         priorities = np.where(early, LEAD, priority[ids]).astype(np.int64)
-    stretch = np.where(site.unread(ids), site.stretch(ids, tally), 0)
+    stretch = np.where(site.read(ids), site.stretch(ids, tally), 0)
     cell = (where[ids].astype(np.int64) * tally.priorities + priorities) * tally.width + stretch
     tally.add(cell, site.nbytes(ids))
     return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)
@@ -369,7 +361,7 @@ def _level(where: Nodes, priority: NDArray[np.uint8], site: _Sites, capacity: In
             if not surplus.any() or not room.any():
                 return
             ids = _scattered(np.flatnonzero((priority == latest) & crowded[where]).astype(np.int32))
-            move(ids[site.unread(ids)], where, site, surplus, room)
+            move(ids[site.read(ids)], where, site, surplus, room)
 
 
 def _scattered(ids: Ids) -> Ids:

@@ -106,7 +106,7 @@ class Anything(Nodes):
         number = epoch - self._began[node]
         ends = np.minimum(np.arange(1, self.order.steps + 1) * self.order.batch, self.order.each)
         for other in self.alive:
-            self.members[node].heard(other, self._now)
+            self.silence[node].heard(other, self._now)
         for job in self.jobs:
             order = self.order._replace(seed=self.order.seed + 10 * job + epoch)
             if self.kind == "own":
