@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
+#: Longest time that a trainer waits for the first search: a daemon starts in half a second.
+_WAIT_S = 1.5
 #: Seconds between two searches, if no daemon came back and none can be started; and between two
 #: checks whether the iterator has ended.
 _AGAIN_S, _POLL_S = 5.0, 0.1
 
 
 class StreamSearch:
-    """Finds or starts a daemon in a thread. That takes 0.5 s, during which training goes on."""
+    """Finds or starts a daemon in a thread. That takes 0.5 s.
+
+    Training goes on meanwhile, or waits a moment where other nodes hold what it would read
+    (`EpochRun.await_daemon`).
+    """
 
     def __init__(self, open_stream: Callable[[], BatchStream | None]) -> None:
         """Begin the search. `take` or `leave` ends it, without locks: a finaliser may call them.
@@ -30,10 +36,13 @@ class StreamSearch:
         self._open_stream = open_stream
         self._found: deque[BatchStream] = deque()
         self._over = False
+        self._until = time.monotonic() + _WAIT_S
+        self._looked = threading.Event()  # once, at least
         thread = threading.Thread(target=self._look, name="creel-reattach", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread available: the next epoch finds a daemon
+            self._looked.set()
             _log.debug("no thread to look for another daemon", exc_info=True)
 
     def _look(self) -> None:
@@ -45,10 +54,18 @@ class StreamSearch:
             stream = self._open_stream()
             if stream is not None:
                 self._found.append(stream)
+            self._looked.set()
+            if stream is not None:
                 break
             look_at = time.monotonic() + _AGAIN_S
         if self._over:
             self.leave()
+
+    def wait(self) -> int:
+        """Wait until a daemon was found, or cannot be, for 1.5 s at most; return the ns."""
+        began = time.monotonic_ns()
+        self._looked.wait(max(self._until - time.monotonic(), 0.0))
+        return time.monotonic_ns() - began
 
     def take(self) -> BatchStream | None:
         """Return the session once there is one, and hand it over to the caller; else None."""
