@@ -1,17 +1,37 @@
 """Placement: which node of a cluster holds each object when an epoch ends. Pure.
 
-All nodes compute the same plan from what all of them know (law L5): the holder of each object when
-an epoch begins, the reader of each object in that epoch and in some later ones, sizes and
-capacities. No metadata crosses the network: a node that needs an object asks its holder.
+All nodes compute the same plan from what all of them know (law L5), so that no metadata crosses the
+network: a node that needs an object asks its holder. A plan is one array, object -> node or nobody.
 
-While an epoch runs, an object stays at its holder until it is read; from then on its planned holder
-has it, or no node. As its reader has its bytes, it stays either there or at the old holder: at the
-one that reads it again sooner. Only objects for which neither has room are handed to a third node.
+What moves. While an epoch runs, an object stays at its holder until it is read. Its reader then has
+its bytes, so it may stay at either place without another transfer: it stays at the one that reads
+it again sooner (`_Sites.best`). Where more would stay than fits, objects go to their other place,
+then to any node with room (`_level`), which gets them when they are asked for. What still does not
+fit has no holder, and the next epoch reads it from the source. Of equals those stay that keep the
+next epoch's reads of the source even over its steps (`select`; law L2), and its first steps come
+before all others: the lead, which is read ahead.
 
 If the memories hold more than one copy, both nodes keep the objects that they soon read again, one
 of them as a second copy. The first copy is then better at the node that reads it later: when the
 other one has read it and gives it up, it is still there. Otherwise it would lie where no reader
 needs it.
+
+What may never happen.
+* An object that this epoch is yet to read leaves its holder (law L1). A plan only says what becomes
+  of objects after they were read.
+* Objects on a node take more than its capacity when the epoch ends, or .7 % more while it runs:
+  `_Sites.flow` counts what leaves and comes along the epoch, and the rates at which `select` lets
+  objects stay follow from that.
+* There are two first copies, or the last copy yields to a second one (law L3).
+* The result depends on what only one node knows: its clock, its residents, whom it reaches. Inputs
+  are the holders before, the orders and sizes, and the capacities; ties are broken by numbers, not
+  by chance. The one exception is `replicas`: second copies are a node's own affair, and no other
+  node counts on them.
+
+Who writes. `ClusterBoundary.plan` calls this in the planner's thread, with copies and immutable
+inputs; `ClusterEviction` alone takes the result, and chains it: this epoch's result is the next
+one's `holder`. So an error stays until nodes compare their plans (`shared_plan`); it costs reads of
+the source, never a batch.
 """
 
 from __future__ import annotations

@@ -90,6 +90,9 @@ class Nodes:
         self.late: set[int] = set()  # nodes that hear nothing of the others
         self.dead: set[int] = set()  # nodes that do nothing at all
         self._again: set[int] = set()  # nodes whose daemon was restarted
+        #: (a, b): node a does not reach node b; in `noticed`: it knows that.
+        self.apart: set[tuple[int, int]] = set()
+        self.noticed: set[tuple[int, int]] = set()
         self.chance: np.random.Generator | None = None  # draws the next action; None: in order
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
@@ -214,6 +217,14 @@ class Nodes:
                     self._feed(node, PlanDoubted(plan.dataset, plan.seed))
         self._settle()
 
+    def part(self, pairs: set[tuple[int, int]], noticed: set[tuple[int, int]]) -> None:
+        """Cut these ways between nodes, and no others; some of them are noticed."""
+        self.apart, self.noticed = pairs, noticed
+        self._tell_views()
+
+    def _reaches(self, node: int, peer: int) -> bool:
+        return peer not in self.gone and (node, peer) not in self.apart
+
     def _tell_views(self) -> None:
         """Let each node hear of all others, and tell its core which it can reach."""
         for node in self.alive:
@@ -226,6 +237,7 @@ class Nodes:
         nodes = len(self.cores)
         reachable = self.silence[node].reachable(self._now)
         reachable[list(self.gone - self.dead)] = True  # no node has noticed yet
+        reachable[[b for a, b in self.noticed if a == node]] = False
         origin = np.where(reachable, np.arange(nodes), SOURCE)
         origin[node] = SOURCE
         capacity = np.full(nodes, self.capacity)
@@ -321,7 +333,7 @@ class Nodes:
 
     def _ask_plan(self, node: int, action: AskPlan) -> None:
         plan = None
-        if action.origin not in self.gone:
+        if self._reaches(node, action.origin):
             self._requests += 1
             self._feed(action.origin, PlanAsked(self._requests, action.dataset, action.seed))
             plan = self._plans.pop(self._requests).plan
@@ -329,7 +341,7 @@ class Nodes:
         self._feed(node, PlanShared(action.dataset, action.seed, plan))
 
     def _from_peer(self, node: int, action: FetchObjects) -> None:
-        if action.origin in self.gone:
+        if not self._reaches(node, action.origin):
             self.counts["refused"] += len(action.ids)
             self._feed(node, Fetched(action.fetch, np.full(len(action.ids), -1)))
             return

@@ -184,6 +184,27 @@ def test_a_daemon_that_comes_back_an_epoch_later_takes_up_its_old_role(held: flo
         assert counts["peer"] > 0
 
 
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+def test_nodes_that_do_not_reach_each_other_read_the_source_until_they_do(
+    *, both: bool, noticed: bool
+) -> None:
+    """Also if only one of the two does not reach the other. What each is to hold stays the same."""
+    order = job(4, 960)
+    nodes = Nodes(4, order, 1.2)
+    nodes.run(3)
+    pairs = {(0, 3), (3, 0)} if both else {(0, 3)}
+    nodes.part(pairs, pairs if noticed else set())
+    apart = nodes.run(2)
+    nodes.part(set(), set())
+    later = nodes.run(2)
+    for counts in apart:
+        # A node reads a sixteenth of the objects on each other one.
+        assert 0 < counts["source"] <= len(pairs) * (1 / 16 + 0.02) * order.samples
+    assert later[1]["source"] <= 0.01 * order.samples
+    assert sum(counts["shared"] for counts in apart + later) == 0
+
+
 def test_a_node_that_joins_an_epoch_later_takes_over_what_the_others_know() -> None:
     order = job(4)
     nodes = Nodes(4, order, 0.9)
