@@ -28,9 +28,9 @@ What may never happen.
   fail, and it reads them directly (`_with_room`).
 
 Who writes. This module moves `front`, `checked` and `reach` forward. `Core._consume` moves `at`,
-and the others with it where a reader has overtaken them; `RankStream.rewind` moves marks back. Of the
-states of objects this module sets SKIPPED and OVERDUE (`overtaken`). `Inflight.start` sets FETCHING,
-`Landing` what becomes of that, `Residency.evict` ABSENT.
+and the others with it where a reader has overtaken them; `RankStream.rewind` moves marks back. Of
+the states of objects this module sets SKIPPED and OVERDUE (`overtaken`). `Inflight.start` sets
+FETCHING, `Landing` what becomes of that, `Residency.evict` ABSENT.
 """
 
 from __future__ import annotations

@@ -43,6 +43,10 @@ log = logging.getLogger("creel.clusters")
 #: Most nodes of a cluster: each sends a beat to each other one, twice a second up to 64 nodes.
 _MAX_MEMBERS = 1024
 _MAX_RANKS = 1 << 16
+#: A pause of the loop, which ticks four times a second, from which on it counts as stopped, in
+#: seconds: its peers seem silent, though it is this daemon that did not listen. Not again within so
+#: many seconds, or a loop that is always late would never find anybody silent.
+_SLEEP_S, _SLEEPS_APART_S = 1.0, 10.0
 #: The other nodes are told a new size of the disk if it differs by more than this part (1/n).
 _DISK_PARTS = 16
 
@@ -81,6 +85,8 @@ class ClusterService:
         #: By origin of a fetch: the peer, and this node's credentials for it.
         self._peers: dict[int, tuple[Member, Credentials]] = {}
         self._disk = 0, 1  # bytes and unit of the disk, as the other nodes know them
+        self._awake = time.monotonic()  # when the loop last looked at the other nodes
+        self._may_sleep = 0.0  # time from which on a pause counts as sleep
 
     # --- serving ------------------------------------------------------------------------------
 
@@ -229,6 +235,7 @@ class ClusterService:
 
     def tick(self, now: float) -> None:
         """Detect silent nodes, and give the core the views."""
+        self._wake(now)
         self._tell_disk_size()
         for cluster in self._clusters.values():
             plans = self._core.plans.digests(cluster.name)
@@ -237,6 +244,14 @@ class ClusterService:
                 self._update_beats(cluster, now=False)
             self._place_by_hash(cluster, self._core.plans.by_hash(cluster.name))
             self._update_view(cluster, now)
+
+    def _wake(self, now: float) -> None:
+        """Count no silence of other nodes for a time in which this loop did not run."""
+        slept_s, self._awake = now - self._awake, now
+        if slept_s > _SLEEP_S and now >= self._may_sleep:
+            self._may_sleep = now + _SLEEPS_APART_S
+            for cluster in self._clusters.values():
+                cluster.silence.slept(slept_s)
 
     def _tell_disk_size(self) -> None:
         """Tell all nodes if the disk's size has changed: it was lost, or has less room."""
@@ -285,6 +300,7 @@ class ClusterService:
         if cluster is None or not cluster.has(beat.node):
             return
         now = time.monotonic()
+        self._wake(now)
         self._replace(cluster, beat.node, beat.member)
         if answer and cluster.joined[beat.node].node == beat.member.node:
             cluster.silence.heard(beat.node, now)

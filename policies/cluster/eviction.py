@@ -71,7 +71,7 @@ class ClusterEviction(PlannedEviction):
         #: Whether this node does not know which node held what when this epoch began. It then
         #: reads from the source and asks a peer.
         self.astray = deals.view is not None and deals.view.again
-        #: Whether reading ahead waits for the answer: this daemon has just taken another's place.
+        #: Whether reading ahead waits for the answer.
         self.waits = self.astray
         self._adopted = False  # whether a peer has told in this epoch who holds what
         self._digested: tuple[Nodes | None, int] = None, 0
@@ -102,6 +102,7 @@ class ClusterEviction(PlannedEviction):
         """Note that other nodes plan the epoch of this order from other inputs: ask them."""
         order = self.deals.orders.get(self.epoch)
         self.astray |= order is not None and order.seed == seed
+        self.waits = self.astray
 
     def share(self, seed: int) -> SharedPlan | None:
         """Return what this node knows of the epoch with this seed, or None if nothing."""
@@ -222,6 +223,7 @@ class ClusterEviction(PlannedEviction):
         # A plan that is too late on this node may have been in time on another one.
         late = self._asking is not None and self._asking.epoch < epoch
         self.astray |= placed is None or late
+        self.waits = self.astray
         super().epoch_began(uses, epoch)
         self._asking = self._next = self._later = None
         self._adopted = False

@@ -147,6 +147,16 @@ def test_a_daemon_that_was_stopped_is_asked_again_by_itself(stack: ExitStack) ->
     assert all(len(peer.ended) == 1 for peer in left)
 
 
+def test_a_daemon_that_slept_itself_goes_on_asking_the_others(stack: ExitStack) -> None:
+    peers = joined(stack, 2)
+    within(5, peers, lambda: all(all(peer.there()) for peer in peers))
+    slept = time.monotonic() + 2.0
+    within(5, peers[1:], lambda: time.monotonic() > slept)
+    peers[0].settle()
+    assert all(peers[0].there())
+    assert not peers[0].ended
+
+
 @contextmanager
 def stopped(peer: Peer) -> Iterator[None]:
     """Hold up the thread that serves a daemon's peers, as SIGSTOP does."""

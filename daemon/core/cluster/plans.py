@@ -81,13 +81,15 @@ class ClusterPlans:
         seed = None if policy is None else policy.lacks
         if policy is None or seed is None:
             self.forget(residency.name)
+            if policy is not None:
+                policy.waits = False
             return
         question = self._questions.get(residency.name)
         if question is None or question.seed != seed:
             question = self._questions[residency.name] = _Question(seed, now)
-        policy.waits &= now < question.since + _PATIENCE_S
         view = policy.deals.view
         peers = [] if view is None else [x for x in view.origin.tolist() if x != SOURCE]
+        policy.waits = question.vain < len(peers) and now < question.since + _PATIENCE_S
         if question.pending or not peers or now < question.again:
             return
         rounds, turn = divmod(question.vain, len(peers))

@@ -53,6 +53,10 @@ class Silence:
         """Note that nobody listens at a node's address: it counts as silent at once."""
         self._heard[node] = min(self._heard[node], now - self.limits.suspect_s)
 
+    def slept(self, seconds: float) -> None:
+        """Note that this daemon itself did not run for so long: it could hear nobody."""
+        self._heard += seconds
+
     def reachable(self, now: float) -> Mask:
         """Return (nodes,) whether each node was heard recently; True for this node."""
         found: Mask = now - self._heard < self.limits.suspect_s
