@@ -112,11 +112,10 @@ def losing(fault: str, files: int) -> dict[str, object]:
     """Run a job of 4 nodes that loses one, for a while or for good; return its figures."""
     world = 4
     memory = int(1.6 * files * jobs.HELD_NBYTES / world)
-    more = {"CREEL_CLUSTER__LOST_S": "3" if fault == "kill" else "30"}
     paces = PACES[:FAULT] + (["0.5"] if fault == "cut" else PACES[FAULT:][:1]) + PACES[FAULT + 1 :]
     with jobs.storage(files) as storage, hosts.Cluster(hosts=world) as cluster:
         words = [storage.mountpoint, str(files // 150), ",".join(paces)]
-        with jobs.job(cluster, world, words, memory, more=more) as ranks:
+        with jobs.job(cluster, world, words, memory) as ranks:
             half = [_until_half(one, FAULT) for one in ranks]
             before = int(storage.totals()["opens"])
             strike(cluster, fault)

@@ -52,13 +52,17 @@ def default_window(**changes: int) -> Window:
 
 
 def cluster_view(
-    origin: Sequence[int] | Ints, nbytes: int, by_hash: frozenset[str] = frozenset()
+    origin: Sequence[int] | Ints,
+    nbytes: int,
+    by_hash: frozenset[str] = frozenset(),
+    *,
+    again: bool = False,
 ) -> ClusterView:
     """Return node 0's view of a cluster: one rank and `nbytes` of memory per node, no disk."""
     n = len(origin)
     disk, names = np.array([(0, 1)] * n, np.int64), tuple(map(str, range(n)))
     columns = np.arange(n), np.full(n, nbytes), np.asarray(origin), disk
-    return ClusterView(0, *columns, "", names, by_hash=by_hash)
+    return ClusterView(0, *columns, "", names, by_hash=by_hash, again=again)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:

@@ -10,9 +10,9 @@ from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary
-from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
+from creel.policies.cluster.shared_plan import SharedPlan
 
 #: Origins of a fetch: the dataset's storage; private memory of the shell, which holds objects read
 #: with unknown lengths; the node's disk. Origins of 0 and above are numbers of peers.
@@ -85,17 +85,18 @@ class EpochFollowed(Event, frozen=True):
 
 
 class ClusterChanged(Event, frozen=True):
-    """Nodes of a cluster have left or come back; `view` None: this node has left the cluster."""
+    """Nodes of a cluster are silent, or answer again; `view` None: this node has left it."""
 
     cluster: str
     view: boundary.ClusterView | None
 
 
 class PlanShared(Event, frozen=True):
-    """The answer to an `AskPlan`: a peer's plan of which node holds each object."""
+    """The answer to an `AskPlan`: which node holds each object; `plan` None: the peer knows not."""
 
     dataset: str
-    plan: SharedPlan
+    seed: int
+    plan: SharedPlan | None
 
 
 class PlanDoubted(Event, frozen=True):
@@ -174,7 +175,7 @@ class RetentionPlanned(Event, frozen=True):
 class PeerAsked(Event, frozen=True):
     """A peer asks for objects; `ServeObjects` is the answer. `request` is unique.
 
-    The answer may take `wait_s` seconds if objects must be read from disk first.
+    The answer may take `wait_s` seconds if objects must be read from disk or source first.
     """
 
     request: int
@@ -310,13 +311,13 @@ class ServeObjects(Action, frozen=True):
 
 
 class AskPlan(Action, frozen=True):
-    """Ask the nodes of a cluster for the plan of the epoch of this order; see `SharedPlan`.
+    """Ask the peer that is this origin for its plan; `PlanShared` is always the answer.
 
-    Repeated once a second until a `PlanShared` has brought the plan.
+    `seed` is of the order of the epoch that the plan is about.
     """
 
     dataset: str
-    cluster: str
+    origin: int
     seed: int
 
 

@@ -1,4 +1,37 @@
-"""The prefetcher: pins and fetches the next objects, and finds the steps that are ready. Pure."""
+"""The prefetcher: pins and fetches the next objects, and finds the steps that are ready. Pure.
+
+What moves. A session reads a stream of positions, each of which is one object. Four marks move
+along it, and this order always holds (`Residency.check`):
+
+    at <= checked <= front <= end of the plan
+    at       the first position of step `done`: all before was read
+    checked  all before is resident and current, or failed: steps that end here are `ready`
+    front    all before is pinned, and was resident, in flight or given up when it was passed
+    reach    where `front` should get to for now; may lie behind `front` after a change of plans
+
+`_advance` moves `front` over one stretch of one urgency: it pins the objects, asks `Admission` for
+room for the absent ones, and `Inflight` to fetch them. `advance_all` always takes the most urgent
+session. A stretch without room for some objects ends `front` at the first of these, but fetches
+those behind it for which there is room.
+
+What may never happen.
+* An object between `at` and `front` is evicted: pins forbid it. So a step that is ready stays so
+  until it is done, or until the plan or the file's version changes, which lowers READY first.
+* READY passes an object that is in flight, or whose version is not known to be current.
+* Two fetches of one object are in flight: sessions share it (state FETCHING).
+* A fetch far ahead takes the room of an object that is due sooner: `Admission` knows by `due` and
+  `Urgency`. Only a reader that waits, with nothing else to read, may take it.
+* A session stays in `stuck` although its wait is over. Each event clears `stuck`, except `Fetched`
+  and `Tick`, which are frequent; a landing clears it where that leaves an unpinned object or an
+  answer that lacks some, and a tick where a reader waits.
+* A reader waits for a room that only its own progress would free: then the objects without room
+  fail, and it reads them directly (`_with_room`).
+
+Who writes. This module moves `front`, `checked` and `reach` forward. `Core._consume` moves `at`,
+and the others with it where a reader has overtaken them; `RankStream.rewind` moves marks back. Of
+the states of objects this module sets SKIPPED and OVERDUE (`overtaken`). `Inflight.start` sets
+FETCHING, `Landing` what becomes of that, `Residency.evict` ABSENT.
+"""
 
 from __future__ import annotations
 

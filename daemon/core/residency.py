@@ -25,8 +25,9 @@ from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.homes import Homes
+from creel.policies.cluster.homes import Homes, memory_of
 from creel.policies.cluster.jobs import DealtJob, PlanningTask
+from creel.policies.cluster.scheme import scheme_of
 from creel.policies.eviction.policy import (
     ABSENT,
     FAILED,
@@ -415,34 +416,37 @@ class Residency:
                 self.policy = NoEviction(self.state, self.pins, [])
             return
         first = next(iter(groups[0].sessions.values()))
-        homes = self._homes(groups)
+        views = [g.deals.view for g in groups if g.deals.view is not None]
+        unplanned = all(s.unplanned for g in groups for s in g.sessions.values())
+        dealt, once = _dealt(groups), groups[0].once()
+        scheme = scheme_of(
+            len(groups),
+            peers=bool(views),
+            dealt=dealt is not None if len(groups) > 1 else not groups[0].deals.followed,
+            by_hash=any(self.name in view.by_hash for view in views),
+            once=once,
+            unplanned=unplanned,
+            together=self.nbytes <= memory_of(views),
+        )
         readers = Readers(
             [g.uses for g in groups],
             lambda: clocks(groups),
-            unplanned=all(s.unplanned for g in groups for s in g.sessions.values()),
-            once=groups[0].once(),
+            unplanned=unplanned,
+            once=once,
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
             deals=groups[0].deals,
-            homes=homes,
-            together=homes is not None and self.nbytes <= homes.nbytes,
-            by_hash=self._by_hash(groups),
-            dealt=_dealt(groups),
+            scheme=scheme,
+            homes=self._homes(views) if scheme.by_home else None,
+            dealt=dealt,
         )
         self.policy = policy_for(self.policy, readers, self.state, self.pins)
         self.policy.stored = self.disk.column
 
-    def _homes(self, groups: list[JobGroup]) -> Homes | None:
-        """Return the homes of objects at peers; None if a plan says which node holds each."""
-        views = [g.deals.view for g in groups if g.deals.view is not None]
-        if not views or not (len(groups) > 1 or groups[0].deals.followed or self._by_hash(groups)):
-            return None
+    def _homes(self, views: list[ClusterView]) -> Homes:
+        """Return the homes of objects at these nodes."""
         if self._seen is None or self._seen[0] != views:
             self._seen = views, Homes(views)
         return self._seen[1]
-
-    def _by_hash(self, groups: list[JobGroup]) -> bool:
-        """Return whether a node reads the dataset for two jobs that run on different nodes."""
-        return any(g.deals.view is not None and self.name in g.deals.view.by_hash for g in groups)
 
     def shared_with_others(self, cluster: str) -> bool:
         """Return whether this node reads the dataset for this cluster and for a job elsewhere."""

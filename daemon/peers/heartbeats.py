@@ -48,7 +48,7 @@ class Heartbeats:
         self._thread.start()
 
     def say(self, beat: wire.PeerBeat, cluster: str, *, now: bool) -> None:
-        """Send this beat, which has the whole log, from now on; `now`: to all nodes at once."""
+        """Send this beat from now on; `now`: to all nodes at once."""
         self._call(self._say, cluster, beat, now)
 
     def watch(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
@@ -130,14 +130,11 @@ class Heartbeats:
     async def _ask(
         self, streams: Streams, session: wire.PeerSession, node: int, cluster: str, every_s: float
     ) -> None:
-        known = wire.NOTHING_KNOWN
         while self._wanted(node, cluster):
             wake, mine = self._wake[cluster], self._beats[cluster]
-            streams[1].write(wire.pack(wire.shortened(mine, known), seal=session.requests))
+            streams[1].write(wire.pack(mine, seal=session.requests))
             frame = _message(streams[0], wire.PeerBeat, session.answers)
-            answer = await asyncio.wait_for(frame, 2 * every_s)
-            known = answer.latest
-            self._on_beat(cluster, answer)
+            self._on_beat(cluster, await asyncio.wait_for(frame, 2 * every_s))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(wake.wait(), every_s)
 

@@ -22,7 +22,7 @@ from creel.daemon.peers.wire import Credentials
 from creel.errors import MalformedError, ProtocolError
 from creel.limits import IOV_MAX
 from creel.messages import Message
-from creel.policies.cluster.agreement import SharedPlan
+from creel.policies.cluster.shared_plan import SharedPlan
 
 log = logging.getLogger("creel.peers")
 
@@ -98,8 +98,8 @@ class PeerLink:
 
     def plan(self, until: float) -> SharedPlan | None:
         answer, _ = self._message(wire.PlanAnswer, until, self._session.answers)
-        columns = [None if k < 0 else self.whole(k) for k in (answer.holder, answer.planned)]
-        return wire.shared_plan(answer, *columns)
+        holder = None if answer.holder < 0 else self.whole(answer.holder)
+        return wire.shared_plan(answer, holder)
 
     def answer(self, until: float) -> tuple[int, bytes]:
         """Receive the number of the next answer and its arrays; the payload follows."""

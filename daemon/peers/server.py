@@ -148,7 +148,7 @@ class PeerServer:
         self._order(partial(self._serve_plan, answer))
 
     def say(self, cluster: str, beat: wire.PeerBeat) -> None:
-        """Answer beats of a cluster's nodes with this beat, which has the whole log."""
+        """Answer beats of a cluster's nodes with this beat."""
         self._order(partial(self._beats.__setitem__, cluster, beat))
 
     def close(self) -> None:
@@ -350,8 +350,7 @@ class PeerServer:
             raise MalformedError("a beat of an unknown cluster, or among other requests")
         if beat.member.node != greeting.name:
             raise MalformedError("a beat of another node")
-        answer = wire.shortened(mine, beat.latest)
-        self._say_at_once(connection, answer, connection.session.answers)
+        self._say_at_once(connection, mine, connection.session.answers)
         self._on_beat(greeting.cluster, beat)
 
     def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
@@ -397,8 +396,8 @@ class PeerServer:
     def _serve_plan(self, answer: SharePlan) -> None:
         request = self._take(answer.request)
         if request is not None:
-            request.answer, columns = wire.plan_answer(request.call, answer.plan)
-            request.left = [memoryview(column) for column in columns]
+            request.answer, column = wire.plan_answer(request.call, answer.plan)
+            request.left = [memoryview(column)] if column else []
 
     def _take(self, number: int) -> Request | None:
         """Return a request that is to be answered now; None if its connection has ended."""

@@ -35,9 +35,8 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 from creel.messages import Member, Message, encode
 from creel.policies.arrays import Floats, Ids, Ints
-from creel.policies.cluster.agreement import SharedPlan
-from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 from creel.policies.cluster.placement import EPOCH, nobody, node_type
+from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan
 from creel.policies.eviction.sampling import Nodes
 
 #: To be increased whenever two versions could misread each other.
@@ -45,7 +44,7 @@ PEER_PROTOCOL = 4
 
 #: Most bytes of a body, and of a whole frame in the handshake; names have about 100 bytes.
 _MAX_BODY = 1024
-#: Most bytes of a beat, which may contain `MAX_CHANGES` changes.
+#: Most bytes of a beat, which has the digests of many plans.
 MAX_BEAT = 16 << 10
 NONCE_NBYTES = KEY_NBYTES = 32
 _MAC_NBYTES = 16
@@ -132,21 +131,18 @@ class PeerAnswer(Message, frozen=True):
 class PeerBeat(Message, frozen=True):
     """A heartbeat of node number `node`; the answer is the receiver's beat for the same cluster.
 
-    `latest` is the last change of members that the sender knows. `log` has the changes up to it,
-    and is empty if the receiver is known to have them. `plans`: digests of the inputs of the
-    sender's plans. `by_hash`: datasets without a plan, as a node reads them for another job, too.
+    `plans`: digests of the inputs of the sender's plans. `by_hash`: datasets without a plan, as a
+    node reads them for another job, too.
     """
 
     node: int
     member: Member
-    latest: ChangeId
-    log: tuple[Change, ...] = ()
     plans: tuple[PlanDigest, ...] = ()
     by_hash: tuple[str, ...] = ()
 
 
 class PlanRequest(Message, frozen=True):
-    """A request for the plan of the epoch of this order (`seed`), from a node that missed it."""
+    """A request for the plan of the epoch of this order (`seed`), from a node that lacks it."""
 
     number: int
     dataset: str
@@ -154,18 +150,15 @@ class PlanRequest(Message, frozen=True):
 
 
 class PlanAnswer(Message, frozen=True):
-    """The answer to a PlanRequest: a `SharedPlan`; `known` is None if the node has no plan.
+    """The answer to a PlanRequest: a `SharedPlan` of `nodes` nodes; 0: the node has no plan.
 
-    `holder` and `planned` are the sizes in bytes of these columns, which follow; -1: absent.
+    `holder` is the size in bytes of this column, which follows; -1: absent.
     """
 
     number: int
     seed: int = 0
-    known: ChangeId | None = None
-    members: bytes = b""
     nodes: int = 0
     holder: int = -1
-    planned: int = -1
 
 
 #: Messages that a client may send after the handshake.
@@ -281,40 +274,28 @@ def unpack(
         raise MalformedError(str(e)) from e
 
 
-#: Change id for a receiver of which it is unknown which changes it has.
-NOTHING_KNOWN = ChangeId(-1, -1)
-
-
-def shortened(beat: PeerBeat, known: ChangeId) -> PeerBeat:
-    """Drop the log of a beat for a receiver that knows all changes in it (`known` is the last)."""
-    return msgspec.structs.replace(beat, log=()) if known == beat.latest else beat
-
-
-def plan_answer(number: int, plan: SharedPlan | None) -> tuple[PlanAnswer, list[bytes]]:
-    """Return the answer to a `PlanRequest`, and the columns that follow it."""
+def plan_answer(number: int, plan: SharedPlan | None) -> tuple[PlanAnswer, bytes]:
+    """Return the answer to a `PlanRequest`, and the column that follows it."""
     if plan is None:
-        return PlanAnswer(number), []
-    columns = [None if one is None else one.tobytes() for one in (plan.holder, plan.planned)]
-    sizes = [-1 if column is None else len(column) for column in columns]
-    members = packed(plan.members), len(plan.members)
-    answer = PlanAnswer(number, plan.seed, plan.known, *members, *sizes)
-    return answer, [column for column in columns if column]
+        return PlanAnswer(number), b""
+    if plan.holder is None:
+        return PlanAnswer(number, plan.seed, plan.nodes), b""
+    column = plan.holder.tobytes()
+    return PlanAnswer(number, plan.seed, plan.nodes, len(column)), column
 
 
-def shared_plan(
-    answer: PlanAnswer, holder: bytes | None, planned: bytes | None
-) -> SharedPlan | None:
-    """Return the plan in a `PlanAnswer` and the columns after it; None if there is none.
+def shared_plan(answer: PlanAnswer, holder: bytes | None) -> SharedPlan | None:
+    """Return the plan in a `PlanAnswer` and the column after it; None if there is none.
 
     Raises:
         MalformedError: the plan names nodes that do not exist.
     """
-    if answer.known is None:
+    if not answer.nodes:
         return None
     if not 0 < answer.nodes < EPOCH:
         raise MalformedError(f"{answer.nodes} nodes")
-    columns = [None if x is None else _nodes(x, answer.nodes) for x in (holder, planned)]
-    return SharedPlan(answer.seed, answer.known, unpacked(answer.members, answer.nodes), *columns)
+    column = None if holder is None else _nodes(holder, answer.nodes)
+    return SharedPlan(answer.seed, answer.nodes, column)
 
 
 def _nodes(column: bytes, nodes: int) -> Nodes:

@@ -7,15 +7,17 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from creel.daemon.core.cluster.members import Members, SilenceLimits
+from creel.daemon.core.cluster.silence import Silence, SilenceLimits
 from creel.daemon.core.events import SOURCE
 from creel.messages import Join, Member
-from creel.policies.arrays import Ints, Mask
+from creel.policies.arrays import Ints
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.members import PlanDigest, authority, latest
+from creel.policies.cluster.shared_plan import PlanDigest
 
 #: Most datasets that a beat names; it has room for about 200.
 _MAX_BY_HASH = 64
+#: A listed node that has not answered for so long, in seconds, is planned without memory.
+GIVE_UP_S = 30.0
 
 
 class Cluster:
@@ -27,12 +29,9 @@ class Cluster:
         own: this daemon.
         origins: for each node, its number as origin of a fetch; SOURCE for this node.
         now: seconds (monotonic).
-        lost_s: see `SilenceLimits`.
     """
 
-    def __init__(
-        self, joined: Join, me: int, own: Member, origins: list[int], now: float, lost_s: float
-    ) -> None:
+    def __init__(self, joined: Join, me: int, own: Member, origins: list[int], now: float) -> None:
         self.name, self.key = joined.cluster, joined.key
         self.tokens: set[str] = set()
         self.plans: tuple[PlanDigest, ...] = ()  # digests of the inputs of this node's plans
@@ -40,8 +39,9 @@ class Cluster:
         self.joined[me] = own
         self.origins = origins
         self.me = me
-        limits = SilenceLimits.among(len(origins), lost_s)
-        self.members = Members(self.me, len(origins), now, limits)
+        limits = SilenceLimits.among(len(origins))
+        self.silence = Silence(self.me, len(origins), now, limits)
+        self._began = now
         self._ranks = joined.ranks
         self.view = ClusterView(
             self.me,
@@ -51,6 +51,7 @@ class Cluster:
             self._disks(),
             joined.cluster,
             _names(joined.members),
+            again=joined.again,
         )
 
     def same(self, request: Join) -> bool:
@@ -64,13 +65,15 @@ class Cluster:
 
     def seen(self, now: float) -> ClusterView:
         """Update and return the view; the same object if nothing has changed."""
-        log, old = self.members.log, self.view
-        reachable = self.members.reachable(now)
-        origin = np.where(reachable, self.origins, SOURCE)
-        if (origin != old.origin).any() or latest(log) != latest(old.log):
-            self.view = replace(old, origin=origin, log=log)
+        origin = np.where(self.silence.reachable(now), self.origins, SOURCE)
+        if (origin != self.view.origin).any():
+            self.view = replace(self.view, origin=origin)
             self._resize()
         return self.view
+
+    def lowest(self, now: float) -> int:
+        """Return the lowest node that can be reached, whose plans count if plans differ."""
+        return int(self.silence.reachable(now).argmax())
 
     def _capacity(self) -> Ints:
         return np.array([max(one.arena_nbytes, 1) for one in self.joined])
@@ -79,11 +82,9 @@ class Cluster:
         sizes = [(one.disk_nbytes, one.disk_unit) for one in self.joined]
         return np.clip(np.array(sizes, np.int64), [0, 1], [1 << 56, 1 << 20])
 
-    @property
-    def complete(self) -> bool:
-        """Whether all members have been heard, so that plans know the memory of each."""
-        known = np.array([one.arena_nbytes > 0 for one in self.joined])
-        return bool(known[self.members.members()].all())
+    def complete(self, now: float) -> bool:
+        """Return whether plans know the memory of each node that comes; late ones are given up."""
+        return now - self._began >= GIVE_UP_S or all(one.arena_nbytes for one in self.joined)
 
     def found(self, node: int, member: Member) -> None:
         """Enter a node of a list that has answered for the first time."""
@@ -116,20 +117,7 @@ class Cluster:
     def replaced(self, node: int, member: Member, origin: int, now: float) -> None:
         """Enter another daemon that has taken a node's place; `origin` is its number."""
         self.joined[node], self.origins[node] = member, origin
-        self.members.restarted(node, now)
-
-    def authority(self, now: float) -> int | None:
-        """Return the origin of the node whose plan is valid; None if no other node is reachable."""
-        there = self.members.reachable(now)
-        there[self.me] = False
-        first = authority(self.members.log)
-        if not there[first] and not there.any():
-            return None
-        return self.origins[first if there[first] else int(there.argmax())]
-
-    def names(self, members: Mask) -> str:
-        """Return the hosts of these nodes, for logs."""
-        return ", ".join(self.joined[i].host for i in np.flatnonzero(members))
+        self.silence.heard(node, now)
 
 
 def _names(members: list[Member]) -> tuple[str, ...]:

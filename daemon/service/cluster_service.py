@@ -31,9 +31,8 @@ from creel.daemon.peers.wire import KEY_NBYTES, Credentials
 from creel.daemon.service.cluster import Cluster
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Join, Member
-from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.members import authority, differing, latest
+from creel.policies.cluster.shared_plan import SharedPlan, differing
 from creel.settings import ClusterSettings
 
 if TYPE_CHECKING:
@@ -44,6 +43,10 @@ log = logging.getLogger("creel.clusters")
 #: Most nodes of a cluster: each sends a beat to each other one, twice a second up to 64 nodes.
 _MAX_MEMBERS = 1024
 _MAX_RANKS = 1 << 16
+#: A pause of the loop, which ticks four times a second, from which on it counts as stopped, in
+#: seconds: its peers seem silent, though it is this daemon that did not listen. Not again within so
+#: many seconds, or a loop that is always late would never find anybody silent.
+_SLEEP_S, _SLEEPS_APART_S = 1.0, 10.0
 #: The other nodes are told a new size of the disk if it differs by more than this part (1/n).
 _DISK_PARTS = 16
 
@@ -53,7 +56,7 @@ class ClusterService:
 
     Args:
         arena: holds the objects that peers are served.
-        settings: silence after which a node is lost, and whether payload is encrypted.
+        settings: whether payload is encrypted.
         core: gives its plans and the size of the disk.
         handle: gives an event to the core.
         call_soon: runs a function on the loop thread; may be called from any thread.
@@ -75,14 +78,15 @@ class ClusterService:
         self._arena = arena
         self._core = core
         self._handle, self._call_soon, self._unreachable = handle, call_soon, unreachable
-        self._lost_s, self._encrypt = settings.lost_s, settings.encrypt
+        self._encrypt = settings.encrypt
         self._server: PeerServer | None = None
         self._beats: Heartbeats | None = None
         self._clusters: dict[str, Cluster] = {}
         #: By origin of a fetch: the peer, and this node's credentials for it.
         self._peers: dict[int, tuple[Member, Credentials]] = {}
-        self._asking: set[str] = set()  # datasets whose plan is being requested from a peer
         self._disk = 0, 1  # bytes and unit of the disk, as the other nodes know them
+        self._awake = time.monotonic()  # when the loop last looked at the other nodes
+        self._may_sleep = 0.0  # time from which on a pause counts as sleep
 
     # --- serving ------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class ClusterService:
         for node, member in enumerate(request.members):
             self._replace(known, node, member)
         known.tokens.add(token)
-        return known.complete
+        return known.complete(time.monotonic())
 
     def _check(self, request: Join) -> None:
         nodes = [one.node for one in request.members]
@@ -180,7 +184,7 @@ class ClusterService:
             for node, one in enumerate(request.members)
         ]
         own = self._member(nodes[me])
-        cluster = Cluster(request, me, own, origins, time.monotonic(), self._lost_s)
+        cluster = Cluster(request, me, own, origins, time.monotonic())
         self._clusters[request.cluster] = cluster
         self._server.admit(request.cluster, request.key, nodes[me])
         if self._beats is None:
@@ -191,7 +195,7 @@ class ClusterService:
         self._update_beats(cluster, now=False)
         for node, one in enumerate(request.members):
             if node != cluster.me:
-                self._beats.watch(node, one, who, cluster.members.limits.beat_s)
+                self._beats.watch(node, one, who, cluster.silence.limits.beat_s)
         log.info("joined %d nodes", len(request.members))
         return cluster
 
@@ -226,24 +230,28 @@ class ClusterService:
     def view(self, name: str) -> ClusterView | None:
         """Return the view of a cluster; None if unknown, or not all of its members are known."""
         known = self._clusters.get(name)
-        return known.view if known is not None and known.complete else None
+        there = known is not None and known.complete(time.monotonic())
+        return known.view if known is not None and there else None
 
     def tick(self, now: float) -> None:
-        """Detect silent nodes, log changes that are due, and give the core the views."""
+        """Detect silent nodes, and give the core the views."""
+        self._wake(now)
         self._tell_disk_size()
         for cluster in self._clusters.values():
-            due = cluster.members.due(now)
-            if due is not None:
-                change = cluster.members.change(due, self._core.plans.moments(cluster.name))
-                log.warning("plans now count on %s of the nodes", cluster.names(due))
-                log.debug("change %s at %s", change.id, change.moments)
-                self._update_beats(cluster, now=True)
             plans = self._core.plans.digests(cluster.name)
             if plans != cluster.plans:
                 cluster.plans = plans
                 self._update_beats(cluster, now=False)
             self._place_by_hash(cluster, self._core.plans.by_hash(cluster.name))
             self._update_view(cluster, now)
+
+    def _wake(self, now: float) -> None:
+        """Count no silence of other nodes for a time in which this loop did not run."""
+        slept_s, self._awake = now - self._awake, now
+        if slept_s > _SLEEP_S and now >= self._may_sleep:
+            self._may_sleep = now + _SLEEPS_APART_S
+            for cluster in self._clusters.values():
+                cluster.silence.slept(slept_s)
 
     def _tell_disk_size(self) -> None:
         """Tell all nodes if the disk's size has changed: it was lost, or has less room."""
@@ -281,10 +289,8 @@ class ClusterService:
         """Update the beats that this node sends; `now`: send them at once."""
         assert self._server is not None  # noqa: S101
         assert self._beats is not None  # noqa: S101
-        members = cluster.members
-        member = cluster.joined[cluster.me]
-        known = latest(members.log), members.log, cluster.plans
-        beat = wire.PeerBeat(cluster.me, member, *known, tuple(sorted(cluster.view.by_hash)))
+        what = cluster.joined[cluster.me], cluster.plans, tuple(sorted(cluster.view.by_hash))
+        beat = wire.PeerBeat(cluster.me, *what)
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
 
@@ -294,17 +300,16 @@ class ClusterService:
         if cluster is None or not cluster.has(beat.node):
             return
         now = time.monotonic()
+        self._wake(now)
         self._replace(cluster, beat.node, beat.member)
         if answer and cluster.joined[beat.node].node == beat.member.node:
-            cluster.members.heard(beat.node, now)
+            cluster.silence.heard(beat.node, now)
         if cluster.joined[beat.node].born == beat.member.born:
             self._resize(cluster, beat.node, beat.member.disk_nbytes, beat.member.disk_unit)
-        if cluster.members.learn(beat.log):
-            self._update_beats(cluster, now=False)
         self._place_by_hash(cluster, frozenset(beat.by_hash))
         self._update_view(cluster, now)
-        right = beat.node == authority(cluster.members.log)
-        for plan in differing(cluster.plans, beat.plans, authority=right):
+        lowest = beat.node == cluster.lowest(now)
+        for plan in differing(cluster.plans, beat.plans, lowest=lowest):
             self._handle(PlanDoubted(plan.dataset, plan.seed))
             cluster.plans = ()  # until the next tick
 
@@ -312,7 +317,7 @@ class ClusterService:
         cluster = self._clusters.get(name)
         if cluster is not None:
             now = time.monotonic()
-            cluster.members.refused(node, now)
+            cluster.silence.refused(node, now)
             self._update_view(cluster, now)
 
     def _replace(self, cluster: Cluster, node: int, member: Member) -> None:
@@ -322,6 +327,7 @@ class ClusterService:
             return
         if not before.arena_nbytes and member.node == before.node:
             cluster.found(node, member)  # its first answer, at the address in the list
+            self._handle(ClusterChanged(cluster.name, cluster.view))
             return
         mine = cluster.joined[cluster.me].node
         who = Credentials(mine, cluster.name, cluster.key, self._encrypt)
@@ -331,7 +337,7 @@ class ClusterService:
         self._unreachable(number)
         del self._peers[number]
         if self._beats is not None:
-            self._beats.watch(node, member, who, cluster.members.limits.beat_s)
+            self._beats.watch(node, member, who, cluster.silence.limits.beat_s)
         log.info("node %s has another daemon", member.host)
 
     # --- asking -------------------------------------------------------------------------------
@@ -342,28 +348,20 @@ class ClusterService:
         return PeerSource((member.host, member.port), member.node, dataset, who)
 
     def ask_plan(self, action: AskPlan) -> None:
-        """Ask a peer for its plan; if it has one, the core gets `PlanShared`."""
-        cluster = self._clusters.get(action.cluster)
-        origin = None if cluster is None else cluster.authority(time.monotonic())
-        if origin is None or action.dataset in self._asking:
-            return
-        member, who = self._peers[origin]
-        self._asking.add(action.dataset)
+        """Ask a peer for its plan, in a thread; the core gets `PlanShared`."""
 
-        def ask() -> None:
-            address = member.host, member.port
-            plan = ask_plan(address, member.node, who, action.dataset, action.seed)
-            self._call_soon(partial(self._plan_came, action.dataset, plan))
+        def answered(plan: SharedPlan | None) -> None:
+            self._handle(PlanShared(action.dataset, action.seed, plan))
 
+        def ask(member: Member, who: Credentials) -> None:
+            where = (member.host, member.port), member.node, who
+            self._call_soon(partial(answered, ask_plan(*where, action.dataset, action.seed)))
+
+        peer = self._peers[action.origin]
         try:
-            threading.Thread(target=ask, name="creel-ask-plan", daemon=True).start()
-        except RuntimeError:  # the system gives no thread: the core will ask again
-            self._asking.discard(action.dataset)
-
-    def _plan_came(self, dataset: str, plan: SharedPlan | None) -> None:
-        self._asking.discard(dataset)
-        if plan is not None:
-            self._handle(PlanShared(dataset, plan))
+            threading.Thread(target=ask, args=peer, name="creel-ask-plan", daemon=True).start()
+        except RuntimeError:  # the system gives no thread
+            self._call_soon(partial(answered, None))
 
     def close(self) -> None:
         """End all connections; the arena is not read afterwards."""

@@ -97,6 +97,7 @@ class Session:
         self._trainer = trainer
         self._closed = False
         self._lost = False
+        self.gone = False  # whether the daemon was seen to have ended
         self._epoch, self._sent = -1, 0  # epoch of the last plan; its objects sent so far
         self._truncates = 0
         self._void_from = 0  # READY may mean the old plan until all truncates are processed
@@ -112,7 +113,8 @@ class Session:
     @property
     def alive(self) -> bool:
         """Whether the daemon serves: connected, beating, not draining."""
-        if self.ended or not self.client.alive or self.words[STATE] != 0:
+        self.gone = self.gone or not self.client.alive
+        if self.ended or self.gone or self.words[STATE] != 0:
             return False
         now, beat = time.monotonic_ns(), self.words[HEARTBEAT]
         if now - beat < STALE_NS:

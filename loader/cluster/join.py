@@ -37,6 +37,11 @@ _PAUSES_S = 0.05, 2.0
 _GIVE_UP_S = 600.0
 #: Longest time that reading the next epoch ahead waits for the nodes to join.
 _SOON_S = 10.0
+#: Longest time that a session with a daemon in the place of another one waits for that: the daemon
+#: would read from the source what its peers hold.
+_AGAIN_S = 1.0
+#: Processes that have joined before, with another daemon.
+_joined: set[int] = set()
 
 
 def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
@@ -58,14 +63,18 @@ def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: in
     except RuntimeError:  # no thread available: this node reads for itself
         client.joining_until = 0.0
         _log.debug("no thread to join the cluster", exc_info=True)
+    until = time.monotonic() + _AGAIN_S if os.getpid() in _joined else 0.0
+    while time.monotonic() < min(client.joining_until, until):
+        time.sleep(_PAUSES_S[0] / 10)
 
 
 def _attempt(client: Client, settings: ClusterSettings, store: Any, rank: int, world: int) -> None:
     try:
         if store is None:
-            join_listed(client, settings, rank, world)
+            join_listed(client, settings, rank, world, again=os.getpid() in _joined)
         else:
             _join(client, store, rank, world)
+        _joined.add(os.getpid())
     except (  # ValueError: a name that no node can have, or a key that is not UTF-8
         ConfigError,
         UnavailableError,
@@ -98,7 +107,7 @@ def _join(client: Client, store: Any, rank: int, world: int) -> None:
     }
     members, ranks = nodes_of(first, later)
     if len(members) > 1:
-        client.join(Join(secret[:16].hex(), secret[16:], members, ranks))
+        client.join(Join(secret[:16].hex(), secret[16:], members, ranks, again=again))
 
 
 def _member(store: Any, key: str) -> Member:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from creel.config import KEY_VARIABLE
 from creel.errors import ConfigError
 from creel.loader.backoff import pauses
@@ -29,8 +31,12 @@ _MIN_KEY = 16  # bytes
 _PAUSES_S = 0.05, 1.0
 
 
-def join_listed(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
+def join_listed(
+    client: Client, settings: ClusterSettings, rank: int, world: int, *, again: bool
+) -> None:
     """Let this node's daemon connect to those of the listed nodes; wait until all are there.
+
+    `again`: see `messages.Join`.
 
     Raises:
         ConfigError: no usable list or key; the message says what to do.
@@ -48,6 +54,7 @@ def join_listed(client: Client, settings: ClusterSettings, rank: int, world: int
             " node one after the other (Slurm: --distribution=block)"
         )
     request = request_of(hosts, me, ranks, settings.port, secret_of(settings, os.environ))
+    request = msgspec.structs.replace(request, again=again)
     client.host(address_towards(hosts[me - 1]), settings.port)
     waits = pauses(*_PAUSES_S)
     while not client.join(request) and client.alive:

@@ -129,6 +129,16 @@ class EpochRun:
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 
+    def await_daemon(self) -> None:
+        """Wait a moment for another daemon, if this node's has ended and was one of a cluster.
+
+        What would be read directly until then lies on other nodes, and in step with this rank they
+        all would wait for the source.
+        """
+        stream = self.stream
+        if self._search is not None and stream is not None and stream.session.client.cluster:
+            self._loader_state.meter["stall_daemon_ns"] += self._search.wait()
+
     def step_of(self, i: int, index: object) -> int:
         """Return the session's step of the i-th batch after those skipped; -1: read directly."""
         if self._search is not None:
@@ -241,12 +251,14 @@ class EpochRun:
         if self.binding is not None and waited_s and waited_s >= COUNT_S:
             self._uncounted_from = 0.0
             self._search = StreamSearch(partial(self._loader_state.open, self.binding))
-        if self.due():
+        stream, due = self.stream, self.due()
+        if due:
             self._count()
-            stream = self.stream
-            if self._search is None and stream is not None and not stream.session.client.alive:
-                # The daemon has ended. A daemon that is only stopped may go on.
-                self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
+        if self._search is not None or stream is None or not (due or stream.session.gone):
+            return
+        if not stream.session.client.alive:
+            # The daemon has ended. A daemon that is only stopped may go on.
+            self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
 
     def due(self) -> bool:
         """Whether to update the daemon's statistics now: at most once per `COUNT_S`."""

@@ -273,6 +273,7 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
             raise
         i = self._given
         self._given = i + 1
+        run.await_daemon()
         try:
             data = self._reader.read(i, run.step_of(i, index), index)
         finally:

@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
+#: Longest time that a trainer waits for the first search: a daemon starts in half a second.
+_WAIT_S = 1.5
 #: Seconds between two searches for the same stream, if no daemon came back and none can be started.
 _AGAIN_S = 5.0
 
 
 class StreamSearch:
-    """Finds or starts a daemon in a thread. That takes 0.5 s, during which training goes on."""
+    """Finds or starts a daemon in a thread. That takes 0.5 s.
+
+    Training goes on meanwhile, or waits a moment where other nodes hold what it would read
+    (`EpochRun.await_daemon`).
+    """
 
     def __init__(self, open_stream: Callable[[], BatchStream | None]) -> None:
         """Begin the search. `take` or `leave` ends it, without locks: a finaliser may call them.
@@ -35,7 +41,10 @@ class StreamSearch:
         self._open_stream: Callable[[], BatchStream | None] | None = open_stream
         self._found: deque[BatchStream] = deque()
         self.next_at = 0.0  # time.monotonic() of the next try
-        _thread.search(self)
+        self._until = time.monotonic() + _WAIT_S
+        self._looked = threading.Event()  # once, at least
+        if not _thread.search(self):
+            self._looked.set()
 
     @property
     def over(self) -> bool:
@@ -52,6 +61,14 @@ class StreamSearch:
             if self.over:
                 self.leave()  # as the trainer's own call may have come before
             self._open_stream = None
+        self._looked.set()
+
+    def wait(self) -> int:
+        """Wait until a daemon was found, or cannot be, for 1.5 s at most; return the ns."""
+        began = time.monotonic_ns()
+        _thread.go_on()
+        self._looked.wait(max(self._until - time.monotonic(), 0.0))
+        return time.monotonic_ns() - began
 
     def take(self) -> BatchStream | None:
         """Return the session once there is one, and hand it over to the caller; else None."""
@@ -87,12 +104,13 @@ class _SearchThread:
         self._thread: threading.Thread | None = None
         self._paused = False
 
-    def search(self, search: StreamSearch) -> None:
-        """Add a search."""
+    def search(self, search: StreamSearch) -> bool:
+        """Add a search; return whether the thread runs."""
         with self._lock:
             self._searches.append(search)
             self._start()
         self.wake()
+        return self._thread is not None
 
     def wake(self) -> None:
         """Let the thread look at what has changed; takes no lock."""

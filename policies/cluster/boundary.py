@@ -8,12 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import NO_IDS, Ids, Ints, Mask, unique
+from creel.policies.arrays import NO_IDS, Ids, Ints, unique
 from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.members import Change, ChangeId
 from creel.policies.cluster.placement import dataset_nbytes, nobody
-from creel.policies.eviction.policy import RESIDENT, STORED
+from creel.policies.eviction.policy import RESIDENT
 from creel.policies.eviction.sampling import Nodes
 
 #: Origin of a fetch from the dataset's storage; in `ClusterView.origin` this node has it. All other
@@ -38,9 +37,10 @@ class ClusterView:
         disk: (nodes, 2) bytes of disk of each node, and the unit in which it allocates them.
         cluster: name of the cluster.
         names: (nodes,) names of the nodes; a node has the same name in all its clusters.
-        log: the latest changes of members.
         by_hash: datasets that some node also reads for a job on other nodes; for these the homes
             (`homes`) of objects count, not a plan for this cluster alone.
+        again: whether this daemon has taken the place of another one in this cluster, so that it
+            does not know which node holds what.
     """
 
     me: int
@@ -50,8 +50,8 @@ class ClusterView:
     disk: Ints
     cluster: str
     names: tuple[str, ...]
-    log: tuple[Change, ...] = ()
     by_hash: frozenset[str] = frozenset()
+    again: bool = False
 
     def like(self, other: ClusterView | None) -> bool:
         """Whether `other` has the same nodes, with the same memory and disk."""
@@ -118,7 +118,6 @@ class Placed(NamedTuple):
         lent: objects that this node is to hold and a peer reads in the next epoch.
         copies: objects of which this node keeps a second copy, the soonest to be read first.
         surplus: objects that this node holds but need not.
-        unread: objects that it holds and that no member reads in this epoch.
     """
 
     holder: Nodes
@@ -128,7 +127,6 @@ class Placed(NamedTuple):
     lent: Ids
     copies: Ids
     surplus: list[Ids]
-    unread: Ids
 
     def part(self, ids: NDArray[np.integer]) -> Ints:
         """Return (k,) the part of this epoch in which the holder gets each object, or -1."""
@@ -150,13 +148,8 @@ class ClusterBoundary:
         copies: objects of which this node had a second copy then.
         size: (n,) bytes of each object, or (1,) if all are equal or some are unknown.
         capacity: (nodes,) bytes of memory and disk of each node.
-        state: (n,) states on this node; stored: (n,) states on its disk, or None without one.
+        state: (n,) states on this node.
         lead: share of the next epoch that is kept first.
-        members: (nodes,) members that the plan counts on, after the change `known`.
-        clock: moment of this epoch from which the plan counts, in 65,536ths; `planned` counts
-            before.
-        planned: (n,) the earlier plan, or None.
-        given: (n,) a plan made by a peer, or None.
     """
 
     epoch: int
@@ -167,13 +160,7 @@ class ClusterBoundary:
     size: Ints
     capacity: Ints
     state: NDArray[np.uint8]
-    stored: NDArray[np.uint8] | None
     lead: float
-    members: Mask
-    known: ChangeId
-    clock: int = 0
-    planned: Nodes | None = None
-    given: Nodes | None = None
 
     def plan(self) -> Placed:
         """Return which node holds what when the epoch ends; takes 1 s for a million objects."""
@@ -182,13 +169,14 @@ class ClusterBoundary:
         following = self.orders[1].by_rank(node_of)
         owners = [self._uses(following, self.orders[1]).owner]
         owners += [self._uses(order.by_rank(node_of), order).owner for order in self.orders[2:]]
-        holder, after = self._held(now), self.given
-        if after is None:
-            rest = owners, following, self.size, self.capacity * self.members
-            after = placement.next_holders(holder, now, *rest, lead=self.lead, clock=self.clock)
-        me, here = self.view.me, self.state == RESIDENT
+        holder = self.holder
+        if holder is None:
+            holder = np.full_like(now.owner, nobody(now.owner))
+        rest = owners, following, self.size, self.capacity
+        after = placement.next_holders(holder, now, *rest, lead=self.lead)
+        me = self.view.me
         copies = self._copies(holder, after, now, owners)
-        vain = here & (after != me)
+        vain = (self.state == RESIDENT) & (after != me)
         vain[copies] = False
         lent = (after == me).nonzero()[0].astype(np.int32)
         lent = lent[(owners[0][lent] != me) & (owners[0][lent] != nobody(holder))]
@@ -198,27 +186,12 @@ class ClusterBoundary:
         coming = coming[(at != me) & (at != nobody(after)) & (at != holder[coming])]
         when = (now.when[coming] >> _PART_BITS).astype(np.uint8)
         surplus = [vain.nonzero()[0].astype(np.int32)]
-        if self.stored is not None:
-            here |= self.stored == STORED
-        unread = (here & (now.owner == nobody(now.owner))).nonzero()[0].astype(np.int32)
-        return Placed(after, me, coming, when, lent, copies, surplus, unread)
-
-    def _held(self, now: placement.Uses) -> Nodes:
-        """Return (n,) the holder of each object at `clock`: the planned one once it was read."""
-        holder = self.holder
-        if holder is None:
-            holder = np.full_like(now.owner, nobody(now.owner))
-        if self.planned is not None:
-            read = (now.owner == nobody(now.owner)) | (now.when < self.clock)
-            held: Nodes = holder.copy()
-            held[read] = self.planned[read]
-            holder = held
-        return without(holder, self.members)
+        return Placed(after, me, coming, when, lent, copies, surplus)
 
     def _copies(self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]) -> Ids:
         """Return the objects to keep as second copies, in room that the plan leaves here."""
         n, me = len(self.state), self.view.me
-        if dataset_nbytes(self.size, n) >= int((self.capacity * self.members).sum()):
+        if dataset_nbytes(self.size, n) >= int(self.capacity.sum()):
             return NO_IDS
         held = np.zeros(n, np.bool_)
         held[self.copies] = True
@@ -229,20 +202,4 @@ class ClusterBoundary:
     def _uses(self, ranks: list[Ids], order: JobOrder) -> placement.Uses:
         nodes = self.view.nodes.tolist()
         sizes = {"objects": len(self.state), "nodes": len(self.view.capacity)}
-        uses = placement.uses_of(ranks, nodes, order.batch, **sizes)
-        return placement.Uses(without(uses.owner, self.members), uses.when)
-
-
-def without(holder: Nodes, members: Mask) -> Nodes:
-    """Return `holder` with `nobody` in place of nodes that are not members.
-
-    >>> without(np.array([0, 1, 255], np.uint8), np.array([True, False])).tolist()
-    [0, 255, 255]
-    """
-    if members.all():
-        return holder
-    gone = np.zeros(nobody(holder) + 1, np.bool_)
-    gone[: len(members)] = ~members
-    out = holder.copy()
-    out[gone[holder]] = nobody(holder)
-    return out
+        return placement.uses_of(ranks, nodes, order.batch, **sizes)

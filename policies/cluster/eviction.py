@@ -7,7 +7,6 @@ and which objects peers will ask it for. An error of the plan costs a read of th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import NO_IDS, Ids, Index, Ints, Mask, joined
 from creel.policies.cluster import placement
-from creel.policies.cluster.agreement import Agreement, SharedPlan
 from creel.policies.cluster.boundary import (
     PARTS,
     SOURCE,
@@ -23,10 +21,9 @@ from creel.policies.cluster.boundary import (
     ClusterView,
     Deals,
     Placed,
-    without,
 )
-from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.placement import dataset_nbytes, nobody
+from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan, digest
 from creel.policies.eviction.planned import LISTED, PlannedEviction, PlanningContext
 from creel.policies.eviction.sampling import Nodes
 from creel.policies.next_use import NextUses
@@ -52,6 +49,7 @@ class ClusterEviction(PlannedEviction):
     """
 
     name = "cluster"
+    reads_for_peers = True
 
     def __init__(
         self,
@@ -70,7 +68,13 @@ class ClusterEviction(PlannedEviction):
         # The plan of the next epoch's end, made ahead: its first steps' objects must not leave.
         self._later: tuple[ClusterBoundary, Placed] | None = None
         self._asking: ClusterBoundary | None = None
-        self._agreement = Agreement(deals)
+        #: Whether this node does not know which node held what when this epoch began. It then
+        #: reads from the source and asks a peer.
+        self.astray = deals.view is not None and deals.view.again
+        #: Whether reading ahead waits for the answer.
+        self.waits = self.astray
+        self._adopted = False  # whether a peer has told in this epoch who holds what
+        self._digested: tuple[Nodes | None, int] = None, 0
 
     @property
     def cluster(self) -> ClusterEviction:
@@ -81,62 +85,67 @@ class ClusterEviction(PlannedEviction):
     @property
     def lacks(self) -> int | None:
         """The seed of the epoch's order if a peer must say which node holds what, else None."""
-        return self._agreement.lacks(self.epoch)
+        order = self.deals.orders.get(self.epoch)
+        return order.seed if self.astray and order is not None else None
 
     @property
     def digest(self) -> PlanDigest | None:
         """The inputs of this node's plan for this epoch, or None if there is no plan."""
-        return None if self._next is None else self._agreement.digest(self.epoch, self._holder)
+        order = self.deals.orders.get(self.epoch)
+        if order is None or self.astray or self._next is None:
+            return None
+        if self._digested[0] is not self._holder:
+            self._digested = self._holder, digest(self._holder)
+        return PlanDigest(self.deals.dataset, order.seed, self._digested[1])
 
     def doubt(self, seed: int) -> None:
         """Note that other nodes plan the epoch of this order from other inputs: ask them."""
-        self._agreement.doubt(self.epoch, seed)
+        order = self.deals.orders.get(self.epoch)
+        self.astray |= order is not None and order.seed == seed
+        self.waits = self.astray
 
     def share(self, seed: int) -> SharedPlan | None:
         """Return what this node knows of the epoch with this seed, or None if nothing."""
-        after = None if self._next is None else self._next.holder
-        return self._agreement.share(self.epoch, seed, self._holder, after)
+        view, orders = self.deals.view, self.deals.orders
+        if self.astray or view is None:
+            return None
+        held = [(self.epoch, self._holder)]
+        if self._next is not None:
+            held.append((self.epoch + 1, self._next.holder))
+        for epoch, holder in held:
+            if epoch in orders and orders[epoch].seed == seed:
+                return SharedPlan(seed, len(view.capacity), holder)
+        return None
 
     def adopt(self, plan: SharedPlan) -> None:
-        """Take over a peer's plan, if this node lacks it."""
-        if self._agreement.takes(self.epoch, plan, len(self._state)):
+        """Take over what a peer knows of this epoch, if this node lacks it."""
+        view = self.deals.view
+        if view is None or self.lacks != plan.seed or plan.nodes != len(view.capacity):
+            return
+        if plan.holder is None or len(plan.holder) == len(self._state):
             self._asking = self._next = self._later = None
-            self._holder = plan.holder
+            self._holder, self._adopted = plan.holder, True
+            self.insist()
 
-    def moment(self, clock: int, step_s: float) -> EpochMoment | None:
-        """Return the moment from which all nodes can follow a change that is written now, or None.
-
-        Args:
-            clock: steps that all ranks here have done; step_s: seconds per step.
-        """
-        if self.lacks is not None or not self.deals.known(self.epoch):
-            return None
-        return self._agreement.moment(self.epoch, self.uses.span(self.epoch), clock, step_s)
+    def insist(self) -> None:
+        """Go on with what this node knows: no peer knows more."""
+        self.astray = self.waits = False
 
     # --- the plan --------------------------------------------------------------------------------
 
     def planning_task(self, context: PlanningContext) -> PlanningTask | None:
-        """Return what to plan now, or None; one task for each epoch and each change of members."""
+        """Return what to plan now, or None; one task for each epoch."""
         view = self.deals.view
         if self._asking is not None or view is None or not self.deals.known(self.epoch):
             return None
-        if self.lacks is not None:
+        if self.astray:
             return None
-        self._agreement.insist(view)
         if self._next is None:
-            boundary = self._boundary_of(self.epoch, view, context, self._holder, self._copies)
-            self._asking = replace(boundary, given=self._agreement.given)
-        elif (change := self._agreement.due(self.epoch, view)) is not None:
-            planned, (members, known, clock) = self._next.holder, change
-            if self._holder is not None:  # a node that comes back holds nothing
-                self._holder = without(self._holder, members)
-            boundary = self._boundary_of(self.epoch, view, context, self._holder, self._copies)
-            self._asking = replace(
-                boundary, members=members, known=known, clock=clock, planned=planned
-            )
+            held = self._holder, self._copies
+            self._asking = self._boundary_of(self.epoch, view, context, *held)
         elif self._later is None:
-            held = self._next.holder, self._next.copies
-            self._asking = self._boundary_of(self.epoch + 1, view, context, *held)
+            then = self._next.holder, self._next.copies
+            self._asking = self._boundary_of(self.epoch + 1, view, context, *then)
         return self._asking
 
     def _boundary_of(
@@ -150,8 +159,7 @@ class ClusterEviction(PlannedEviction):
         size = context.agreed_size
         whole = max(dataset_nbytes(size, len(self._state)), 1)
         capacity = context.capacities(view)
-        nbytes = int((capacity * self._agreement.members).sum())
-        depth = placement.useful_depth(len(view.capacity), nbytes / whole)
+        depth = placement.useful_depth(len(view.capacity), int(capacity.sum()) / whole)
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
         capacity -= self._in_use(view, orders[0].batch * whole // len(self._state), capacity, whole)
         return ClusterBoundary(
@@ -163,11 +171,8 @@ class ClusterEviction(PlannedEviction):
             size=size,
             capacity=capacity,
             state=self._state,
-            stored=self.stored,
             # The same on all nodes, though each reads ahead at its own pace.
             lead=placement.lead_of(orders[1].steps),
-            members=self._agreement.members,
-            known=self._agreement.since,
         )
 
     def _in_use(self, view: ClusterView, step_nbytes: int, capacity: Ints, whole: int) -> Ints:
@@ -179,8 +184,7 @@ class ClusterEviction(PlannedEviction):
             step_nbytes: bytes of a rank's step; whole: bytes of all objects; capacity: (nodes,)
                 bytes.
         """
-        members = self._agreement.members
-        beyond = max(int(capacity[members].sum()) - whole, 0) // max(int(members.sum()), 1)
+        beyond = max(int(capacity.sum()) - whole, 0) // len(capacity)
         ranks = np.bincount(view.nodes, minlength=len(capacity))
         peak = _STEPS_IN_USE * step_nbytes * ranks + capacity // _PEAK_PART
         in_use: Ints = np.minimum(peak, beyond)
@@ -191,9 +195,7 @@ class ClusterEviction(PlannedEviction):
             return
         asked, self._asking = self._asking, None
         if asked.epoch == self.epoch:
-            self._agreement.given, self._later = None, None
-            self._agreement.since, self._agreement.members = asked.known, asked.members
-            self._marks[plan.unread] &= ~_LENT
+            self._later = None
             self._follow(plan)
         else:
             self._later = asked, plan
@@ -220,10 +222,11 @@ class ClusterEviction(PlannedEviction):
         later = self._later
         # A plan that is too late on this node may have been in time on another one.
         late = self._asking is not None and self._asking.epoch < epoch
-        self._agreement.astray |= placed is None or late
+        self.astray |= placed is None or late
+        self.waits = self.astray
         super().epoch_began(uses, epoch)
-        self._agreement.asks = False
-        self._asking = self._next = self._later = self._agreement.given = None
+        self._asking = self._next = self._later = None
+        self._adopted = False
         self._holder = None if placed is None else placed.holder
         self._copies = NO_IDS if placed is None else placed.copies
         self._second_copies = NO_IDS
@@ -235,8 +238,7 @@ class ClusterEviction(PlannedEviction):
         view = self.deals.view
         if placed is not None and view is not None and later is not None:
             asked, answer = later
-            same = asked.view.like(view) and asked.known == self._agreement.since
-            if same and self.deals.agree(epoch, asked.orders):
+            if asked.view.like(view) and self.deals.agree(epoch, asked.orders):
                 self._follow(answer)
 
     def victims(self, k: int, step: int) -> Index:
@@ -273,29 +275,33 @@ class ClusterEviction(PlannedEviction):
 
     def sent(self, ids: Index) -> None:
         lent = self._marked(ids, _LENT)
-        self._marks[ids[~lent]] |= _SENT_EARLY
+        if not self._adopted:  # else what peers read in this epoch has no mark
+            self._marks[ids[~lent]] |= _SENT_EARLY
         self._marks[ids[lent]] &= ~_LENT
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
         """Return (k,) whether each object's holder does not have it yet; None: all have.
 
         The holder gets the object by reading it in this epoch, at about the pace of this node.
+        While this node does not know the holders and `waits`, it is true of all objects.
 
         Args:
             epoch: the epoch that reads the objects.
             clock: steps that the ranks of this node have done.
         """
+        if self.waits:
+            return np.ones(len(ids), np.bool_)
         if epoch != self.epoch + 1 or self.deals.view is None:
             return None
         if self._next is None:  # it is being planned
             return np.ones(len(ids), np.bool_) if self._asking is not None else None
-        first, end = self.uses.span(self.epoch)
-        part = (clock - first) * PARTS // max(end - first, 1)
+        steps, end = self.deals.orders[self.epoch].steps, self.uses.span(self.epoch)[1]
+        part = (steps - (end - clock)) * PARTS // steps  # a restarted daemon knows only the rest
         return self._next.part(ids) > part
 
     def holders(self, ids: Index, epoch: int) -> Ints | None:
         """Return (k,) the peer that holds each object when `epoch` reads it, or SOURCE, or None."""
-        holder = None if self._agreement.astray else self._holder
+        holder = None if self.astray else self._holder
         if epoch == self.epoch + 1:
             holder = None if self._next is None else self._next.holder
         elif epoch != self.epoch:
@@ -306,3 +312,14 @@ class ClusterEviction(PlannedEviction):
         none = found == nobody(holder)
         found[none] = 0
         return np.where(none, SOURCE, origin[found])
+
+    def brings(self, ids: Index) -> Mask:
+        """Return (k,) whether to read each absent object when a peer asks: this node is to hold it.
+
+        It lacks the object if its daemon was restarted, or if its own rank read the object itself.
+        """
+        held = self._holder if self._next is None else self._next.holder
+        if self.astray or held is None or self.deals.view is None:
+            return np.zeros(len(ids), np.bool_)
+        brings: Mask = held[ids] == self.deals.view.me
+        return brings

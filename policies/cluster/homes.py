@@ -63,22 +63,18 @@ class Homes:
 
     Attributes:
         share: the part of all objects that this node is home of.
-        nbytes: memory of all nodes.
     """
 
     def __init__(self, views: Sequence[ClusterView]) -> None:
         origins: dict[str, int] = {}
-        sizes: dict[str, int] = {}
         self._asked = np.zeros(_BUCKETS, np.bool_)
         for view in views:
             own, named = view.names[view.me], zip(view.names, view.origin.tolist(), strict=True)
             there = {own: SOURCE} | {name: origin for name, origin in named if origin != SOURCE}
             self._asked |= _first(tuple(there)) == 0
             origins = {**there, **origins, own: SOURCE}
-            sizes |= dict(zip(view.names, view.capacity.tolist(), strict=True))
         self._origin = np.array(list(origins.values()), np.int64)[_first(tuple(origins))]
         self.share = float((self._origin == SOURCE).mean())
-        self.nbytes = sum(sizes.values())
 
     def mine(self, ids: NDArray[np.integer]) -> Mask:
         """Return (k,) whether this node is home of each object."""
@@ -96,6 +92,14 @@ class Homes:
     def origins(self, ids: NDArray[np.integer]) -> Ints:
         """Return (k,) the peer to ask for each object, or SOURCE."""
         return self._origin[_bucket(ids)]
+
+
+def memory_of(views: Sequence[ClusterView]) -> int:
+    """Return the bytes of memory of all nodes of these jobs; 0 without any."""
+    sizes: dict[str, int] = {}
+    for view in views:
+        sizes |= dict(zip(view.names, view.capacity.tolist(), strict=True))
+    return sum(sizes.values())
 
 
 def _bucket(ids: NDArray[np.integer]) -> Index:

@@ -1,17 +1,37 @@
 """Placement: which node of a cluster holds each object when an epoch ends. Pure.
 
-All nodes compute the same plan from what all of them know (law L5): the holder of each object when
-an epoch begins, the reader of each object in that epoch and in some later ones, sizes and
-capacities. No metadata crosses the network: a node that needs an object asks its holder.
+All nodes compute the same plan from what all of them know (law L5), so that no metadata crosses the
+network: a node that needs an object asks its holder. A plan is one array, object -> node or nobody.
 
-While an epoch runs, an object stays at its holder until it is read; from then on its planned holder
-has it, or no node. As its reader has its bytes, it stays either there or at the old holder: at the
-one that reads it again sooner. Only objects for which neither has room are handed to a third node.
+What moves. While an epoch runs, an object stays at its holder until it is read. Its reader then has
+its bytes, so it may stay at either place without another transfer: it stays at the one that reads
+it again sooner (`_Sites.best`). Where more would stay than fits, objects go to their other place,
+then to any node with room (`_level`), which gets them when they are asked for. What still does not
+fit has no holder, and the next epoch reads it from the source. Of equals those stay that keep the
+next epoch's reads of the source even over its steps (`select`; law L2), and its first steps come
+before all others: the lead, which is read ahead.
 
 If the memories hold more than one copy, both nodes keep the objects that they soon read again, one
 of them as a second copy. The first copy is then better at the node that reads it later: when the
 other one has read it and gives it up, it is still there. Otherwise it would lie where no reader
 needs it.
+
+What may never happen.
+* An object that this epoch is yet to read leaves its holder (law L1). A plan only says what becomes
+  of objects after they were read.
+* Objects on a node take more than its capacity when the epoch ends, or .7 % more while it runs:
+  `_Sites.flow` counts what leaves and comes along the epoch, and the rates at which `select` lets
+  objects stay follow from that.
+* There are two first copies, or the last copy yields to a second one (law L3).
+* The result depends on what only one node knows: its clock, its residents, whom it reaches. Inputs
+  are the holders before, the orders and sizes, and the capacities; ties are broken by numbers, not
+  by chance. The one exception is `replicas`: second copies are a node's own affair, and no other
+  node counts on them.
+
+Who writes. `ClusterBoundary.plan` calls this in the planner's thread, with copies and immutable
+inputs; `ClusterEviction` alone takes the result, and chains it: this epoch's result is the next
+one's `holder`. So an error stays until nodes compare their plans (`shared_plan`); it costs reads of
+the source, never a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +56,7 @@ from creel.policies.eviction.sampling import (
     select,
 )
 
-#: Parts of an epoch in which `Uses.when` and `clock` count.
+#: Parts of an epoch in which `Uses.when` counts.
 EPOCH = 1 << 16
 #: Largest part of the memory that the lead takes.
 _MAX_LEAD_OF_MEMORY = 0.5
@@ -113,17 +133,13 @@ def next_holders(
     capacity: Ints,
     *,
     lead: float,
-    clock: int = 0,
 ) -> Nodes:
     """Return (n,) holder of each object when this epoch ends, or `nobody(holder)`.
 
-    The next epoch reads objects without a holder from the source. After a change of members,
-    objects on lost nodes have no holder, the capacity of these nodes is 0, and the rest of the
-    epoch is planned again.
+    The next epoch reads objects without a holder from the source.
 
     Args:
-        holder: (n,) node that holds each object; in mid-epoch, the planned holder of objects that
-            were read already.
+        holder: (n,) node that holds each object when this epoch begins.
         now: which node reads what in this epoch.
         owners: for each of the next d >= 1 epochs, (n,) node that reads each object in it. Local
             hits grow with d up to `useful_depth`.
@@ -131,7 +147,6 @@ def next_holders(
         size: (n,) bytes of each object, or (1,) if all are equal.
         capacity: (nodes,) bytes.
         lead: share of an epoch that is read ahead; the same share of the next one is kept first.
-        clock: part of this epoch that all ranks have read, in 65,536ths.
 
     >>> uses = uses_of([np.array([0, 1]), np.array([2, 3])], [0, 1], 1, objects=4, nodes=2)
     >>> swapped = uses_of([np.array([3, 0]), np.array([1, 2])], [0, 1], 1, objects=4, nodes=2)
@@ -143,7 +158,7 @@ def next_holders(
     """
     nodes, depth, n = len(capacity), len(owners), len(holder)
     capacity = np.asarray(capacity, np.int64)
-    site = _Sites(holder, now, owners, size, clock)
+    site = _Sites(holder, now, owners, size)
     copies = int(capacity.sum()) / max(dataset_nbytes(size, n), 1)
     where, priority = site.best(min(copied_gap(int(np.count_nonzero(capacity)), copies), depth))
     _level(where, priority, site, capacity)
@@ -268,21 +283,19 @@ def _nbytes(ids: Ids, size: Ints) -> Ints:
 class _Sites:
     """Nodes that hold each object, and nodes that read it."""
 
-    def __init__(
-        self, holder: Nodes, now: Uses, owners: Sequence[Nodes], size: Ints, clock: int
-    ) -> None:
+    def __init__(self, holder: Nodes, now: Uses, owners: Sequence[Nodes], size: Ints) -> None:
         self.holder, self.now, self.owners = holder, now, owners
-        self.size, self.clock = size, clock
+        self.size = size
         self.nobody = nobody(holder)
 
     def nbytes(self, ids: Ids) -> Ints:
         """Return (k,) bytes of objects."""
         return _nbytes(ids, self.size)
 
-    def unread(self, ids: Ids | slice) -> Mask:
-        """Return (k,) whether this epoch is yet to read each object."""
-        unread: Mask = self.now.owner[ids] != self.nobody
-        return unread & (self.now.when[ids] >= self.clock)
+    def read(self, ids: Ids | slice) -> Mask:
+        """Return (k,) whether this epoch reads each object."""
+        read: Mask = self.now.owner[ids] != self.nobody
+        return read
 
     def best(self, copied: int) -> tuple[Nodes, NDArray[np.uint8]]:
         """Return (n,) node where each object should stay, or nobody; (n,) epochs until it reads it.
@@ -295,8 +308,8 @@ class _Sites:
         priority = np.empty(len(where), np.uint8)
         for ids in _pieces(len(where)):
             consumer, holder = self.now.owner[ids].copy(), self.holder[ids]
-            read = ~self.unread(ids)
-            consumer[read] = holder[read]
+            unread = ~self.read(ids)
+            consumer[unread] = holder[unread]
             mine = np.full(len(consumer), depth + 1, np.uint8)
             theirs = mine.copy()
             for gap in range(depth, 0, -1):
@@ -312,7 +325,7 @@ class _Sites:
     def flow(self, ids: slice, tally: Tally) -> None:
         """Count bytes that leave nodes along this epoch, and that they fetch for their ranks."""
         here = np.arange(ids.start, ids.stop, dtype=np.int32)
-        here = here[self.unread(here)]
+        here = here[self.read(here)]
         stretch = self.stretch(here, tally)
         nbytes = self.nbytes(here)
         holder, owner = self.holder[here], self.now.owner[here]
@@ -322,9 +335,8 @@ class _Sites:
         tally.miss(at, nbytes[missing])
 
     def stretch(self, ids: Ids, tally: Tally) -> Ints:
-        """Return (k,) the stretch, in the rest of this epoch, that reads each object."""
-        when = self.now.when[ids].astype(np.int64) - self.clock
-        return 1 + np.maximum(when, 0) * tally.stretches // (EPOCH - self.clock)
+        """Return (k,) the stretch of this epoch that reads each object."""
+        return 1 + self.now.when[ids].astype(np.int64) * tally.stretches // EPOCH
 
 
 def _pieces(n: int) -> Iterator[slice]:
@@ -341,7 +353,7 @@ def _sort_in(
     priorities: Ints | int = tally.priorities - 1
     if piece.read:
         priorities = np.where(early, LEAD, priority[ids]).astype(np.int64)
-    stretch = np.where(site.unread(ids), site.stretch(ids, tally), 0)
+    stretch = np.where(site.read(ids), site.stretch(ids, tally), 0)
     cell = (where[ids].astype(np.int64) * tally.priorities + priorities) * tally.width + stretch
     tally.add(cell, site.nbytes(ids))
     return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)
@@ -369,7 +381,7 @@ def _level(where: Nodes, priority: NDArray[np.uint8], site: _Sites, capacity: In
             if not surplus.any() or not room.any():
                 return
             ids = _scattered(np.flatnonzero((priority == latest) & crowded[where]).astype(np.int32))
-            move(ids[site.unread(ids)], where, site, surplus, room)
+            move(ids[site.read(ids)], where, site, surplus, room)
 
 
 def _scattered(ids: Ids) -> Ids:

@@ -43,7 +43,7 @@ class EvictionPolicy:
     #: Whether `keeps` is a plan for memory and disk together, so that an object may replace another
     #: one on disk. Otherwise the objects written first stay there.
     replaces = False
-    #: Whether this node reads objects that it is home of from the source when peers ask for them.
+    #: Whether this node reads objects that it is to hold from the source when peers ask for them.
     reads_for_peers = False
     #: Which node to ask for objects whose holder no plan names; None: read the source.
     homes: Homes | None = None
@@ -100,6 +100,12 @@ class EvictionPolicy:
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:  # noqa: ARG002
         """Return (k,) whether each object's holder in `epoch` does not have it yet, or None."""
         return None
+
+    def brings(self, ids: Index) -> Mask:
+        """Return (k,) whether to read each absent object when a peer asks (`reads_for_peers`)."""
+        if self.homes is None or not self.reads_for_peers:
+            return np.zeros(len(ids), np.bool_)
+        return self.homes.asked(ids)
 
     def planning_task(self, context: PlanningContext) -> PlanningTask | None:  # noqa: ARG002
         """Return what retention should plan outside the event loop, or None."""

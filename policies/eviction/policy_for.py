@@ -3,18 +3,14 @@
 There are three cases (laws L1 to L5, docs/architecture.md):
 
 - Every epoch reads each object at most once: `PlannedEviction`. Objects that the epoch still has to
-  read stay (L1); of the others, those that retention has planned (L2). If nodes serve each other,
-  `ClusterEviction` follows one plan that all nodes compute (L3, L5).
+  read stay (L1); of the others, those that retention has planned (L2).
 - Nothing is known beyond the steps being read (creel.wrap, samplers that cannot be run ahead):
   `MostRecentFirst`.
 - All other streams (replacement, weights, several jobs on one dataset): `FarthestNextUse` evicts
   the farthest next use first, but never for a read that is due later than the victim (L4; MIN with
   bypass, Belady).
 
-If nodes serve each other but do not know the orders of all ranks, `HomesEviction` replaces the
-first two policies. It replaces the third one, too, if the memories together hold all objects, or if
-the jobs run on different nodes. For several jobs whose orders all nodes know, `HomesFarthest`
-replaces the third one, unless the memories hold all objects.
+Which of them nodes use that serve each other, and how, says `policies/cluster/scheme.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes, HomesEviction
 from creel.policies.cluster.jobs import DealtJob, HomesFarthest
+from creel.policies.cluster.scheme import Scheme
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.planned import PlannedEviction
 from creel.policies.eviction.policy import EvictionPolicy
@@ -47,9 +44,8 @@ class Readers:
         once: whether every epoch reads each object at most once (except for padding).
         epoch: the epoch that the first job reads in.
         deals: what is known of the first job on other nodes.
-        homes: which node to ask for each object, if nodes serve each other without a common plan.
-        together: whether the memories of all nodes hold all objects.
-        by_hash: whether two jobs run on different nodes.
+        scheme: how the nodes share the dataset.
+        homes: which node to ask for each object, if the scheme has homes.
         dealt: how each job deals its epochs to all ranks; None: unknown for some job.
     """
 
@@ -59,9 +55,8 @@ class Readers:
     once: bool
     epoch: int
     deals: Deals
+    scheme: Scheme
     homes: Homes | None
-    together: bool
-    by_hash: bool
     dealt: list[DealtJob] | None
 
 
@@ -69,17 +64,17 @@ def policy_for(
     present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers; keep the present one if it does."""
-    uses, homes = readers.uses, readers.homes
-    dealt = readers.dealt if len(uses) > 1 else None
-    at_home = readers.unplanned or readers.together or (readers.by_hash and dealt is None)
-    at_home |= len(uses) == 1 and readers.once
-    if homes is not None and at_home:
+    uses, homes, scheme = readers.uses, readers.homes, readers.scheme
+    if scheme is Scheme.HOMES and homes is not None:
         if not isinstance(present, HomesEviction):
             present = HomesEviction(state, pins, uses, homes)
         present.all_uses = uses
-    elif homes is not None and dealt is not None:
+    elif scheme is Scheme.SOONEST and homes is not None and readers.dealt is not None:
         if not isinstance(present, HomesFarthest) or present.all_uses != uses:
-            present = HomesFarthest(state, pins, dealt, readers.clock, homes)
+            present = HomesFarthest(state, pins, readers.dealt, readers.clock, homes)
+    elif scheme is Scheme.PLAN:
+        if not isinstance(present, ClusterEviction) or present.uses is not uses[0]:
+            present = ClusterEviction(state, pins, uses[0], readers.epoch, readers.deals)
     else:
         present = _alone(present, readers, state, pins)
     present.set_homes(homes)
@@ -89,7 +84,7 @@ def policy_for(
 def _alone(
     present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
-    """Return the policy of a node that has no peers, or a plan for all its peers."""
+    """Return the policy of a node that keeps objects for itself alone."""
     uses = readers.uses
     if readers.unplanned:
         if type(present) is MostRecentFirst:
@@ -97,15 +92,8 @@ def _alone(
             return present
         return MostRecentFirst(state, pins, uses)
     if len(uses) == 1 and readers.once:
-        alone = readers.deals.view is None
-        if (
-            isinstance(present, PlannedEviction)
-            and present.uses is uses[0]
-            and isinstance(present, ClusterEviction) != alone
-        ):
+        if type(present) is PlannedEviction and present.uses is uses[0]:
             return present
-        if not alone:
-            return ClusterEviction(state, pins, uses[0], readers.epoch, readers.deals)
         return PlannedEviction(state, pins, uses[0], readers.epoch)
     if type(present) is FarthestNextUse and present.all_uses == uses:
         return present

@@ -178,7 +178,8 @@ class Join(Message, frozen=True):
     nodes of a job get the same message. The answer is `Joined`.
 
     If the nodes come from a list, `me` is the place of this one in it. The other daemons are not
-    known yet: they have the names of the list, and arenas of 0 bytes.
+    known yet: they have the names of the list, and arenas of 0 bytes. `again`: an earlier daemon of
+    this node was in the cluster.
     """
 
     cluster: str
@@ -186,6 +187,7 @@ class Join(Message, frozen=True):
     members: list[Member]
     ranks: list[int]
     me: int = -1
+    again: bool = False
 
 
 # --- control socket: daemon to client ---------------------------------------------------------

@@ -169,12 +169,6 @@ class ClusterSettings(_Section, frozen=True):
             "file with the key of listed nodes, which nobody else may read (also CREEL_CLUSTER_KEY)"
         ),
     ] = ""
-    lost_s: Annotated[
-        float,
-        _seconds(
-            "a node that is silent for this long counts as lost: what it held is planned anew", ge=3
-        ),
-    ] = 30.0
     encrypt: Annotated[
         bool,
         _about(

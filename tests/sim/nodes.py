@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator
-from creel.daemon.core.cluster.members import Members, SilenceLimits
+from creel.daemon.core.cluster.silence import Silence, SilenceLimits
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DISK,
@@ -45,8 +46,7 @@ from creel.daemon.core.events import (
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.members import authority, differing
-from creel.settings import ClusterSettings
+from creel.policies.cluster.shared_plan import differing
 from kit import default_window, lengths_of
 
 _VERSION = 5 << 40 | 1
@@ -89,6 +89,10 @@ class Nodes:
         self.gone: set[int] = set()  # nodes that answer no peer
         self.late: set[int] = set()  # nodes that hear nothing of the others
         self.dead: set[int] = set()  # nodes that do nothing at all
+        self._again: set[int] = set()  # nodes whose daemon was restarted
+        #: (a, b): node a does not reach node b; in `noticed`: it knows that.
+        self.apart: set[tuple[int, int]] = set()
+        self.noticed: set[tuple[int, int]] = set()
         self.chance: np.random.Generator | None = None  # draws the next action; None: in order
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
@@ -100,8 +104,10 @@ class Nodes:
         self.cores: list[Core] = []
         self._known = 0  # epochs that the nodes know
         self._began = [0] * nodes  # the epoch with which each core began
-        self._limits = SilenceLimits.among(nodes, ClusterSettings().lost_s)
-        self.members = [Members(node, nodes, -10.0, self._limits) for node in range(nodes)]
+        self._skipped = [0] * nodes  # steps of that epoch that it was not told of
+        self._next_step = 0  # of the present epoch
+        self._limits = SilenceLimits.among(nodes)
+        self.silence = [Silence(node, nodes, -10.0, self._limits) for node in range(nodes)]
         for node in range(nodes):
             self.cores.append(Core(Allocator(self.capacity), default_window()))
             self._begin(node)
@@ -140,6 +146,7 @@ class Nodes:
             steps = self.order.steps
             for step in range(steps):
                 self._step(first, step)
+                self._next_step = step + 1
                 if step == steps // 4:
                     self._compare()
                 if step == int(part * steps):
@@ -151,14 +158,17 @@ class Nodes:
 
     def _step(self, epoch: int, step: int) -> None:
         self._now += _STEP_S
-        for node in self.alive:
-            at = (epoch - self._began[node]) * self.order.steps + step
-            if at >= 0:
-                self._feed(node, Progressed(1, at, at + 1))
+        at = {node: self._step_of(node, epoch, step) for node in self.alive}
+        for node, done in at.items():
+            if done >= 0:
+                self._feed(node, Progressed(1, done, done + 1))
         self._settle()
-        for node in self.alive:
-            at = (epoch - self._began[node]) * self.order.steps + step
-            assert self.ready[node] > at, "a step that nothing is awaited for is not ready"
+        for node, done in at.items():
+            assert self.ready[node] > done, "a step that nothing is awaited for is not ready"
+
+    def _step_of(self, node: int, epoch: int, step: int) -> int:
+        """Return the number in the node's session of a step of an epoch."""
+        return (epoch - self._began[node]) * self.order.steps + step - self._skipped[node]
 
     @property
     def alive(self) -> list[int]:
@@ -169,23 +179,24 @@ class Nodes:
         self.gone.add(node)
         self.dead.add(node)
         for other in self.alive:
-            self.members[other].refused(node, self._now - 1000)
-        self._agree()
+            self.silence[other].refused(node, self._now - 1000)
+        self._tell_views()
 
-    def restart(self, node: int) -> None:
-        """Bring a node back, with a daemon that holds nothing."""
+    def restart(self, node: int, *, rest: bool = False) -> None:
+        """Bring a node back, with a daemon that holds nothing.
+
+        `rest`: its rank tells it of the steps that are left, as a loader does in mid-epoch.
+        """
         epoch = self._known - 2
         self.gone.discard(node)
         self.dead.discard(node)
         self.cores[node] = Core(Allocator(self.capacity), default_window())
         self.ready[node], self._began[node] = 0, epoch
+        self._skipped[node] = self._next_step if rest else 0
         self._begin(node)
-        self.members[node] = Members(node, len(self.cores), self._now - 10, self._limits)
-        for other in self.alive:
-            for one in self.alive:
-                self.members[other].heard(one, self._now)
-        self.members[node].learn(self.members[self.alive[0]].log)
-        self._agree()
+        self.silence[node] = Silence(node, len(self.cores), self._now, self._limits)
+        self._again.add(node)
+        self._tell_views()
         for known in range(epoch, self._known):
             self._tell(node, known)
         self._settle()
@@ -194,58 +205,62 @@ class Nodes:
         """Let the disk of a node fail with all its contents; all nodes hear of it."""
         self._disks[node] = 0
         self._feed(node, DiskOpened(0, 1))
-        for one in self.alive:
-            self._feed(one, ClusterChanged(_CLUSTER, self._view(one)))
-        self._settle()
+        self._tell_views()
 
     def _compare(self) -> None:
         """Compare each node's inputs of plans with those of the others, as heartbeats do."""
         plans = [core.plans.digests(_CLUSTER) for core in self.cores]
         for node in self.alive:
-            first = authority(self.members[node].log)
             for other in self.alive:
-                for plan in differing(plans[node], plans[other], authority=other == first):
+                lowest = other == self.alive[0]
+                for plan in differing(plans[node], plans[other], lowest=lowest):
                     self._feed(node, PlanDoubted(plan.dataset, plan.seed))
         self._settle()
 
-    def _agree(self) -> None:
-        """Write a change of members if there is one, and spread it."""
+    def part(self, pairs: set[tuple[int, int]], noticed: set[tuple[int, int]]) -> None:
+        """Cut these ways between nodes, and no others; some of them are noticed."""
+        self.apart, self.noticed = pairs, noticed
+        self._tell_views()
+
+    def _reaches(self, node: int, peer: int) -> bool:
+        return peer not in self.gone and (node, peer) not in self.apart
+
+    def _tell_views(self) -> None:
+        """Let each node hear of all others, and tell its core which it can reach."""
         for node in self.alive:
             for other in self.alive:
-                self.members[node].heard(other, self._now)
-        for node in self.alive:
-            due = self.members[node].due(self._now)
-            if due is not None:
-                moments = self.cores[node].plans.moments(_CLUSTER)
-                self.members[node].change(due, moments)
-                for other in self.alive:
-                    self.members[other].learn(self.members[node].log)
-        for node in self.alive:
+                self.silence[node].heard(other, self._now)
             self._feed(node, ClusterChanged(_CLUSTER, self._view(node)))
         self._settle()
 
     def _view(self, node: int) -> ClusterView:
         nodes = len(self.cores)
-        reachable = self.members[node].reachable(self._now)
+        reachable = self.silence[node].reachable(self._now)
         reachable[list(self.gone - self.dead)] = True  # no node has noticed yet
+        reachable[[b for a, b in self.noticed if a == node]] = False
         origin = np.where(reachable, np.arange(nodes), SOURCE)
         origin[node] = SOURCE
         capacity = np.full(nodes, self.capacity)
         disks = np.array([(nbytes, 1) for nbytes in self._disks], np.int64)
-        log = self.members[node].log
         names = tuple(map(str, range(nodes)))
-        rest = disks, _CLUSTER, names, log
-        return ClusterView(node, np.arange(nodes), capacity, origin, *rest)
+        rest = disks, _CLUSTER, names
+        view = ClusterView(node, np.arange(nodes), capacity, origin, *rest)
+        return replace(view, again=node in self._again)
 
     def _tell(self, node: int, epoch: int) -> None:
         order = self.order._replace(seed=self.order.seed + epoch)
         ends = np.minimum(np.arange(1, order.steps + 1) * order.batch, order.each)
         number = epoch - self._began[node]
-        first, ids = number * order.steps, order.by_rank(range(len(self.cores)))[node]
+        skipped = 0 if number else self._skipped[node]
+        first, ids = (
+            self._step_of(node, epoch, skipped),
+            order.by_rank(range(len(self.cores)))[node],
+        )
+        ids, ends = ids[skipped * order.batch :].copy(), ends[skipped:] - skipped * order.batch
         for other in self.alive:
-            self.members[node].heard(other, self._now)
+            self.silence[node].heard(other, self._now)
         self._feed(
-            node, PlanExtended(1, number, first, ids.copy(), ends.astype(np.int64), unplanned=False)
+            node, PlanExtended(1, number, first, ids, ends.astype(np.int64), unplanned=False)
         )
         if node not in self.late:
             self._feed(node, EpochDealt(1, number, order, self._view(node)))
@@ -317,18 +332,16 @@ class Nodes:
         return self._queue.popleft()
 
     def _ask_plan(self, node: int, action: AskPlan) -> None:
-        self._requests += 1
-        peer = authority(self.members[node].log)
-        if peer == node:
-            peer = next(other for other in self.alive if other != node)
-        self._feed(peer, PlanAsked(self._requests, action.dataset, action.seed))
-        plan = self._plans.pop(self._requests).plan
-        if plan is not None:
-            self.counts["shared"] += 1
-            self._feed(node, PlanShared(action.dataset, plan))
+        plan = None
+        if self._reaches(node, action.origin):
+            self._requests += 1
+            self._feed(action.origin, PlanAsked(self._requests, action.dataset, action.seed))
+            plan = self._plans.pop(self._requests).plan
+        self.counts["shared"] += plan is not None
+        self._feed(node, PlanShared(action.dataset, action.seed, plan))
 
     def _from_peer(self, node: int, action: FetchObjects) -> None:
-        if action.origin in self.gone:
+        if not self._reaches(node, action.origin):
             self.counts["refused"] += len(action.ids)
             self._feed(node, Fetched(action.fetch, np.full(len(action.ids), -1)))
             return

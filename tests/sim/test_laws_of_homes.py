@@ -33,7 +33,7 @@ class Followers(Nodes):
         ends = np.arange(1, self.order.steps + 1) * BATCH
         number = epoch - self._began[node]
         for other in self.alive:
-            self.members[node].heard(other, self._now)
+            self.silence[node].heard(other, self._now)
         if node not in self.late:
             self._feed(node, EpochFollowed(1, self._view(node)))
         self._feed(

@@ -26,7 +26,7 @@ from creel.daemon.core.events import (
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.members import differing
+from creel.policies.cluster.shared_plan import differing
 
 SAMPLES, BATCH = 960, 4
 _STEP_S = 0.1
@@ -74,7 +74,7 @@ class JobSets(Nodes):
         disks = np.array([(self._disks[one], 1) for one in nodes], np.int64)
         capacity = np.full(count, self.capacity)
         names, by_hash = tuple(f"n{one}" for one in nodes), self.by_hash[job]
-        rest = disks, f"c{job}", names, (), by_hash
+        rest = disks, f"c{job}", names, by_hash
         return ClusterView(me, np.arange(count), capacity, origin, *rest)
 
     def go(self, ticks: int) -> Counter[str]:
@@ -126,8 +126,8 @@ class JobSets(Nodes):
             plans = {node: self.cores[node].plans.digests(f"c{job}") for node in nodes}
             for node in nodes:
                 for other in nodes:
-                    authority = other == nodes[0]
-                    for plan in differing(plans[node], plans[other], authority=authority):
+                    lowest = other == nodes[0]
+                    for plan in differing(plans[node], plans[other], lowest=lowest):
                         self._feed(node, PlanDoubted(plan.dataset, plan.seed))
             by_hash = self.by_hash[job].union(
                 *(self.cores[node].plans.by_hash(f"c{job}") for node in nodes)

@@ -48,7 +48,7 @@ class Jobs(Nodes):
             order = self.job_order(job, epoch)
             ids = order.by_rank(range(len(self.cores)))[node]
             for other in self.alive:
-                self.members[node].heard(other, self._now)
+                self.silence[node].heard(other, self._now)
             self._feed(node, PlanExtended(job, epoch, first, ids.copy(), ends, unplanned=False))
             self._feed(node, EpochDealt(job, epoch, order, self._view(node)))
 

@@ -64,7 +64,8 @@ class Anything(Nodes):
     def live(self, epochs: int) -> None:
         """Run, with one fault or none in each epoch."""
         for _ in range(epochs):
-            then = [self.fail_node, self.join, self.fail_disk, lambda: None][self.rng.integers(4)]
+            faults = self.fail_node, self.join, self.fail_disk, self.replace, self.cut, lambda: None
+            then = faults[self.rng.integers(len(faults))]
             self.run(1, then, float(self.rng.random()))
             self.late.clear()
 
@@ -79,6 +80,19 @@ class Anything(Nodes):
         self.pace = 1 if not self.dead else self.pace
         if self.dead and self.pace == 1:
             self.restart(min(self.dead))
+
+    def replace(self) -> None:
+        """Let another daemon take the place of one that is killed."""
+        if len(self.alive) > 2 and self.pace == 1:
+            node = int(self.rng.choice(self.alive))
+            self.lose(node)
+            self.restart(node)
+
+    def cut(self) -> None:
+        """Cut some ways between nodes, not always both ways; not all nodes notice."""
+        pairs = [(a, b) for a in self.alive for b in self.alive if a != b]
+        apart = {pair for pair in pairs if self.rng.random() < 0.4}
+        self.part(apart, {pair for pair in sorted(apart) if self.rng.random() < 0.5})
 
     def _lengths(self) -> NDArray[np.int64]:
         if not self.uneven:
@@ -106,7 +120,7 @@ class Anything(Nodes):
         number = epoch - self._began[node]
         ends = np.minimum(np.arange(1, self.order.steps + 1) * self.order.batch, self.order.each)
         for other in self.alive:
-            self.members[node].heard(other, self._now)
+            self.silence[node].heard(other, self._now)
         for job in self.jobs:
             order = self.order._replace(seed=self.order.seed + 10 * job + epoch)
             if self.kind == "own":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import pytest
 
 from creel.cache.memory.allocator import Allocator
@@ -20,13 +22,15 @@ from creel.daemon.core.events import (
     Event,
     PlanAsked,
     PlanDoubted,
+    PlanShared,
     SharePlan,
 )
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.wire import Credentials
+from creel.daemon.service import cluster
 from creel.daemon.service.cluster_service import ClusterService
 from creel.messages import Join, Member
-from creel.policies.cluster.members import BEGINNING, EpochMoment, PlanDigest
+from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan
 from creel.settings import ClusterSettings
 from kit import Cores, default_window
 
@@ -38,13 +42,8 @@ KEY = bytes(range(32))
 class Plans(ClusterPlans):
     """A core's reports of its plans, set by a test."""
 
-    now: tuple[EpochMoment, ...] = ()
     inputs: tuple[PlanDigest, ...] = ()
     elsewhere: frozenset[str] = frozenset()
-
-    def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
-        assert cluster == "c"
-        return self.now
 
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
         assert cluster == "c"
@@ -67,7 +66,7 @@ class Peer:
         core.plans = self.plans = Plans({}, lambda action: None)  # noqa: ARG005
         self.disk = core.disk
         self.clusters = ClusterService(
-            *(self.arena, ClusterSettings(lost_s=3.0), core),
+            *(self.arena, ClusterSettings(), core),
             handle=self._handle,
             call_soon=self._calls.put,
             unreachable=self.ended.append,
@@ -88,13 +87,6 @@ class Peer:
         view = self.clusters.view("c")
         assert view is not None
         return [node == view.me or origin != SOURCE for node, origin in enumerate(view.origin)]
-
-    def members(self) -> list[bool]:
-        """Return for each node whether plans count on it."""
-        view = self.clusters.view("c")
-        assert view is not None
-        bits = view.log[-1].members[0] if view.log else 0xFF
-        return [bool(bits & 0x80 >> node) for node in range(len(view.origin))]
 
     def close(self) -> None:
         self.clusters.close()
@@ -120,8 +112,8 @@ def joined(stack: ExitStack, nodes: int) -> list[Peer]:
     return peers
 
 
-def enter(peer: Peer, members: list[Member]) -> None:
-    peer.clusters.join("client", Join("c", KEY, members, list(range(len(members)))))
+def enter(peer: Peer, members: list[Member], *, again: bool = False) -> None:
+    peer.clusters.join("client", Join("c", KEY, members, list(range(len(members))), again=again))
 
 
 def within(limit_s: float, peers: list[Peer], condition: Callable[[], bool]) -> float:
@@ -139,20 +131,52 @@ def within(limit_s: float, peers: list[Peer], condition: Callable[[], bool]) -> 
     return time.monotonic() - began
 
 
-def test_a_daemon_that_ends_is_not_asked_and_soon_not_counted_on(stack: ExitStack) -> None:
+def test_a_daemon_that_ends_is_not_asked_any_more(stack: ExitStack) -> None:
     *left, last = joined(stack, 3)
-    for peer in left:
-        peer.plans.now = (EpochMoment("d", 7, 1234),)
     within(5, [*left, last], lambda: all(peer.there() == [True] * 3 for peer in left))
     last.close()
     within(2, left, lambda: all(peer.there() == [True, True, False] for peer in left))
     assert all(len(peer.ended) == 1 for peer in left), "fetches from it are ended"
-    within(5, left, lambda: all(peer.members() == [True, True, False] for peer in left))
-    logs = [peer.clusters.view("c").log for peer in left]  # type: ignore[union-attr]
-    assert logs[0] == logs[1]
-    assert logs[0][-1].moments == left[0].plans.now
     changed = [event for event in left[1].events if isinstance(event, ClusterChanged)]
     assert changed[-1].view is left[1].clusters.view("c")
+
+
+def test_a_daemon_that_was_stopped_is_asked_again_by_itself(stack: ExitStack) -> None:
+    """Its beats are not answered: its server does not run, though its connections are open."""
+    *left, last = joined(stack, 3)
+    within(5, [*left, last], lambda: all(peer.there() == [True] * 3 for peer in left))
+    with stopped(last):
+        within(4, left, lambda: all(peer.there() == [True, True, False] for peer in left))
+    within(4, left, lambda: all(all(peer.there()) for peer in left))
+    assert all(len(peer.ended) == 1 for peer in left)
+
+
+def test_a_daemon_that_slept_itself_goes_on_asking_the_others(stack: ExitStack) -> None:
+    peers = joined(stack, 2)
+    within(5, peers, lambda: all(all(peer.there()) for peer in peers))
+    slept = time.monotonic() + 2.0
+    within(5, peers[1:], lambda: time.monotonic() > slept)
+    peers[0].settle()
+    assert all(peers[0].there())
+    assert not peers[0].ended
+
+
+@contextmanager
+def stopped(peer: Peer) -> Iterator[None]:
+    """Hold up the thread that serves a daemon's peers, as SIGSTOP does."""
+    stop, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        stop.set()
+        go.wait(30)
+
+    assert peer.clusters._server is not None
+    peer.clusters._server._order(hold)
+    assert stop.wait(5)
+    try:
+        yield
+    finally:
+        go.set()
 
 
 def test_all_nodes_plan_with_the_disk_that_each_has_now(stack: ExitStack) -> None:
@@ -181,40 +205,52 @@ def test_a_daemon_that_takes_the_place_of_another_is_found_by_itself(stack: Exit
     peers[0].close()
     within(2, peers[1:], lambda: not any(peer.there()[0] for peer in peers[1:]))
     peers[0] = started(stack)
-    enter(peers[0], [peers[0].member, *members[1:]])
-    within(10, peers, lambda: len({latest(peer) for peer in peers}) == 1 and counted(peers))
-    numbers = [change.members for change in peers[0].clusters.view("c").log]  # type: ignore[union-attr]
-    assert numbers == [b"\x60", b"\xe0"], "left out first, as it holds nothing"
-
-
-def latest(peer: Peer) -> int:
-    view = peer.clusters.view("c")
-    assert view is not None
-    return view.log[-1].number if view.log else 0
-
-
-def counted(peers: list[Peer]) -> bool:
-    """Return whether all nodes ask, and count on, all others."""
-    return all(latest(p) >= 2 and all(p.there()) and all(p.members()) for p in peers)
+    enter(peers[0], [peers[0].member, *members[1:]], again=True)
+    within(10, peers, lambda: all(all(peer.there()) for peer in peers))
+    again = [peer.clusters.view("c").again for peer in peers]  # type: ignore[union-attr]
+    assert again == [True, False, False], "it holds nothing and does not know who holds what"
+    assert len({peer.clusters.view("c").names for peer in peers}) == 1  # type: ignore[union-attr]
 
 
 def test_who_has_missed_a_plan_is_told(stack: ExitStack) -> None:
     peers = joined(stack, 2)
     within(5, peers, lambda: all(all(peer.there()) for peer in peers))
-    peers[1].clusters.ask_plan(AskPlan("d", "c", 7))
-    within(5, peers, lambda: any(isinstance(event, PlanAsked) for event in peers[0].events))
-    (asked,) = (event for event in peers[0].events if isinstance(event, PlanAsked))
-    assert (asked.dataset, asked.seed) == ("d", 7)
-    peers[0].clusters.share_plan(SharePlan(asked.request, None))
-    peers[1].clusters.ask_plan(AskPlan("d", "c", 7))  # asked already
-    within(5, peers, lambda: sum(isinstance(e, PlanAsked) for e in peers[0].events) == 1)
+    for plan in SharedPlan(7, 2, np.array([0, 1, 255], np.uint8)), None:
+        for peer in peers:
+            peer.events.clear()
+        peers[1].clusters.ask_plan(AskPlan("d", origin_of(peers[1], 0), 7))
+        within(5, peers, lambda: any(isinstance(event, PlanAsked) for event in peers[0].events))
+        (asked,) = (event for event in peers[0].events if isinstance(event, PlanAsked))
+        assert (asked.dataset, asked.seed) == ("d", 7)
+        peers[0].clusters.share_plan(SharePlan(asked.request, plan))
+        within(5, peers, lambda: any(isinstance(event, PlanShared) for event in peers[1].events))
+        (told,) = (event for event in peers[1].events if isinstance(event, PlanShared))
+        assert (told.dataset, told.seed) == ("d", 7)
+        assert (told.plan is None) == (plan is None)
+        if told.plan is not None and told.plan.holder is not None:
+            assert told.plan.holder.tolist() == [0, 1, 255]
+
+
+def test_who_asks_a_peer_that_is_gone_is_told_so(stack: ExitStack) -> None:
+    peers = joined(stack, 2)
+    peers[0].close()
+    peers[1].clusters.ask_plan(AskPlan("d", origin_of(peers[1], 0), 7))
+    within(5, peers[1:], lambda: any(isinstance(e, PlanShared) for e in peers[1].events))
+    (told,) = (event for event in peers[1].events if isinstance(event, PlanShared))
+    assert told.plan is None
+
+
+def origin_of(peer: Peer, node: int) -> int:
+    view = peer.clusters.view("c")
+    assert view is not None
+    return int(view.origin[node])
 
 
 def test_who_takes_something_else_for_granted_is_told(stack: ExitStack) -> None:
     peers = joined(stack, 2)
     for node, peer in enumerate(peers):
-        same = PlanDigest("d", 7, BEGINNING, 5)
-        peer.plans.inputs = same, PlanDigest("e", 7, BEGINNING, 5 + node)
+        same = PlanDigest("d", 7, 5)
+        peer.plans.inputs = same, PlanDigest("e", 7, 5 + node)
 
     def doubts() -> list[list[tuple[str, int]]]:
         events = [[e for e in p.events if isinstance(e, PlanDoubted)] for p in peers]
@@ -256,7 +292,6 @@ def test_a_stranger_is_no_member(stack: ExitStack) -> None:
     stranger.clusters.join("client", Join("c", KEY[::-1], members, [0, 1]))
     within(10, [*peers, stranger], lambda: stranger.there() == [True, False])
     assert all(all(peer.there()) for peer in peers)
-    assert all(latest(peer) == 0 for peer in peers)
 
 
 def test_listed_nodes_find_each_other_by_name_and_are_ready_once_all_are_there(
@@ -276,15 +311,20 @@ def test_listed_nodes_find_each_other_by_name_and_are_ready_once_all_are_there(
         view = peer.clusters.view("c")
         assert view is not None
         assert view.capacity.tolist() == [1 << 16, 1 << 16]
-        assert view.log == (), "who comes for the first time was not lost before"
+        assert not view.again, "who comes for the first time has no daemon before it"
 
 
-def test_a_listed_node_that_never_comes_is_given_up(stack: ExitStack) -> None:
+def test_a_listed_node_that_never_comes_is_given_up(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "GIVE_UP_S", 1.0)
     peer = started(stack)
     listed = [Member("n0", "127.0.0.1", peer.member.port, 0), Member("n1", "127.0.0.1", 9, 0)]
     joined = Join("c", KEY, listed, [0, 1], 0)
     within(8, [peer], lambda: peer.clusters.join("client", joined))
-    assert peer.members() == [True, False]
+    view = peer.clusters.view("c")
+    assert view is not None
+    assert view.capacity.tolist() == [1 << 16, 1], "nothing is planned to lie there"
 
 
 def test_a_daemon_without_a_key_serves_nobody(stack: ExitStack) -> None:

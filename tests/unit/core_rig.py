@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from creel.daemon.core.events import (
     DISK,
     HELD,
     Action,
+    AskPlan,
     CancelFetches,
     DatasetAdded,
     DiskOpened,
@@ -96,6 +98,7 @@ class Rig:
         self.memory: Callable[[int], int] = lambda k: k  # how many of k there is memory for
         self.stored = 0  # objects copied
         self.plans: list[PlanRetention] = []
+        self.plans_asked: list[AskPlan] = []  # requests to peers that are not answered
         self.disk: dict[str, dict[int, int]] = {}  # bytes of each object that is on disk
         self.to_disk: list[SpillObjects | DropFromDisk] = []  # the disk's orders
         self.disk_fails: str | None = None  # a dataset whose writes fail
@@ -310,8 +313,9 @@ class Rig:
                 assert list(self.held[action.fetch].values()) == action.length.tolist()
         elif isinstance(action, Publish):
             self.publish(action)
-        elif isinstance(action, PlanRetention):
-            self.plans.append(action)
+        elif isinstance(action, PlanRetention | AskPlan):
+            asked: list[Any] = self.plans if isinstance(action, PlanRetention) else self.plans_asked
+            asked.append(action)
         elif isinstance(action, CancelFetches):
             self.cancelled |= action.fetches
         elif isinstance(action, SpillObjects | DropFromDisk):

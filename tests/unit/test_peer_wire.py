@@ -22,9 +22,8 @@ from creel.daemon.peers.wire import (
 )
 from creel.errors import MalformedError
 from creel.messages import Message
-from creel.policies.cluster.agreement import SharedPlan
-from creel.policies.cluster.members import ChangeId
 from creel.policies.cluster.placement import node_type
+from creel.policies.cluster.shared_plan import SharedPlan
 from creel.policies.eviction.sampling import Nodes
 
 KEY = bytes(range(32))
@@ -194,28 +193,30 @@ def test_a_shared_plan_is_what_was_said(nodes: int) -> None:
     dtype = node_type(nodes)
     holder: Nodes = np.full(4, np.iinfo(dtype).max, dtype)
     holder[[0, 1, 3]] = 0, 2, nodes - 1
-    for planned in None, holder[::-1].copy():
-        members = np.arange(nodes) % 2 == 0
-        said = SharedPlan(9, ChangeId(3, 1), members, holder, planned)
-        answer, columns = wire.plan_answer(7, said)
-        heard = wire.shared_plan(answer, *[*columns, None][:2])
-        assert heard is not None
-        assert (heard.seed, heard.known) == (9, (3, 1))
-        assert heard.members.tolist() == members.tolist()
-        assert heard.holder is not None
-        assert heard.holder.tolist() == holder.tolist()
-        assert (heard.planned is None) == (planned is None)
-    assert wire.shared_plan(wire.plan_answer(7, None)[0], None, None) is None
+    answer, column = wire.plan_answer(7, SharedPlan(9, nodes, holder))
+    assert answer.number == 7
+    heard = wire.shared_plan(answer, column)
+    assert heard is not None
+    assert (heard.seed, heard.nodes) == (9, nodes)
+    assert heard.holder is not None
+    assert heard.holder.tolist() == holder.tolist()
+
+
+def test_that_nobody_holds_anything_is_another_answer_than_that_nothing_is_known() -> None:
+    heard = wire.shared_plan(wire.plan_answer(7, SharedPlan(9, 3, None))[0], None)
+    assert heard is not None
+    assert heard.holder is None
+    assert wire.shared_plan(wire.plan_answer(7, None)[0], None) is None
 
 
 @pytest.mark.parametrize(
     "nodes, holder",
-    [(0, b""), (1 << 16, b""), (2, b"\x02"), (256, b"\x02"), (256, b"\x00\x01")],
+    [(-1, b""), (1 << 16, b""), (2, b"\x02"), (256, b"\x02"), (256, b"\x00\x01")],
 )
 def test_a_plan_of_nodes_that_do_not_exist_is_malformed(nodes: int, holder: bytes) -> None:
-    answer = wire.PlanAnswer(1, 2, ChangeId(1, 0), b"\xff", nodes, len(holder))
+    answer = wire.PlanAnswer(1, 2, nodes, len(holder))
     with pytest.raises(MalformedError):
-        wire.shared_plan(answer, holder, None)
+        wire.shared_plan(answer, holder)
 
 
 # --- encrypted payload --------------------------------------------------------------------------

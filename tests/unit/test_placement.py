@@ -42,12 +42,11 @@ class Job:
         holder: Nodes,
         capacity: NDArray[np.int64],
         size: NDArray[np.int64] = EQUAL,
-        clock: int = 0,
     ) -> Nodes:
         owners = [uses.owner for uses in self.uses[epoch + 1 : epoch + 5]]
         orders = by_rank(self.orders[epoch + 1], self.world)
         now = self.uses[epoch]
-        return next_holders(holder, now, owners, orders, size, capacity, lead=0.01, clock=clock)
+        return next_holders(holder, now, owners, orders, size, capacity, lead=0.01)
 
 
 def held(holder: Nodes, size: NDArray[np.int64], nodes: int) -> NDArray[np.float64]:
@@ -153,28 +152,13 @@ def test_a_lost_node_costs_what_it_held_and_only_once() -> None:
     assert (holder != 2).all()
 
 
-def test_a_node_that_joins_empty_is_filled_within_an_epoch() -> None:
+def test_a_node_that_comes_without_memory_is_filled_within_an_epoch_of_getting_some() -> None:
     job = Job(6, n=6000, nodes=4)
     holder: Nodes = job.nowhere
     for epoch, joined in enumerate((0, 0, 0, 1)):
         capacity = np.array([1500, 1500, 1500, 1500 * joined]) * 100
         holder = job.turn(epoch, holder, capacity)
     assert held(holder, EQUAL, 4).tolist() == [150_000] * 4
-
-
-def test_a_plan_made_late_keeps_nothing_that_is_gone() -> None:
-    job = Job(7, n=4000, nodes=2)
-    capacity = np.full(2, 1000 * 100)
-    holder = job.turn(0, job.nowhere, capacity)
-    clock = 40_000
-    planned = job.turn(1, holder, capacity)
-    read = job.uses[1].when < clock
-    late = np.where(read, planned, holder).astype(np.uint8)
-    new = job.turn(1, late, capacity, clock=clock)
-    assert not ((new != 255) & read & (late == 255)).any()
-    moved = read & (new != 255) & (new != late)
-    assert not moved.any()
-    assert (held(new, EQUAL, 2) == capacity).all()
 
 
 def test_second_copies_take_only_what_first_copies_leave() -> None:

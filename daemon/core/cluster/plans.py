@@ -1,16 +1,40 @@
-"""Passes news of members and plans from other nodes of a cluster to each dataset. Pure."""
+"""Passes news of the nodes and of their plans to each dataset, and asks for plans. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from creel.daemon.core import events
 from creel.daemon.core.residency import Residency
+from creel.policies.cluster.boundary import SOURCE
 from creel.policies.cluster.eviction import ClusterEviction
-from creel.policies.cluster.members import EpochMoment, PlanDigest
+from creel.policies.cluster.shared_plan import PlanDigest
 
-#: Pause before a peer is asked again for a plan that this node has missed, in seconds.
+#: Longest time that reading ahead waits for a peer to say who holds what, in seconds.
+_PATIENCE_S = 2.0
+#: Pause after all peers were asked in vain, as they may be about to begin this node's epoch.
 _ASK_AGAIN_S = 1.0
+#: Times that all peers are asked.
+_ROUNDS = 2
+
+
+@dataclass
+class _Question:
+    """A plan that this node asks its peers for, one after the other.
+
+    Args:
+        seed: of the epoch's order.
+        since: time of the first request; again: time before which nobody is asked.
+        vain: peers that were asked in vain.
+        pending: whether a peer is being asked.
+    """
+
+    seed: int
+    since: float
+    again: float = 0.0
+    vain: int = 0
+    pending: bool = False
 
 
 class ClusterPlans:
@@ -21,10 +45,10 @@ class ClusterPlans:
     ) -> None:
         self._residencies = residencies
         self._emit = emit
-        self._ask_again: dict[str, float] = {}  # by dataset: time of the next request, in s
+        self._questions: dict[str, _Question] = {}  # by dataset
 
     def changed(self, e: events.ClusterChanged) -> None:
-        """Apply the new view of a cluster whose nodes have left or come back."""
+        """Apply the new view of a cluster some of whose nodes are silent, or answer again."""
         for residency in self._residencies.values():
             for group in residency.groups:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
@@ -32,8 +56,11 @@ class ClusterPlans:
             residency.choose_policy()
 
     def shared(self, e: events.PlanShared) -> None:
-        policy = self._policy(e.dataset)
-        if policy is not None:
+        question, policy = self._questions.get(e.dataset), self._policy(e.dataset)
+        if question is not None and question.seed == e.seed:
+            question.pending = False
+            question.vain += e.plan is None
+        if policy is not None and e.plan is not None:
             policy.adopt(e.plan)
 
     def doubted(self, e: events.PlanDoubted) -> None:
@@ -46,30 +73,40 @@ class ClusterPlans:
         self._emit(events.SharePlan(e.request, None if policy is None else policy.share(e.seed)))
 
     def ask(self, residency: Residency, now: float) -> None:
-        """Ask peers, once a second, for the plan of an epoch that began without this node."""
+        """Ask the peers, the lowest first, for a plan that this node lacks; until one knows it.
+
+        If none of them does, this node goes on with what it knows.
+        """
         policy = residency.policy.cluster
-        if policy is None or now < self._ask_again.get(residency.name, 0.0):
+        seed = None if policy is None else policy.lacks
+        if policy is None or seed is None:
+            self.forget(residency.name)
+            if policy is not None:
+                policy.waits = False
             return
-        seed, view = policy.lacks, policy.deals.view
-        if seed is not None and view is not None:
-            self._ask_again[residency.name] = now + _ASK_AGAIN_S
-            self._emit(events.AskPlan(residency.name, view.cluster, seed))
+        question = self._questions.get(residency.name)
+        if question is None or question.seed != seed:
+            question = self._questions[residency.name] = _Question(seed, now)
+        view = policy.deals.view
+        peers = [] if view is None else [x for x in view.origin.tolist() if x != SOURCE]
+        policy.waits = question.vain < len(peers) and now < question.since + _PATIENCE_S
+        if question.pending or not peers or now < question.again:
+            return
+        rounds, turn = divmod(question.vain, len(peers))
+        if rounds >= _ROUNDS:
+            policy.insist()
+        elif rounds and not turn and not question.again:
+            question.again = now + _ASK_AGAIN_S
+        else:
+            question.pending = True
+            self._emit(events.AskPlan(residency.name, peers[turn], seed))
 
     def forget(self, dataset: str) -> None:
-        self._ask_again.pop(dataset, None)
-
-    def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
-        """Return the moments from which nodes of a cluster can follow a change of its members."""
-        found = (
-            policy.moment(residency.groups[0].clock(), residency.groups[0].step_s())
-            for residency, policy in self._within(cluster)
-            if residency.groups
-        )
-        return tuple(moment for moment in found if moment is not None)
+        self._questions.pop(dataset, None)
 
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
         """Return digests of the inputs of this node's plans, which must be equal on all nodes."""
-        found = (policy.digest for _, policy in self._within(cluster))
+        found = (policy.digest for policy in self._within(cluster))
         return tuple(digest for digest in found if digest is not None)
 
     def by_hash(self, cluster: str) -> frozenset[str]:
@@ -77,13 +114,13 @@ class ClusterPlans:
         found = (r.name for r in self._residencies.values() if r.shared_with_others(cluster))
         return frozenset(found)
 
-    def _within(self, cluster: str) -> Iterator[tuple[Residency, ClusterEviction]]:
-        """Yield the datasets that are planned in this cluster, and their policies."""
+    def _within(self, cluster: str) -> Iterator[ClusterEviction]:
+        """Yield the policies of datasets that are planned in this cluster."""
         for residency in self._residencies.values():
             policy = residency.policy.cluster
             view = None if policy is None else policy.deals.view
             if policy is not None and view is not None and view.cluster == cluster:
-                yield residency, policy
+                yield policy
 
     def _policy(self, dataset: str) -> ClusterEviction | None:
         residency = self._residencies.get(dataset)

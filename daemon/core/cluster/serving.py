@@ -1,10 +1,11 @@
 """Serving peers: residents are pinned from a peer's request until their bytes are sent. Pure.
 
-Objects on this node's disk are first read into memory, a few requests at a time. The answer waits
-for them as long as the peer can wait, and then refuses the missing ones. It refuses them at once if
-only a reader of this node could make room by advancing: that reader may be waiting for the peer.
-Without a plan for all nodes (`policies/cluster/homes.py`), the answer also waits for fetches from
-source or disk, and for objects whose home is this node, which reads them once for all peers.
+Objects on this node's disk are first read into memory, a few requests at a time. Objects that this
+node is to hold but lacks (`EvictionPolicy.brings`) are read from the source: once, for all peers.
+The answer waits for these reads, and for others from source or disk that are under way, as long as
+the peer can wait; then it refuses what is missing. It refuses at once what only a reader of this
+node could make room for by advancing, or what comes from a peer: they may be waiting for the peer
+that asks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED
 from creel.policies.prefetch import affordable
 
+#: An epoch that no plan is about: the plans of this node's ranks do not say where to read an object
+#: that a peer asks for. Homes do, in any epoch.
+_NO_EPOCH = -2
 #: Requests examined in each event, 32 MiB at most; 255 peers may have a thousand waiting.
 _LOOKED_AT = 16
 
@@ -101,11 +105,11 @@ class Serving:
         """
         residency = request.residency
         policy = residency.policy
-        if policy.homes is None or not policy.reads_for_peers:
+        if not policy.reads_for_peers:
             return False
         ids = np.unique(ids)
         absent = ids[(residency.state[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
-        absent = absent[policy.homes.asked(absent)]
+        absent = absent[policy.brings(absent)]
         absent = absent[
             : self._inflight.may_start_for_peers(residency.expected(residency.length[absent]))
         ]
@@ -113,13 +117,15 @@ class Serving:
             length = residency.length[absent]
             place, lack = self._admission.room(residency, length, FOR_PEERS, Urgency.AHEAD)
             absent, place, length = absent[~lack], place[~lack], length[~lack]
-            for origin, of in residency.origins(absent, 0):
+            for origin, of in residency.origins(absent, _NO_EPOCH):
                 room = absent[of], place[of], length[of]
                 self._inflight.start(residency, *room, FOR_PEERS, now, now, origin=origin)
         coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
             from_peer = np.isin(coming, self._inflight.from_peers(residency))
-            coming = coming[~from_peer | policy.homes.relayed(coming)]
+            if policy.homes is not None:
+                from_peer &= ~policy.homes.relayed(coming)
+            coming = coming[~from_peer]
         self._pin(request, coming)
         request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0

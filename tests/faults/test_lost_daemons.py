@@ -1,0 +1,83 @@
+"""A daemon of a job in step is killed, stopped or cut off in the middle of an epoch.
+
+There are three emulated hosts, whose memories together hold the data 1.2 times; the ranks run in
+step, as below DistributedDataParallel. benchmarks/lost_daemons.py shows the figures.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from testbed import cluster as hosts
+from testbed import jobs
+from testbed.jobs import Rank
+
+FILES, WORLD, BATCH, EPOCHS, FAULT = 1200, 3, 8, 5, 2
+EPOCH_S, AWAY_S = 5.0, 4.0
+#: What one node should hold.
+SHARE = FILES / WORLD
+#: Nobody waits longer for a batch. It is 2 s where the machine is not busy.
+LONG_S = 5.0
+
+pytestmark = [
+    pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why),
+    pytest.mark.timeout(150),
+]
+
+
+def finished(ranks: list[Rank], epoch: int) -> None:
+    """Check that the batches of an epoch are torch's and that no rank waited long for one."""
+    for rank, one in enumerate(ranks):
+        said = one.next("epoch")["epoch"]
+        assert said["digest"] == jobs.digest(FILES, rank, WORLD, epoch)
+        assert said["slowest"] < LONG_S
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
+def test_what_a_lost_daemon_held_is_read_once_more_at_most(fault: str) -> None:
+    memory = int(1.2 * FILES * jobs.HELD_NBYTES / WORLD)
+    more = {"STEP_S": str(EPOCH_S * BATCH * WORLD / FILES)}
+    with jobs.storage(FILES) as storage, hosts.Cluster(hosts=WORLD) as cluster:
+        words = [storage.mountpoint, str(BATCH), ",".join(["step"] * EPOCHS)]
+        with jobs.job(cluster, WORLD, words, memory, more=more) as ranks:
+            for epoch in range(FAULT):
+                finished(ranks, epoch)
+            for one in ranks:
+                while one.next("half")["half"] < FAULT:
+                    pass
+            before = int(storage.totals()["opens"])
+            strike(cluster, fault)
+            for epoch in range(FAULT, EPOCHS - 1):
+                finished(ranks, epoch)
+            until_last = int(storage.totals()["opens"])
+            finished(ranks, EPOCHS - 1)
+            opens = int(storage.totals()["opens"])
+    # All ranks stop with one that is cut off. A daemon that is stopped loses nothing, but its rank
+    # reads directly for a while, and the others read what it holds.
+    most = {"kill": 1.05 * SHARE, "stop": 1.2 * SHARE, "cut": 0.1 * SHARE}[fault]
+    assert opens - before <= most
+    assert opens - until_last <= 0.05 * SHARE
+
+
+def strike(cluster: Any, fault: str) -> None:
+    """Kill or stop the daemon on n2, or cut n2 off."""
+    if fault == "cut":
+        cluster.cut("n2")
+        time.sleep(AWAY_S)
+        cluster.heal("n2")
+        return
+    (daemon,) = (
+        pid
+        for pid in cluster.pids("n2")
+        if "creel.daemon" in " ".join(psutil.Process(pid).cmdline())
+    )
+    os.kill(daemon, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    if fault == "stop":
+        time.sleep(AWAY_S)
+        os.kill(daemon, signal.SIGCONT)
