@@ -111,7 +111,7 @@ def parquet(original: Call, at: int) -> Call:
         if not at:
             with file:
                 return original(file, **more)
-        weakref.finalize(args[0], file.close)  # as a file of pyarrow's own is
+        weakref.finalize(args[0], file.close).atexit = False  # as a file of pyarrow's own is
         return original(*args[:at], file, **more)
 
     return reading
