@@ -1,29 +1,23 @@
 """Real daemons on emulated hosts: the goals for several nodes, and the results.
 
-    sudo python benchmarks/several_nodes.py [--files N] [--epochs E] [--cases full half remap kill]
+    sudo python benchmarks/several_nodes.py [--files N] [--epochs E] [--cases full half remap]
 
 Hosts are network namespaces (tests/testbed/cluster.py); storage counts the requests that reach it
-(tests/testbed/slowfs.py). The cases without faults run in step, as below DistributedDataParallel.
+(tests/testbed/slowfs.py). The ranks run in step, as below DistributedDataParallel.
 Their reads are counted from the middle of one epoch to the middle of the next, and shown beside
 those that `creel simulate` predicts for the same job. The kernel keeps no names and attributes of
 files (all hosts here share one kernel), so each open and each stat by path is one look-up that the
-storage counts. Lost nodes: 4 hosts whose ranks go at their own pace, as a process group would stop
-with a lost rank; `slowest step_s` is the longest that any of the other three waited for a step from
-the fault on. Needs root.
+storage counts. `lost_daemons.py` shows what a lost daemon costs. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 from measure import report, skip_without_fuse
 from numpy.typing import NDArray
 
@@ -32,10 +26,6 @@ from creel.policies.cluster.simulate import Scenario, replay
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from testbed import cluster as hosts
 from testbed import jobs
-
-#: Seconds per step of the jobs that lose a node, and the epoch in whose middle they lose it.
-PACES, FAULT = ["0.1", "0.05", "0.25", "0.1", "0.1"], 2
-CUT_S = 10.0
 
 
 class Case(NamedTuple):
@@ -56,7 +46,6 @@ CASES = {
     "most": Case(4, 0.9),
     "remap": Case(2, 1.01, 256, "global-batch"),
 }
-FAULTS = ("kill", "cut", "restart")
 
 
 def in_step(name: str, files: int, epochs: int, more: dict[str, str]) -> dict[str, object]:
@@ -108,59 +97,13 @@ def asked(storage: Any) -> tuple[int, int]:
     return int(totals["opens"]), int(totals["lookups"]) - int(totals["opens"])
 
 
-def losing(fault: str, files: int) -> dict[str, object]:
-    """Run a job of 4 nodes that loses one, for a while or for good; return its figures."""
-    world = 4
-    memory = int(1.6 * files * jobs.HELD_NBYTES / world)
-    paces = PACES[:FAULT] + (["0.5"] if fault == "cut" else PACES[FAULT:][:1]) + PACES[FAULT + 1 :]
-    with jobs.storage(files) as storage, hosts.Cluster(hosts=world) as cluster:
-        words = [storage.mountpoint, str(files // 150), ",".join(paces)]
-        with jobs.job(cluster, world, words, memory) as ranks:
-            half = [_until_half(one, FAULT) for one in ranks]
-            before = int(storage.totals()["opens"])
-            strike(cluster, fault)
-            left = ranks[: 3 if fault == "kill" else 4]
-            said = [[one.next("epoch")["epoch"] for _ in paces[FAULT:]] for one in left]
-            extra = int(storage.totals()["opens"]) - before
-    for rank, epochs in enumerate(said):
-        for epoch, one in enumerate(epochs, FAULT):
-            assert one["digest"] == jobs.digest(files, rank, world, epoch), (rank, epoch)
-    return {
-        "fault": fault,
-        "lost share": half[3]["held"],
-        "read again": extra,
-        "ratio": round(extra / half[3]["held"], 3),
-        "slowest step_s": round(max(one["slowest"] for rank in said[:3] for one in rank), 2),
-    }
-
-
-def _until_half(one: Any, epoch: int) -> dict[str, Any]:
-    while (said := one.next("half"))["half"] < epoch:
-        pass
-    return said  # type: ignore[no-any-return]
-
-
-def strike(cluster: Any, fault: str) -> None:
-    """Kill n3, cut it off for CUT_S, or kill its daemon, which another one replaces."""
-    if fault == "kill":
-        cluster.kill("n3")
-    elif fault == "cut":
-        cluster.cut("n3")
-        time.sleep(CUT_S)
-        cluster.heal("n3")
-    else:
-        for pid in cluster.pids("n3"):
-            if "creel.daemon" in " ".join(psutil.Process(pid).cmdline()):
-                os.kill(pid, signal.SIGKILL)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--files", type=int, default=6144)
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--cases", nargs="*", choices=[*CASES, *FAULTS], default=[*CASES, *FAULTS])
+    parser.add_argument("--cases", nargs="*", choices=[*CASES], default=[*CASES])
     parser.add_argument(
         "--never-direct", action="store_true", help="nobody reads itself what comes late"
     )
@@ -170,12 +113,7 @@ def main() -> None:
     skip_without_fuse()
     more = {"CREEL_LOADER__RECHECK": o.recheck}
     more |= {"CREEL_LOADER__DIRECT": "never"} if o.never_direct else {}
-    healthy = [in_step(name, o.files, o.epochs, more) for name in o.cases if name in CASES]
-    if healthy:
-        report(healthy)
-    lost = [losing(name, 1200) for name in o.cases if name in FAULTS]
-    if lost:
-        report(lost)
+    report([in_step(name, o.files, o.epochs, more) for name in o.cases])
 
 
 if __name__ == "__main__":
