@@ -33,8 +33,6 @@ _HARMLESS = {
     *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
     *(signal.SIGPIPE, signal.SIGXFSZ),
 }
-#: Timers of programs that a library starts: those would inherit SIG_IGN, but not a handler.
-_TIMERS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 #: These end the daemon: they report a fault, or cannot be caught.
 _FATAL = {
     *(signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
@@ -48,17 +46,14 @@ def hold_signals() -> None:
     SIGUSR2 prints the stacks of all threads.
     """
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    for number in _TIMERS:
-        signal.signal(number, _nothing)
-    handled = {*WAITED, *_TIMERS, *_HARMLESS, *_FATAL, signal.SIGUSR2}
+    # A program that a library starts inherits SIG_IGN, but no handler: some end by an alarm. Many
+    # handlers at once would find no room on faulthandler's stack.
+    signal.signal(signal.SIGALRM, lambda number, frame: None)  # noqa: ARG005
+    handled = {*WAITED, *_HARMLESS, *_FATAL, signal.SIGUSR2, signal.SIGALRM}
     for number in signal.valid_signals() - handled:
         signal.signal(number, signal.SIG_IGN)
     # The process that started this one has blocked all signals until now (`loader/client/embed`).
     signal.pthread_sigmask(signal.SIG_SETMASK, WAITED)
-
-
-def _nothing(number: int, frame: object) -> None:
-    del number, frame
 
 
 def watch_signals(take: Callable[[signal.Signals, str], None]) -> None:
