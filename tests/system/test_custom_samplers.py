@@ -151,7 +151,9 @@ def test_with_half_the_memory_half_is_read(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_whatever_a_sampler_yields(daemon: Running, data: Dataset[Any], workers: int) -> None:
+def test_batches_of_any_type_or_number_are_torch_s(
+    daemon: Running, data: Dataset[Any], workers: int
+) -> None:
     def loader(cls: Any) -> Any:
         OUTSIDE.manual_seed(6)
         return cls(data, batch_sampler=Batches(), collate_fn=list, num_workers=workers)

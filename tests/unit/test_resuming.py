@@ -99,7 +99,7 @@ def test_a_rank_that_resumes_in_the_same_number_goes_on_within_the_rest() -> Non
     assert read(third, 1)[: N - 48] == order(1)[48:]
 
 
-def test_what_cannot_be_dealt_evenly_is_dropped_where_the_sampler_says_so() -> None:
+def test_samples_that_cannot_be_dealt_evenly_are_dropped_where_the_sampler_says_so() -> None:
     first = ranks(2, 4, drop_last=True)
     head = read(first, 0, steps=3)
     rest = read(resumed(first[0].state_dict(), ranks(4, 2, drop_last=True)), 0)

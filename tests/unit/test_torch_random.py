@@ -38,7 +38,7 @@ def test_a_generator_goes_to_numpy_at_any_point(case: int) -> None:
     assert ours.random(1) == torch_random.TorchRandom(state(source)).random(1)
 
 
-def test_what_is_no_generator_state_is_refused() -> None:
+def test_bytes_that_are_no_generator_s_state_are_refused() -> None:
     with pytest.raises(ValueError, match="5056"):
         torch_random.TorchRandom(b"x")
     with pytest.raises(ValueError, match="words left"):

@@ -37,7 +37,9 @@ from creel.loader.plan.batch_stream import samples_in, samples_of
         (np.array([2**63], np.uint64), None),
     ],
 )
-def test_what_can_be_told(pulled: object, indices: list[int] | None) -> None:
+def test_indices_of_any_type_can_be_published_and_nothing_else(
+    pulled: object, indices: list[int] | None
+) -> None:
     found = samples_of(pulled)
     assert (None if found is None else found.tolist()) == indices
 
@@ -56,10 +58,12 @@ class Sulky:
     ("pulled", "samples"),
     [([3, 1], 2), ([], 0), (3, 1), (np.array(1.5), 1), (torch.tensor(-1), 1), (Sulky(), 1)],
 )
-def test_what_cannot_be_told_is_counted_all_the_same(pulled: object, samples: int) -> None:
+def test_an_item_that_cannot_be_published_is_counted_all_the_same(
+    pulled: object, samples: int
+) -> None:
     assert samples_in(pulled) == samples
 
 
-def test_what_raises_in_words_of_its_own_is_nothing_that_was_foreseen() -> None:
+def test_an_item_that_raises_an_error_of_its_own_equals_no_prediction() -> None:
     assert samples_of(Sulky()) is None
     assert not same_batch(np.array([3]), Sulky())
