@@ -45,7 +45,7 @@ from creel.loader.binding.journal import (
     reads_of,
 )
 from creel.loader.binding.tree import unchanged
-from creel.loader.binding.wrapped import is_wrapped, unwrap
+from creel.loader.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
 from creel.loader.datasets.base import Transformed, fetch_many, position
 from creel.loader.reading.intercept import look_again
 from creel.loader.reading.observed import Asked, FoundVersions, ObservedReads
@@ -73,8 +73,8 @@ class AccessRecorder:
         self,
         dataset: Dataset[Sample],
         place: Place | None = None,
+        wrapping: Wrapping = AS_IT_IS,
         *,
-        whole: bool = False,
         copies: FileCopies | None = None,
         joint: bool = False,
     ) -> None:
@@ -82,7 +82,7 @@ class AccessRecorder:
 
         Args:
             place: the journal, of another process or kept from an earlier job; None for a new one.
-            whole: as for `ObservedReads`.
+            wrapping: what `creel.wrap` was asked for.
             copies: as for `ObservedReads`.
             joint: whether several ranks share the journal.
         """
@@ -90,7 +90,7 @@ class AccessRecorder:
         self.dataset = dataset
         self.joint = joint
         self.copies = copies
-        self._whole = whole
+        self._wrapping = wrapping
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
@@ -132,7 +132,9 @@ class AccessRecorder:
 
     def _observing(self) -> ObservedReads:
         """Return a record for the samples of one thread."""
-        return ObservedReads(whole=self._whole, copies=self.copies, versions=self._versions)
+        wrapping, copies = self._wrapping, self.copies
+        options = wrapping.storage_options
+        return ObservedReads(wrapping.whole, options, copies=copies, versions=self._versions)
 
     def __getitem__(self, index: int) -> Sample:
         """Read a sample of the dataset, and keep its reads for `write`."""
@@ -190,7 +192,8 @@ class AccessRecorder:
                 copied |= record.files
             else:
                 break
-        trace = AccessTrace(self._size, self._here(joined(reads)), self._parts)
+        options = self._wrapping.storage_options
+        trace = AccessTrace(self._size, self._here(joined(reads)), self._parts, options)
         if self.copies is not None:
             trace.keep(self.copies.own, copied)
         return trace if trace.leaves else None

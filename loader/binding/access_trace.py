@@ -29,6 +29,7 @@ from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
 from creel.loader.binding.wrapped import is_wrapped, unwrap
 from creel.loader.datasets.base import CreelDataset, positions
 from creel.loader.reading.observed import WORTH, is_local, version_at
+from creel.loader.reading.storage import Options
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
@@ -55,9 +56,16 @@ class AccessTrace:
         size: number of samples of the dataset; others are left out.
         recorded: the recorded reads; the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
+        options: with which the dataset reads remote addresses.
     """
 
-    def __init__(self, size: int, recorded: RecordedReads, parts: list[CreelDataset]) -> None:
+    def __init__(
+        self,
+        size: int,
+        recorded: RecordedReads,
+        parts: list[CreelDataset],
+        options: Options = None,
+    ) -> None:
         items, files = recorded.items, recorded.files
         names, name_of = _numbered(recorded.addresses, items[files, DIGEST])
         versions = _versions(names, name_of, items[files, VERSION])
@@ -79,7 +87,7 @@ class AccessTrace:
         read, self._leaf = np.unique(part[at], return_inverse=True)
         self._object = number[at]
         traced = Addressed(list(compress(names, kept.tolist())))
-        traced.versions = versions[kept]
+        traced.versions, traced.storage_options = versions[kept], options
         everything = [*parts, traced]
         self.leaves = [everything[i] for i in read.tolist()]
 

@@ -23,6 +23,7 @@ from creel.limits import few_descriptors
 from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.joint_recording import JointMemory, joint_memory, likeness
 from creel.loader.binding.journal import ALONE, JOURNAL, JournalFile, Shared, new_journal
+from creel.loader.binding.wrapped import Wrapping
 from creel.loader.cluster.ranks import on_one_node, rank_and_world
 from creel.loader.reading.file_copies import FileCopies
 
@@ -49,16 +50,19 @@ class KeptTrace:
     speed only.
     """
 
-    def __init__(self, dataset: Dataset[Any], config: Config, *, whole: bool) -> None:
-        """Look up the trace. `dataset`: before any sample was read; `whole`: see `creel.wrap`."""
+    def __init__(self, dataset: Dataset[Any], config: Config, wrapping: Wrapping) -> None:
+        """Look up the trace. `dataset`: before any sample was read."""
         self._dataset = dataset
+        self._wrapping = wrapping
         self._disk = config.disk
         self._rank, self._world = rank_and_world()
         self._name = ""
         # Not if other nodes read it too: all nodes must switch to the trace in the same epoch.
         if self._disk.path and on_one_node(self._world, os.environ):
             with suppress(Exception):  # raised by a user's attributes
-                about = f"{_FORM} {whole} {likeness(dataset)}".encode(errors="backslashreplace")
+                about = f"{_FORM} {wrapping.whole} {likeness(dataset)}".encode(
+                    errors="backslashreplace"
+                )
                 self._name = hashlib.blake2b(about, digest_size=16).hexdigest()
 
     def load(self) -> AccessTrace | None:
@@ -67,7 +71,7 @@ class KeptTrace:
             return None
         try:
             file = JournalFile(Descriptor(open_trace(self._disk.path, self._name)))
-            return AccessRecorder(self._dataset, (file, ALONE), joint=True).trace()
+            return AccessRecorder(self._dataset, (file, ALONE), self._wrapping, joint=True).trace()
         except Exception:  # noqa: BLE001  missing, or malformed
             return None
 
@@ -101,7 +105,7 @@ def recorder_on(
     shared: Shared | None,
     dataset: Dataset[Any],
     config: Config,
-    whole: bool,
+    wrapping: Wrapping,
     *,
     joint: bool = False,
 ) -> AccessRecorder | None:
@@ -109,7 +113,7 @@ def recorder_on(
 
     Args:
         shared: where other processes record the dataset; None: this one begins to.
-        whole: see `creel.wrap`.
+        wrapping: what `creel.wrap` was asked for.
         joint: whether other ranks record there too.
     """
     if few_descriptors():
@@ -118,7 +122,7 @@ def recorder_on(
     wanted = copies is not None or (shared is None and _keeps_copies(config))
     kept = _copies(config, copies) if wanted else None
     try:
-        return AccessRecorder(dataset, place, whole=whole, copies=kept, joint=joint)
+        return AccessRecorder(dataset, place, wrapping, copies=kept, joint=joint)
     except Exception:  # noqa: BLE001  its samples are then read as without creel
         _log.debug("the reads of the dataset are not recorded", exc_info=True)
         return None

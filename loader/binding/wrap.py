@@ -30,14 +30,15 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import IterableDataset
 
 from creel.errors import ConfigError
-from creel.loader.binding.wrapped import Wrapped, is_wrapped, reads_of, unwrap
+from creel.loader.binding.wrapped import Wrapped, Wrapping, is_wrapped, reads_of, unwrap
 from creel.loader.binding.wrapped_reads import WrappedReads
 from creel.loader.datasets.base import Sample, fetch_many
+from creel.loader.reading.storage import Options
 
 D = TypeVar("D")
 
 
-def wrap(dataset: D, *, whole: bool = False) -> D:
+def wrap(dataset: D, *, whole: bool = False, storage_options: Options = None) -> D:
     """Return an object to use in place of a map-style dataset, for any loader.
 
     The files that the dataset opens are cached from its second epoch on (docs/datasets.md). A
@@ -48,22 +49,23 @@ def wrap(dataset: D, *, whole: bool = False) -> D:
         whole: cache every file that a sample opens, however little of it the sample is seen to
             read. For samples that map files (`np.memmap`, `mmap`), or read them by `os.open`, and
             need most of each.
+        storage_options: with which the dataset calls `creel.read` and `creel.open`: remote
+            addresses that it reads with the same options are cached.
 
     Raises:
         ConfigError: an iterable dataset, an object without `__getitem__`, one whose state is not
-            that of a Python class, or `whole` for a dataset that is wrapped already.
+            that of a Python class, or an option for a dataset that is wrapped already.
     """
     if is_wrapped(dataset):
-        if whole:
-            raise ConfigError(
-                "this dataset is wrapped already: give whole=True to the first creel.wrap"
-            )
+        if whole or storage_options is not None:
+            option = "whole=True" if whole else "storage_options"
+            raise ConfigError(f"this dataset is wrapped already: give {option} to that creel.wrap")
         return cast(D, dataset)
     if isinstance(dataset, IterableDataset):
         raise ConfigError("creel.wrap takes a map-style dataset, not an IterableDataset")
     if not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"creel.wrap takes a dataset, not {dataset!r}")
-    return cast(D, _wrapped(dataset, whole=whole))
+    return cast(D, _wrapped(dataset, Wrapping(whole, storage_options)))
 
 
 class StandIn(Wrapped):
@@ -97,7 +99,7 @@ class StandIn(Wrapped):
 
     def __copy__(self) -> Any:
         reads = reads_of(self)
-        return _wrapped(copy.copy(reads.dataset), whole=reads.whole)
+        return _wrapped(copy.copy(reads.dataset), reads.wrapping)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         reads = reads_of(self)
@@ -110,7 +112,7 @@ class StandIn(Wrapped):
         return _blank, (type(reads.dataset),), reads, None, None, _fill
 
 
-def _wrapped(dataset: Any, *, whole: bool) -> Any:
+def _wrapped(dataset: Any, wrapping: Wrapping) -> Any:
     try:
         made = _blank(type(dataset))
     except TypeError:
@@ -120,7 +122,7 @@ def _wrapped(dataset: Any, *, whole: bool) -> Any:
             f"Python class: hold it in a torch Dataset of your own, and wrap that (if reading the "
             f"{name} opens no files, just do not wrap it)"
         ) from None
-    _fill(made, WrappedReads(dataset, whole=whole))
+    _fill(made, WrappedReads(dataset, wrapping=wrapping))
     return made
 
 

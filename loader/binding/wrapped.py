@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 if TYPE_CHECKING:
     from creel.config import Config
     from creel.loader.binding.access_trace import AccessTrace
     from creel.loader.binding.wrapped_reads import WrappedReads
+    from creel.loader.reading.storage import Options
+
+
+class Wrapping(NamedTuple):
+    """What `creel.wrap` was asked for; see there."""
+
+    whole: bool = False
+    storage_options: Options = None
+
+
+AS_IT_IS = Wrapping()
 
 
 class Wrapped:

@@ -36,6 +36,7 @@ from creel.loader.binding.joint_recording import JointMemory
 from creel.loader.binding.journal import Shared
 from creel.loader.binding.recording import KeptTrace, memory_of_ranks, recorder_on
 from creel.loader.binding.tree import bindable
+from creel.loader.binding.wrapped import AS_IT_IS, Wrapping
 from creel.loader.client.connections import daemon_starting, open_session
 from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.reading.intercept import Intercepted
@@ -197,18 +198,18 @@ class WrappedReads:
         self,
         dataset: Dataset[Sample],
         shared: Shared | None = None,
+        wrapping: Wrapping = AS_IT_IS,
         *,
-        whole: bool = False,
         joint: bool = False,
         config: tuple[Config, dict[str, str]] | None = None,
     ) -> None:
         """`shared`: where the process that spawned this one records the dataset.
 
-        `whole`: see `creel.wrap`. `joint`: whether other ranks share the journal. `config`:
-        settings and their origins; None: those of the process, at the first read.
+        `wrapping`: what `creel.wrap` was asked for. `joint`: whether other ranks share the journal.
+        `config`: settings and their origins; None: those of the process, at the first read.
         """
         self.dataset = dataset
-        self.whole = whole
+        self.wrapping = wrapping
         self.config = config
         self._shared = shared
         self._joint = joint
@@ -235,11 +236,11 @@ class WrappedReads:
 
     def of(self, dataset: Dataset[Sample]) -> WrappedReads:
         """Return the same for a copy of the dataset, which begins a record of its own."""
-        return WrappedReads(dataset, whole=self.whole)
+        return WrappedReads(dataset, wrapping=self.wrapping)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Let a spawned worker record for its trainer; other copies begin a record of their own."""
-        made = partial(WrappedReads, whole=self.whole)
+        made = partial(WrappedReads, wrapping=self.wrapping)
         if multiprocessing.context.get_spawning_popen() is None:
             return made, (self.dataset,)
         self.prepare()
@@ -326,7 +327,7 @@ class WrappedReads:
             self._binding = bind(self.dataset)
             self._bound = True
             if self._binding is None:
-                self._kept = KeptTrace(self.dataset, self._settings(), whole=self.whole)
+                self._kept = KeptTrace(self.dataset, self._settings(), self.wrapping)
                 self._recorder = self._new_recorder()
                 if self._recorder is not None:
                     self._use(self._kept.load())
@@ -341,7 +342,7 @@ class WrappedReads:
                 _log.info("the ranks' datasets differ: each rank records what its own samples read")
                 self._leave_recorder()
                 self._joint = False
-                self._recorder = recorder_on(None, self.dataset, self._settings(), self.whole)
+                self._recorder = recorder_on(None, self.dataset, self._settings(), self.wrapping)
         return self._binding
 
     def _use(self, trace: AccessTrace | None) -> None:
@@ -372,7 +373,7 @@ class WrappedReads:
             self._memory = memory_of_ranks(self.dataset, self._settings())
             if self._memory is not None:
                 shared, self._joint = self._memory.shared, True
-        return recorder_on(shared, self.dataset, self._settings(), self.whole, joint=self._joint)
+        return recorder_on(shared, self.dataset, self._settings(), self.wrapping, joint=self._joint)
 
     def prepare(self) -> None:
         """Bind before workers are made, so that they need not; does not contact a daemon."""

@@ -139,11 +139,11 @@ class ObservedReads:
 
     def __init__(
         self,
-        *,
         whole: bool = False,
+        options: Options = None,
+        *,
         copies: FileCopies | None = None,
         versions: FoundVersions | None = None,
-        options: Options = None,
     ) -> None:
         """Make a record.
 

@@ -372,3 +372,37 @@ def guarded() -> Iterator[tuple[str, Any]]:
         yield f"http://127.0.0.1:{server.server_address[1]}", asked
         server.shutdown()
         thread.join()
+
+
+class _Reading(Dataset[torch.Tensor]):
+    """A dataset of one's own that reads remote addresses, with options or without."""
+
+    def __init__(self, given: dict[str, Any] | None) -> None:
+        self.given = given
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        data = creel.read(ADDRESSES[index], storage_options=self.given)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("loader", [DataLoader, creel.DataLoader])
+def test_a_wrapped_dataset_is_cached_with_its_options(red: S3, loader: type) -> None:
+    wrapped = creel.wrap(_Reading(options(red)), storage_options=options(red))
+    for _ in range(3):
+        got = [bytes(x.numpy()) for x in loader(wrapped, batch_size=None, num_workers=0)]
+        assert got == held(red)
+    assert red.count["gets"] <= 2 * N, "once recorded, once for the cache"
+
+
+def test_a_wrapped_dataset_that_reads_with_other_options_is_read_directly(red: S3) -> None:
+    """What was recorded would be fetched with the options of `wrap`."""
+    wrapped = creel.wrap(_Reading(options(red)))
+    for _ in range(3):
+        assert epoch(wrapped) == held(red)
+    assert red.count["gets"] == 3 * N
+    assert red.count["refused"] == 0
+    with pytest.raises(creel.errors.ConfigError, match="give storage_options to that"):
+        creel.wrap(wrapped, storage_options=options(red))

@@ -34,6 +34,7 @@ from creel.loader.binding.journal import (
     reads_of,
 )
 from creel.loader.binding.recording import KeptTrace
+from creel.loader.binding.wrapped import AS_IT_IS
 from creel.loader.datasets.base import CreelDataset, fetch_many
 from creel.loader.reading.file_objects import in_memory
 from creel.loader.reading.observed import ObservedReads
@@ -389,6 +390,6 @@ def test_one_rank_keeps_what_all_have_recorded(
     kept = []
     for rank, recorder in reversed([*enumerate(pair(dataset, dataset))]):
         monkeypatch.setenv("RANK", str(rank))
-        KeptTrace(dataset, config, whole=False).keep(recorder, "key")
+        KeptTrace(dataset, config, AS_IT_IS).keep(recorder, "key")
         kept.append(len(list(tmp_path.glob("creel-*/traces/*"))))
     assert kept == [0, 1]

@@ -16,6 +16,7 @@ from creel.cache.storage.copies import Copies
 from creel.config import Config
 from creel.loader.binding import recording
 from creel.loader.binding.journal import EndOfTrace, JournalFile, TraceJournal, new_journal
+from creel.loader.binding.wrapped import AS_IT_IS
 from creel.loader.reading.file_copies import FileCopies
 
 
@@ -103,17 +104,17 @@ def test_few_datasets_at_a_time_have_copies(monkeypatch: pytest.MonkeyPatch) -> 
     config = Config.load({"daemon.name": "none"})[0]
     dataset: Any = [1, 2]
     before = open_fds()
-    recorders = [recording.recorder_on(None, dataset, config, whole=False) for _ in range(9)]
+    recorders = [recording.recorder_on(None, dataset, config, AS_IT_IS) for _ in range(9)]
     found = [one.copies for one in recorders if one is not None]
     assert len(found) == 9
     manifests = [Copies(one.own, np.zeros((0, 4), np.int64)) for one in found if one is not None]
     assert len(manifests) == 4
     assert len(open_fds() - before) <= 4 + 1  # and the journal
     del recorders, found
-    again = recording.recorder_on(None, dataset, config, whole=False)
+    again = recording.recorder_on(None, dataset, config, AS_IT_IS)
     assert again is not None
     assert again.copies is None
     del manifests, again
-    last = recording.recorder_on(None, dataset, config, whole=False)
+    last = recording.recorder_on(None, dataset, config, AS_IT_IS)
     assert last is not None
     assert last.copies is not None
