@@ -357,10 +357,10 @@ class ClusterService:
             where = (member.host, member.port), member.node, who
             self._call_soon(partial(answered, ask_plan(*where, action.dataset, action.seed)))
 
-        peer = self._peers[action.origin]
         try:
+            peer = self._peers[action.origin]
             threading.Thread(target=ask, args=peer, name="creel-ask-plan", daemon=True).start()
-        except RuntimeError:  # the system gives no thread
+        except (KeyError, RuntimeError):  # it has left, or the system gives no thread
             self._call_soon(partial(answered, None))
 
     def close(self) -> None:

@@ -105,6 +105,12 @@ def test_who_hears_that_no_peer_knows_goes_on_with_what_it_knows() -> None:
     assert policy.digest is not None, "it plans again"
 
 
+def test_a_plan_that_does_not_fit_is_no_answer() -> None:
+    node = Restarted()
+    node.told(node.holder[:-1])
+    assert [asked.origin for asked in node.plans_asked] == PEERS[1:]
+
+
 def kept(node: Restarted) -> NDArray[np.int64]:
     """Return the objects that node 0 is to hold, according to its plan, and lacks."""
     policy = node.core._residencies["d"].policy

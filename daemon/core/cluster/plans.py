@@ -57,11 +57,11 @@ class ClusterPlans:
 
     def shared(self, e: events.PlanShared) -> None:
         question, policy = self._questions.get(e.dataset), self._policy(e.dataset)
-        if question is not None and question.seed == e.seed:
-            question.pending = False
-            question.vain += e.plan is None
         if policy is not None and e.plan is not None:
             policy.adopt(e.plan)
+        if question is not None and question.seed == e.seed:
+            question.pending = False
+            question.vain += policy is None or policy.lacks == e.seed
 
     def doubted(self, e: events.PlanDoubted) -> None:
         policy = self._policy(e.dataset)
