@@ -9,7 +9,8 @@ casts with numpy, which also copies it. Both with `num_workers=0` and 2 (`x2`). 
 `transform` (the cast by torch, or `numpy transform`), `to` and `batch_transform` of RecordDataset,
 with and without workers, through a daemon that holds all records. `torchs` is torch's own loader
 over the RecordDataset, without a daemon. All read from memory: the page cache or the arena. CPU is
-that of the whole process tree.
+that of the whole process tree. `quick` is the CPU of the trainer's thread for the quickest tenth of
+its batches: what a batch takes when no other process takes caches and cores away.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cost_per_batch import epochs
-from measure import Round, median, report
+from measure import Round, measured, median, report
 from torch.utils.data import DataLoader, Dataset
 
 import creel
@@ -96,12 +97,16 @@ def compare(kind: str, ways: dict[str, DataLoader[Any]], rounds: int) -> list[di
     """Return a row per way: us per batch, and ratios of the peers' time to its own, by round."""
     peers = [peer for peer in PEERS if peer in ways]
     runs: dict[str, list[Round]] = {way: [] for way in ways}
+    quick_ns: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way, loader in ways.items():
-            into = Round()
-            epochs(loader, 0.0)(into)
+            into, spent_ns = Round(), [time.thread_time_ns()]
+            with measured(into):
+                spent_ns.extend(time.thread_time_ns() for _ in loader)
+            into.batches = len(spent_ns) - 1
             if number:  # the first fills the arena
                 runs[way].append(into)
+                quick_ns[way].append(float(np.percentile(np.diff(spent_ns), 10)))
     out: list[dict[str, object]] = []
     for way, mine in runs.items():
         row: dict[str, object] = {"kind": kind, "way": way}
@@ -112,6 +117,10 @@ def compare(kind: str, ways: dict[str, DataLoader[Any]], rounds: int) -> list[di
                 theirs = [getattr(r, f"{figure}_s") for r in runs[peer]]
                 ratios = [p / max(m, 1e-9) for p, m in zip(theirs, own, strict=True)]
                 row[f"{peer} / it, {figure}"] = round(median(ratios), 2)
+        row["quick, us"] = round(median(quick_ns[way]) / 1e3, 1)
+        for peer in peers:
+            pairs = zip(quick_ns[peer], quick_ns[way], strict=True)
+            row[f"{peer} / it, quick"] = round(median([p / m for p, m in pairs]), 2)
         out.append(row)
     return out
 

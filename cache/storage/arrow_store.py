@@ -46,6 +46,8 @@ def arrow_of(uri: str, deadline_s: float, options: Mapping[str, Any]) -> tuple[A
     system, path = fs.FileSystem.from_uri(uri)
     reduced: Any = system.__reduce__()
     make, (known,) = reduced
+    if not isinstance(known, Mapping):  # a file system without options
+        known = {}
     if unknown := options.keys() - known.keys():
         raise ConfigError(
             f"pyarrow's client of {parts.scheme}:// has no option {min(unknown)!r}: it has"
@@ -56,7 +58,8 @@ def arrow_of(uri: str, deadline_s: float, options: Mapping[str, Any]) -> tuple[A
         "request_timeout": deadline_s / _S3_TRIES,
         "retry_time_limit": timedelta(seconds=deadline_s),
     }
-    return make(known | {k: v for k, v in limits.items() if k in known} | options), path
+    changed = {k: v for k, v in limits.items() if k in known} | options
+    return make(known | changed) if changed else system, path
 
 
 def _of_s3(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

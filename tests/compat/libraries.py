@@ -117,6 +117,7 @@ def skorch(run: Run) -> None:
         Net,
         module__run=run,
         criterion=torch.nn.CrossEntropyLoss,
+        classes=list(range(CLASSES)),
         max_epochs=2,
         batch_size=BATCH,
         train_split=skorch.dataset.ValidSplit(3, stratified=False),
@@ -179,9 +180,8 @@ def monai(run: Run) -> None:
         ]
     )
     dataset = data.Dataset(rows, steps)
-    loader = data.DataLoader(
-        creel.wrap(dataset) if run.way == "wrap" else dataset, BATCH, shuffle=True, num_workers=2
-    )
+    given = creel.wrap(dataset) if run.way == "wrap" else dataset
+    loader = data.DataLoader(given, batch_size=BATCH, shuffle=True, num_workers=2)
     model = Net(run)
     for _ in range(2):
         for batch in loader:
@@ -317,6 +317,8 @@ LIBRARIES: dict[str, Callable[[Run], None]] = {
 }
 #: Libraries that `make frameworks` does not install: 200 MB of scikit-learn and scipy.
 BY_HAND = {"pytorch_metric_learning", "skorch"}
+#: Its class has iterators of its own, whatever class it is derived from.
+OWN_ITERATORS = {"torchdata"}
 
 
 def main(name: str, way: str, folder: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from programs import Program
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 def trained(name: str, way: str, folder: Path) -> Any:
@@ -32,8 +33,9 @@ def test_a_library_trains_alike_with_either_class(
     name: str, tmp_path: Path, daemon_name: str
 ) -> None:
     del daemon_name
-    if os.environ.get("FRAMEWORKS") != "required" or name in libraries.BY_HAND:
-        pytest.importorskip(name, reason=f"{name} is not installed")
+    optional = os.environ.get("FRAMEWORKS") != "required" or name in libraries.BY_HAND
+    if optional and find_spec(name.split(".", maxsplit=1)[0]) is None:
+        pytest.skip(f"{name} is not installed")
     libraries.write(tmp_path)
     theirs = trained(name, "torch", tmp_path)
     assert len(theirs["seen"]) > 10
@@ -41,4 +43,4 @@ def test_a_library_trains_alike_with_either_class(
     for way in ("swap", "wrap"):
         ours = trained(name, way, tmp_path)
         assert ours["seen"] == theirs["seen"], way
-        assert ours["creels"] != [], way
+        assert bool(ours["creels"]) == (name not in libraries.OWN_ITERATORS), way

@@ -474,11 +474,14 @@ def test_no_gather_where_code_comes_between(tmp_path: Path, photos: Path) -> Non
     mixed: Any = ConcatDataset([a, RecordDataset(path, labels=[1] * 5)])
     trees: list[Any] = [
         b, mixed, ImageFolder(photos), Transformed(a, len), Doubled(path),
-        RecordDataset(path, transform=len), RecordDataset(path, shape=(2, 6)),
+        RecordDataset(path, shape=(2, 6)),
         files(tmp_path, "f", 2),
         FileDataset([path], decode=len, nbytes=True), StackDataset(a, a),
         ConcatDataset([a, RecordDataset(path, shape=(2, 6))]), ConcatDataset([a, Opaque()]),
     ]  # fmt: skip
     expected = [False] * len(trees)
-    expected[6] = True
+    expected[5] = True
     assert [bound(tree).gather() is not None for tree in trees] == expected
+    of_each = bound(RecordDataset(path, transform=len)).gather()
+    assert of_each is not None
+    assert of_each.per_sample, "rows are gathered, and the function is called for each"
