@@ -58,7 +58,7 @@ def arrow_of(uri: str, deadline_s: float, options: Mapping[str, Any]) -> tuple[A
         "request_timeout": deadline_s / _S3_TRIES,
         "retry_time_limit": timedelta(seconds=deadline_s),
     }
-    changed = {k: v for k, v in limits.items() if k in known} | options
+    changed = {**{k: v for k, v in limits.items() if k in known}, **options}
     return make(known | changed) if changed else system, path
 
 
