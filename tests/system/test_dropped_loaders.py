@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 import creel
+from creel.loader.iterators import epoch_run
+from creel.loader.iterators.state import LoaderState
 from kit import descriptors, until
 
 pytestmark = pytest.mark.timeout(100)
@@ -117,3 +120,32 @@ def test_all_is_freed_with_the_loader(
         until(partial(gone, seen))  # a search may be under way
         assert mapped() == maps, way
     until(lambda: not memfds(descriptors() - before))
+
+
+def open_later(gate: threading.Event) -> None:
+    """Find no daemon, but only once the gate is open."""
+    gate.wait(60)
+
+
+def test_many_loaders_look_for_the_daemon_in_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files are in the page cache, so that they need it for their statistics alone."""
+    gate = threading.Event()
+    monkeypatch.setenv("CREEL_DAEMON__NAME", f"many-{os.getpid()}-{tmp_path.name}")
+    monkeypatch.setattr(epoch_run, "COUNT_S", 0)
+    monkeypatch.setattr("creel.loader.binding.bind.in_page_cache", lambda _: True)
+    monkeypatch.setattr(LoaderState, "open", lambda *_: open_later(gate))
+    paths = [tmp_path / str(i) for i in range(8)]
+    for path in paths:
+        path.write_bytes(b"a" * 100)
+    auto: Any = {"loader.direct": "auto"}
+    data = creel.FileDataset(paths, decode=len)
+    loaders = [creel.DataLoader(data, 4, creel=auto) for _ in range(40)]
+    most = 0
+    for loader in loaders * 2:
+        assert len(list(loader)) == 2
+        most = max(most, [t.name for t in threading.enumerate()].count("creel-reattach"))
+    assert most == 1
+    gate.set()
+    until(lambda: "creel-reattach" not in {t.name for t in threading.enumerate()})

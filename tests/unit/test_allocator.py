@@ -376,3 +376,12 @@ def test_carved_records_touch_those_of_the_slab_before() -> None:
     assert extents.carve(700, 3) == (0, 3)
     assert extents.carve(700, 100) == (3, 11)
     assert extents.carve(700, 1) == (0, 0)
+
+
+def test_hundreds_of_small_datasets_share_a_space() -> None:
+    """Each takes room for its own records, not a slab of 64 MiB or a part of the space."""
+    space = Allocator(1 << 30)
+    for _ in range(400):
+        pool = space.pool(lengths_of(np.full(8, 4000)))
+        assert (pool.alloc(np.full(8, 4000)) != NOWHERE).all()
+    assert space.free_bytes > (1 << 30) - 400 * 9 * 4000
