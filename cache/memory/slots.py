@@ -38,6 +38,7 @@ from creel.forks import at_fork
 
 ALIGN = 64  # bytes: a cache line, and the alignment of torch's own allocator
 _MEMORY = 64  # number of recent batches that a slot's size is compared with
+_SPARE = 16  # batches after which a large slot that none of them needed is freed
 _TOO_LARGE = 4  # a slot larger than this many times what these batches need is not used, or freed
 _LARGE = 256 << 10  # bytes of a part from which on it has a slot of its own
 _LEAST = 64 << 10  # least bytes of a slot to share, as small batches differ in size
@@ -135,6 +136,10 @@ class SlotWriter:
         self._expected: list[int] = []  # the largest of these, by position
         self._most = 1  # most slots of a recent batch
         self._limit = 0  # larger slots are freed when they come back
+        self._batches_left = _SPARE  # until large slots that were not needed are freed
+        self._unneeded: int | None = None  # large slots that were idle after each batch since
+        #: Called before a slot is made because none is idle: may call `give_back`.
+        self.look: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +194,21 @@ class SlotWriter:
                 self._spent.append(slot)
         alone = [slot.large for slot in used if slot.large]
         self._remember([sum(slot.filled for slot in used if not slot.large), *alone])
+        self._free_unneeded()
         return used
+
+    def _free_unneeded(self) -> None:
+        """Free large slots if as many were idle after each of the last batches.
+
+        A reader that was late once would otherwise cost their memory for good.
+        """
+        idle = [slot for slot in self._idle() if slot.nbytes >= _LARGE]
+        least = len(idle) if self._unneeded is None else min(self._unneeded, len(idle))
+        self._unneeded, self._batches_left = least, self._batches_left - 1
+        if not self._batches_left:
+            for slot in sorted(idle, key=lambda s: -s.nbytes)[:least]:
+                self._retire(slot)
+            self._unneeded, self._batches_left = None, _SPARE
 
     def holds(self, address: int, nbytes: int) -> tuple[Slot, int] | None:
         """Return the current batch's slot at this address and the offset in it, or None."""
@@ -250,9 +269,15 @@ class SlotWriter:
 
         A larger one is not used: whoever kept a small part would hold all of it.
         """
-        fit = [slot for slot in self._idle() if nbytes <= slot.nbytes <= most]
-        found = min(fit, key=lambda s: s.nbytes, default=None)
+        found = self._fitting(nbytes, most)
+        if found is None and self._slots:
+            self.look()
+            found = self._fitting(nbytes, most)
         return found or self._grown(_rounded(nbytes) + tail)
+
+    def _fitting(self, nbytes: int, most: int) -> Slot | None:
+        fit = [slot for slot in self._idle() if nbytes <= slot.nbytes <= most]
+        return min(fit, key=lambda s: s.nbytes, default=None)
 
     def _grown(self, size: int) -> Slot | None:
         """Make a slot to keep, in place of idle ones if needed; None beyond the limits.

@@ -23,7 +23,9 @@ import pickle
 import random
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -116,6 +118,8 @@ class _Worker(StepReader):
         self._flags = (args.auto_collation, args.drop_last)
         self._parent = os.getppid()
         self._outbox = Outbox(args.slots, args.inherited)
+        self._outbox.look = self._look_ahead
+        self._early: deque[tuple[tuple[object, ...], list[int]]] = deque()  # messages read ahead
         self._plain = args.plain
         self._wait_s = args.wait_s
         self._session: Session | None = None
@@ -183,12 +187,25 @@ class _Worker(StepReader):
     def _get(self) -> tuple[tuple[object, ...], list[int]]:
         """Return the next message; raises EOFError when the trainer has ended."""
         while True:
+            if self._early:
+                return self._early.popleft()
             got = self._channel.get(MP_STATUS_CHECK_INTERVAL)
             if got is not None:
                 return got
             # A process that the trainer forked may still hold its end of the socket.
             if os.getppid() != self._parent:
                 raise EOFError("the training process has ended")
+
+    def _look_ahead(self) -> None:
+        """Read the tasks that wait, as they give slots back, which then need not be made anew."""
+        with suppress(EOFError):  # the next `_get` raises it again
+            while (got := self._channel.get(0)) is not None:
+                message, fds = got
+                match message:
+                    case ("task" | "tasks", tag, batch, index, list(freed), step):
+                        self._outbox.give_back(freed)
+                        message = (message[0], tag, batch, index, [], step)
+                self._early.append((message, fds))
 
     def serve(self) -> None:
         while True:
