@@ -1,6 +1,6 @@
 """Which eviction policy serves a dataset. Pure.
 
-There are three cases (laws L1 to L5, docs/architecture.md):
+There are three cases (laws L1 to L5, docs/retention.md):
 
 - Every epoch reads each object at most once: `PlannedEviction`. Objects that the epoch still has to
   read stay (L1); of the others, those that retention has planned (L2).
