@@ -68,7 +68,7 @@ from creel.settings import FetchSettings, WindowSettings
 
 IMAGENET, BATCH, NBYTES = 1_281_167, 256, 64
 _PIECE = 1 << 14  # as a session sends it
-#: Bytes of budget per sample: tables and plans may take half of it (docs/architecture.md).
+#: Bytes of budget per sample: tables and plans may take half of it (docs/retention.md).
 _EACH = 120
 _STEPS = 2000
 _seeds = itertools.count(1)  # one per loader, so that no permutation is drawn before it is measured

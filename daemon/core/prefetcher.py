@@ -5,7 +5,8 @@ along it, and this order always holds (`Residency.check`):
 
     at <= checked <= front <= end of the plan
     at       the first position of step `done`: all before was read
-    checked  all before is resident and current, or failed: steps that end here are `ready`
+    checked  all before is resident and current, or given up (failed, overdue, skipped): the steps
+             that end here are `ready`
     front    all before is pinned, and was resident, in flight or given up when it was passed
     reach    where `front` should get to for now; may lie behind `front` after a change of plans
 
@@ -17,7 +18,8 @@ those behind it for which there is room.
 What may never happen.
 * An object between `at` and `front` is evicted: pins forbid it. So a step that is ready stays so
   until it is done, or until the plan or the file's version changes, which lowers READY first.
-* READY passes an object that is in flight, or whose version is not known to be current.
+* READY passes an object that a fetch is to bring, or whose version is not known to be current. (It
+  passes one that is overdue: a reader has waited too long, and reads it directly.)
 * Two fetches of one object are in flight: sessions share it (state FETCHING).
 * A fetch far ahead takes the room of an object that is due sooner: `Admission` knows by `due` and
   `Urgency`. Only a reader that waits, with nothing else to read, may take it.
@@ -27,10 +29,11 @@ What may never happen.
 * A reader waits for a room that only its own progress would free: then the objects without room
   fail, and it reads them directly (`_with_room`).
 
-Who writes. This module moves `front`, `checked` and `reach` forward. `Core._consume` moves `at`,
-and the others with it where a reader has overtaken them; `RankStream.rewind` moves marks back. Of
-the states of objects this module sets SKIPPED and OVERDUE (`overtaken`). `Inflight.start` sets
-FETCHING, `Landing` what becomes of that, `Residency.evict` ABSENT.
+Who writes. This module alone sets `reach`, and moves `front` and `checked` forward. `Core._consume`
+moves `at`, and the others with it where a reader has overtaken them; `RankStream.rewind` moves
+marks back. Of the states of objects this module sets SKIPPED and OVERDUE (`overtaken`), and FAILED
+where there is no room (`_with_room`). `Inflight.start` sets FETCHING, `Landing` what becomes of
+that, `Residency.evict` ABSENT.
 """
 
 from __future__ import annotations

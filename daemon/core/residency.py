@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # circular import
 
 ONE = np.int32(1)
 #: What a state may follow: a fetch begins again where another origin lacked the object, and is
-#: undone after an event that failed. The table in docs/architecture.md says which event does what.
+#: undone after an event that failed. The table in docs/retention.md says which event does what.
 _FOLLOWS = {
     ABSENT: (RESIDENT, FETCHING, OVERDUE),
     SKIPPED: (ABSENT, SKIPPED, FAILED),

@@ -1,9 +1,35 @@
 """PlanPublisher: tells the daemon which objects the steps of an epoch read, ahead of use.
 
-The trainer's thread publishes the first steps at once. A planner thread then draws and publishes
-the rest piece by piece, first of this epoch, then of the next ones. If the trainer is faster, or
-its process gets no more threads, the trainer publishes the steps that it needs by the same
-function. No step waits for a whole plan.
+What moves. A session numbers its steps from 0 and never begins again; `_end` is the next step to
+publish. An epoch's batches become steps piece by piece (`PlanPiece`):
+
+    known <= total    of a `PublishedEpoch`: batches below `known` are steps, those from `total` on
+                      will never be
+
+The trainer's thread publishes the first piece of an epoch, so that its first batch need not wait. A
+planner thread then draws and publishes the rest, first of this epoch, then of the next ones
+(`add`), and ends. If the trainer is faster (`reach`), or its process gets no more threads (`pump`),
+it publishes the steps that it needs by the same function, `_publish`. A batch that no plan foresaw
+is published when it is pulled (`publish_pulled`).
+
+What may never happen.
+* A batch waits for a whole plan, or for the planner thread.
+* A step means two batches. Steps are numbered and sent under one lock; `cancel` truncates the
+  session before their numbers are used again, and the session then trusts READY only once the
+  daemon has truncated, too.
+* A prediction decides what a batch has. The trainer asks `reads` whether batch i has exactly the
+  samples that torch's sampler yields. If not, it cancels the rest and leaves the plan
+  (`leave_plan`): that costs reads, never a batch.
+* User code runs in another thread: unless `objects` is `thread_safe`, there is no planner thread.
+* The daemon is flooded: at most two of the thread's pieces are sent that it has not processed.
+* A thread is there when the process forks, or after the main thread has ended. A child publishes
+  nothing.
+
+Who writes. Whoever holds `_lock` computes the next piece, moves `_end`, `known` and `total`, adds
+to `pieces` and sends; slow work, the draw of a permutation, is done before. The trainer alone sets
+`planned`, and drops the pieces that it has passed. A finaliser may call `cancel` in the middle of
+anything, also of `_publish` in its own thread: so the lock is reentrant, `_end` is moved before a
+piece is sent, and a piece is looked at again after it was computed.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ this thread's lease covers the file, else the file that the original function op
 counted while a recording is active. Every other call, and every other thread, gets the original
 function. The originals are put back once no thread reads samples any more.
 
-Only names that Python looks up at each use can be replaced. A C library that opens files itself is
-not intercepted.
+Only names that Python looks up at each use can be replaced. Of libraries in C that open files
+themselves, the functions that `libraries` knows are replaced.
 """
 
 from __future__ import annotations

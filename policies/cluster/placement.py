@@ -19,19 +19,19 @@ needs it.
 What may never happen.
 * An object that this epoch is yet to read leaves its holder (law L1). A plan only says what becomes
   of objects after they were read.
-* Objects on a node take more than its capacity when the epoch ends, or .7 % more while it runs:
-  `_Sites.flow` counts what leaves and comes along the epoch, and the rates at which `select` lets
-  objects stay follow from that.
+* Objects on a node take more than its capacity when the epoch ends, or .7 % more while it runs
+  (tests/sim/test_laws_of_placement.py): `_Sites.flow` counts what leaves and comes along the epoch,
+  and the rates at which `select` lets objects stay follow from that.
 * There are two first copies, or the last copy yields to a second one (law L3).
 * The result depends on what only one node knows: its clock, its residents, whom it reaches. Inputs
   are the holders before, the orders and sizes, and the capacities; ties are broken by numbers, not
   by chance. The one exception is `replicas`: second copies are a node's own affair, and no other
   node counts on them.
 
-Who writes. `ClusterBoundary.plan` calls this in the planner's thread, with copies and immutable
-inputs; `ClusterEviction` alone takes the result, and chains it: this epoch's result is the next
-one's `holder`. So an error stays until nodes compare their plans (`shared_plan`); it costs reads of
-the source, never a batch.
+Who writes. Nothing here changes its inputs. `ClusterBoundary.plan` calls it in the daemon's
+background thread, for two boundaries ahead; `ClusterEviction` alone takes the result, in the loop's
+thread, and chains it: this epoch's result is the next one's `holder`. So an error stays until nodes
+compare their plans (`shared_plan`); it costs reads of the source, never a batch.
 """
 
 from __future__ import annotations

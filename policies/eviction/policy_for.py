@@ -1,11 +1,11 @@
 """Which eviction policy serves a dataset. Pure.
 
-There are three cases (laws L1 to L5, docs/architecture.md):
+There are three cases (laws L1 to L5, docs/retention.md):
 
 - Every epoch reads each object at most once: `PlannedEviction`. Objects that the epoch still has to
   read stay (L1); of the others, those that retention has planned (L2).
-- Nothing is known beyond the steps being read (creel.wrap, samplers that cannot be run ahead):
-  `MostRecentFirst`.
+- Nothing is known beyond the steps being read (samplers that cannot be run ahead, wrapped datasets
+  below a loader that is not creel's): `MostRecentFirst`.
 - All other streams (replacement, weights, several jobs on one dataset): `FarthestNextUse` evicts
   the farthest next use first, but never for a read that is due later than the victim (L4; MIN with
   bypass, Belady).

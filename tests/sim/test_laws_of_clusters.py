@@ -1,6 +1,6 @@
 """Several nodes as one memory: which node reads the source, and how much moves between nodes.
 
-`nodes.Nodes` runs the cores of all nodes; the bounds are those of docs/architecture.md.
+`nodes.Nodes` runs the cores of all nodes; the bounds are those of docs/cluster.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The laws of docs/architecture.md on the real core and a virtual clock, against oracles."""
+"""The laws of docs/retention.md on the real core and a virtual clock, against oracles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core does what the tables of states and events in docs/architecture.md say."""
+"""The core does what the tables of states and events in docs/retention.md say."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 
-DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[2] / "docs" / "retention.md"
 
 
 def table(corner: str) -> dict[tuple[str, str], str]:
