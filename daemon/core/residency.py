@@ -39,8 +39,8 @@ from creel.policies.eviction.policy import (
     EvictionPolicy,
     NoEviction,
 )
-from creel.policies.eviction.policy_for import Readers, policy_for
 from creel.policies.next_use import NextUses
+from creel.policies.policy_for import Readers, policy_for
 from creel.policies.prefetch import Latency, SourceRate, Window
 
 if TYPE_CHECKING:  # circular import
