@@ -9,8 +9,8 @@ import numpy as np
 
 from creel.daemon.core.events import Action, CheckVersions
 from creel.daemon.core.inflight import SCANNED_AT_ONCE, Inflight
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.daemon.core.versions import Files
 from creel.policies.arrays import Index
 from creel.policies.eviction.policy import RESIDENT

@@ -19,8 +19,8 @@ from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.arrays import Index
 from creel.policies.prefetch import Window
@@ -121,7 +121,7 @@ class Core:
         for residency in self._residencies.values():
             if residency.warming >= 0:
                 self._inflight.warm(residency, now)
-            boundary = residency.planning_task(self._admission, self._window)
+            boundary = residency.readers.planning_task(self._admission, self._window)
             if boundary is not None:
                 self._out.append(events.PlanRetention(residency.name, boundary))
             self.plans.ask(residency, now)
@@ -162,7 +162,7 @@ class Core:
             raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
         residency = self._residencies[e.dataset]
         who = (e.session, e.job, e.rank, e.world)
-        self._sessions[e.session] = residency.join(*who, now, e.recheck, self._generation())
+        self._sessions[e.session] = residency.readers.join(*who, now, e.recheck, self._generation())
         self._set_reaches()
 
     def _generation(self) -> int:
@@ -187,11 +187,11 @@ class Core:
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.followed = False
         s.group.deals.add(e.epoch + s.epoch_shift, e.order)
-        s.residency.choose_policy()
+        s.residency.readers.choose_policy()
 
     def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
         s.group.deals.view, s.group.deals.followed = e.view, True
-        s.residency.choose_policy()
+        s.residency.readers.choose_policy()
 
     def _extended(self, s: RankStream, e: events.PlanExtended) -> None:
         if e.step != s.stream.end:
@@ -201,7 +201,7 @@ class Core:
         if s.recheck == "step":
             s.begin(e.epoch, self._generation())
         s.announce(e.step)
-        s.residency.choose_policy()
+        s.residency.readers.choose_policy()
         s.residency.policy.plan_extended(e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._set_reaches()
 
@@ -238,7 +238,7 @@ class Core:
         del self._sessions[e.session]
         unpinned = s.stream.objects(s.at, s.front).astype(np.intp)
         s.residency.unpin(unpinned)
-        s.residency.leave(s)
+        s.residency.readers.leave(s)
         s.group.replan()
         self._unplanned(s.residency, unpinned)
 
@@ -251,7 +251,7 @@ class Core:
     def _disk_opened(self, e: events.DiskOpened) -> None:
         self._spilling.opened(e.nbytes, e.unit)
         for residency in self._residencies.values():
-            residency.choose_policy()
+            residency.readers.choose_policy()
         self._set_reaches()
 
     def _found(self, e: events.FoundOnDisk) -> None:
@@ -310,7 +310,7 @@ class Core:
 
     def _unplanned(self, residency: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that it had pinned."""
-        residency.choose_policy()
+        residency.readers.choose_policy()
         residency.policy.replanned()
         residency.release(unpinned)
         if orphans := self._inflight.cancel_orphans(residency):
@@ -365,7 +365,7 @@ class Core:
         self._forget_fresh()
         stream = self._sessions.pop(session, None)
         if stream is not None:
-            stream.residency.leave(stream)
+            stream.residency.readers.leave(stream)
         self._inflight.abort()
         for residency in self._residencies.values():
             residency.rebuild(self._inflight.ids(residency), self._spilling.ids(residency))
@@ -392,7 +392,7 @@ class Core:
             or len(residency.served) > 0
             or residency.disk.storing > 0
         )
-        return residency.active or residency.warming >= 0 or in_flight
+        return residency.readers.active or residency.warming >= 0 or in_flight
 
     @property
     def withheld_nbytes(self) -> int:
@@ -402,9 +402,8 @@ class Core:
     def plans_nbytes(self) -> int:
         """Return the bytes of memory of all plans and of the next uses derived from them."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
-        return streams + sum(
-            g.uses.nbytes for residency in self._residencies.values() for g in residency.groups
-        )
+        groups = (g for held in self._residencies.values() for g in held.readers.groups)
+        return streams + sum(g.uses.nbytes for g in groups)
 
     def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
         """Return the counters of all datasets and sessions, for `creel stats`."""

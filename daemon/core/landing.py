@@ -16,8 +16,8 @@ from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.events import DISK, HELD, SOURCE, Checked, Fetched
 from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.policies.arrays import Floats, Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 

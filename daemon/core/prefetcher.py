@@ -45,8 +45,8 @@ from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE
 from creel.daemon.core.inflight import FETCHED_AT_ONCE, SCANNED_AT_ONCE, Inflight
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.policies.arrays import Index, Ints, Mask, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 from creel.policies.prefetch import Window, lead
@@ -88,7 +88,7 @@ class Prefetcher:
         reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / residency.mean))
         least = s.done + 1
         fits, policy = self._admission.missing(residency) == 0, residency.policy
-        ranks = sum(len(g.sessions) for g in residency.groups)
+        ranks = sum(len(g.sessions) for g in residency.readers.groups)
         if not fits and policy.short_prefetch:
             ahead = max(
                 _AHEAD_SHARE * len(residency),
@@ -129,7 +129,7 @@ class Prefetcher:
             state = residency.state[ids]
             residency.pin(ids, distinct=s.group.uses.distinct(epoch))
             residency.move(ids[state < FETCHING], SKIPPED)
-            residency.count(s, state, int(np.count_nonzero(state < FETCHING)))
+            s.count(state, int(np.count_nonzero(state < FETCHING)))
             s.front = stop
 
     def advance_ready(self, s: RankStream) -> None:
@@ -223,7 +223,7 @@ class Prefetcher:
                 residency.release(ids[taken:])
         s.front += taken
         s.lacked = s.front if taken < len(ids) and s.id in self.stuck else -1
-        residency.count(s, state[:taken], len(absent))
+        s.count(state[:taken], len(absent))
         self.advance_ready(s)
         return taken > 0
 

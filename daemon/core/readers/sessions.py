@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import Index, Mask
 from creel.policies.cluster.boundary import Deals
+from creel.policies.eviction.policy import RESIDENT
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Pace, SessionPlan
 
@@ -111,7 +112,8 @@ class RankStream:
         self.failed = 0
         self._deadline = 0.0  # of the latest fetch
         self.unplanned = True  # whether nothing is known beyond the published plan
-        self.hits = self.joined = self.misses = self.stalls = 0
+        self.stalls = 0
+        self.reads = dict.fromkeys(COUNTED, 0)
 
     @property
     def at(self) -> int:
@@ -203,10 +205,18 @@ class RankStream:
         self.stream.truncate(step)
         self._deadline = 0.0
 
+    def count(self, state: NDArray[np.uint8], misses: int) -> None:
+        """Count reads of objects in these states: hits, fetches joined in flight, and `misses`."""
+        hits = int(np.count_nonzero(state == RESIDENT))
+        for name, n in zip(COUNTED, (hits, len(state) - hits - misses, misses), strict=True):
+            self.reads[name] += n
+            self.residency.counts[name] += n
+
     def snapshot(self) -> dict[str, float | str]:
         """Return counters and positions for `creel stats`."""
-        own = ("rank", "done", "ready", "wanted", "epoch", "failed", *COUNTED, "stalls")
+        own = ("rank", "done", "ready", "wanted", "epoch", "failed", "stalls")
         return {name: getattr(self, name) for name in own} | {
+            **self.reads,
             "dataset": self.residency.name,
             "job": self.group.job,
             "known": self.stream.end,
