@@ -145,9 +145,10 @@ class Core:
             residency.fresh.clear()
 
     def _announce(self, s: RankStream) -> None:
-        if (s.ready, s.early) != s.published:
-            s.published = s.ready, s.early
-            self._out.append(events.SetReady(s.id, s.ready, s.failed, s.early))
+        cursors = s.cursors
+        if cursors.announce():
+            what = cursors.ready, cursors.failed, cursors.early
+            self._out.append(events.SetReady(s.id, *what))
 
     # --- events --------------------------------------------------------------------------------
 
@@ -208,9 +209,8 @@ class Core:
     def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
         if e.step >= s.stream.end:
             return
-        step = max(e.step, s.done)
+        step = max(e.step, s.cursors.done)
         unpinned = s.rewind(step)
-        s.wanted = min(s.wanted, step)
         s.truncate(step)
         s.group.replan()
         self._unplanned(s.residency, unpinned)
@@ -219,24 +219,23 @@ class Core:
         s = self._sessions.get(e.session)
         if s is None:
             return
-        done = min(max(e.done, s.done), s.stream.end)
-        if done > s.done:
-            overtaken = done > s.ready
-            s.starved = False
-            s.pace.progressed(done - s.done, now)
+        cursors = s.cursors
+        done, wanted = s.possible(e.done, e.wanted)
+        if done > cursors.done:
+            overtaken = done > cursors.ready
+            s.pace.progressed(done - cursors.done, now)
             self._consume(s, done)
             if overtaken:
                 self._prefetcher.overtaken(s)
-        wanted = min(max(e.wanted, s.wanted), s.stream.end)
-        if wanted > s.wanted:
-            s.wanted = wanted
-            s.pace.asked(wanted - s.done, stalls=s.stalling)
-            s.stalls += s.stalling
+        if wanted > cursors.wanted:
+            cursors.asked(wanted)
+            s.pace.asked(wanted - cursors.done, stalls=cursors.stalling)
+            s.stalls += cursors.stalling
         self._prefetcher.set_reach(s, len(self._sessions))
 
     def _closed(self, s: RankStream, e: events.SessionClosed) -> None:
         del self._sessions[e.session]
-        unpinned = s.stream.objects(s.at, s.front).astype(np.intp)
+        unpinned = s.pinned().astype(np.intp)
         s.residency.unpin(unpinned)
         s.residency.readers.leave(s)
         s.group.replan()
@@ -297,13 +296,14 @@ class Core:
         """
         del e
         for s in self._sessions.values():
-            if s.stalling and s.id in self._prefetcher.stuck and not s.starved:
-                s.starved = True
+            cursors = s.cursors
+            if cursors.stalling and s.id in self._prefetcher.stuck and not cursors.starved:
+                cursors.starved = True
                 self._prefetcher.stuck.discard(s.id)
-            if s.stalling and s.blocked >= 0:
+            if cursors.stalling and cursors.blocked is not None:
                 residency = s.residency
                 retry_s = _OVERDUE_S + residency.latency.seconds
-                self._landing.give_up(s, now - min(retry_s, _MAX_OVERDUE_S))
+                self._landing.give_up(s, cursors.blocked, now - min(retry_s, _MAX_OVERDUE_S))
                 self._prefetcher.find_early(s)
 
     # --- plans and cursors ---------------------------------------------------------------------
@@ -320,13 +320,13 @@ class Core:
     def _consume(self, s: RankStream, done: int) -> None:
         """Release the objects of all steps before `done`."""
         residency, stream = s.residency, s.stream
-        start, stop = s.at, stream.start(done)
-        s.done = done
+        start, front, stop = s.cursors.at, s.cursors.front, stream.start(done)
+        s.cursors.consumed(done, stop)
         for epoch, a, b in s.stretches(start, stop):
             ids = stream.objects(a, b).astype(np.intp)
             uses = s.group.uses
             repeated = uses.repeated(epoch)
-            pinned = ids if b <= s.front else ids[: max(s.front - a, 0)]
+            pinned = ids if b <= front else ids[: max(front - a, 0)]
             residency.unpin(pinned, distinct=uses.distinct(epoch))
             uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
             if epoch != s.epoch:
@@ -336,13 +336,6 @@ class Core:
                 s.group.deals.forget(first)
                 residency.policy.epoch_began(uses, epoch)
             residency.release(ids)
-        if s.front < stop:  # the reader read these positions directly, before they were fetched
-            s.front = stop
-        s.verified = max(s.verified, stop)
-        if s.checked < stop:  # fetches in flight for finished steps block nothing
-            s.checked, s.blocked = stop, -1
-        s.ready = max(s.ready, done)
-        s.early = tuple(step for step in s.early if step >= done)
         stream.forget(done)
 
     def _set_reaches(self) -> None:

@@ -376,7 +376,7 @@ class Residency:
         """Return (n,) the pins of sessions, of peer requests and of writes to disk."""
         pins = np.zeros(len(self), np.int32)
         for s in self.readers.sessions:
-            np.add.at(pins, s.stream.objects(s.at, s.front), ONE)
+            np.add.at(pins, s.pinned(), ONE)
         for ids in self.served.values():
             np.add.at(pins, ids, ONE)
         pins[storing] += ONE
@@ -385,10 +385,7 @@ class Residency:
     def check(self, in_flight: Index, storing: Index) -> None:
         """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
         for s in self.readers.sessions:
-            must(0 <= s.done <= s.ready <= s.stream.end, f"session {s.id}: steps out of order")
-            must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
-            early = s.stream.start(s.early[-1] + 1) if s.early else s.at
-            must(early <= s.front, f"session {s.id}: an early step is not pinned")
+            s.cursors.check(s.stream, s.id)
         must(bool((self._held(storing) == self.pins).all()), "pins and their holders differ")
         must(not (self.pins[self.state == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.state == RESIDENT, self.length >= 0

@@ -103,7 +103,7 @@ class DatasetReaders:
             lambda: clocks(groups),
             unplanned=unplanned,
             once=once,
-            epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
+            epoch=first.stream.epoch(first.cursors.done)[0] + first.epoch_shift,
             deals=groups[0].deals,
             scheme=scheme,
             homes=self._homes(views) if scheme.by_home else None,
