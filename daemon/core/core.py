@@ -377,6 +377,16 @@ class Core:
 
     # --- reports -------------------------------------------------------------------------------
 
+    def planned(self, session: int) -> tuple[int, int]:
+        """Return the steps that an open session has done, and those of its plan."""
+        s = self._sessions[session]
+        return s.cursors.done, s.stream.end
+
+    def would_move(self, session: int, done: int, wanted: int) -> bool:
+        """Return whether `Progressed` with a client's words, whatever they say, would move any."""
+        s = self._sessions.get(session)
+        return s is not None and s.possible(done, wanted) != (s.cursors.done, s.cursors.wanted)
+
     def busy(self, dataset: str) -> bool:
         """Return whether a dataset has readers, is being warmed, or has transfers in flight."""
         residency = self._residencies[dataset]

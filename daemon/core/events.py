@@ -129,7 +129,10 @@ class PlanTruncated(Event, frozen=True):
 
 
 class Progressed(Event, frozen=True):
-    """Shared words have changed: steps < `done` are finished, a reader waits for `wanted` - 1."""
+    """Shared words have changed: steps < `done` are finished, a reader waits for `wanted` - 1.
+
+    Both are a client's words, and may be any number.
+    """
 
     session: int
     done: int
