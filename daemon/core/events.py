@@ -11,8 +11,8 @@ from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 from creel.policies.cluster.shared_plan import SharedPlan
+from creel.policies.eviction.policy import PlanningTask
 
 #: Origins of a fetch: the dataset's storage; private memory of the shell, which holds objects read
 #: with unknown lengths; the node's disk. Origins of 0 and above are numbers of peers.
@@ -172,7 +172,7 @@ class RetentionPlanned(Event, frozen=True):
 
     dataset: str
     boundary: PlanningTask
-    kept: RetentionPlan
+    kept: object
 
 
 class PeerAsked(Event, frozen=True):

@@ -9,9 +9,9 @@ from creel.daemon.core.readers.planned_job import PlannedJob, clocks
 from creel.daemon.core.readers.sessions import JobGroup, RankStream
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes, memory_of
-from creel.policies.cluster.jobs import DealtJob, PlanningTask
+from creel.policies.cluster.jobs import DealtJob
 from creel.policies.cluster.scheme import scheme_of
-from creel.policies.eviction.policy import NoEviction
+from creel.policies.eviction.policy import NoEviction, PlanningTask
 from creel.policies.next_use import NextUses
 from creel.policies.policy_for import Readers, policy_for
 from creel.policies.prefetch import Window
