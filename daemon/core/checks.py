@@ -9,8 +9,8 @@ import numpy as np
 
 from creel.daemon.core.events import Action, CheckVersions
 from creel.daemon.core.inflight import SCANNED_AT_ONCE, Inflight
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.daemon.core.versions import Files
 from creel.policies.arrays import Index
 from creel.policies.eviction.policy import RESIDENT
@@ -49,18 +49,19 @@ class Checks:
         """Start the checks that a session needs for its steps up to `limit`."""
         if not s.since_remote:
             return
-        limit = s.limit
+        verified, limit = s.cursors.verified, s.limit
         many_files = s.residency.versions.number > _MAX_FILES
         at_once = _MAX_FILES if many_files else SCANNED_AT_ONCE
-        next_step = s.stream.start(min(s.ready + 1, s.stream.end))
-        while s.verified < limit:
-            stop = min(s.verified + at_once, limit)
-            if s.verified < next_step:  # a reader may wait for this step: check it alone
+        next_step = s.stream.start(min(s.cursors.ready + 1, s.stream.end))
+        while verified < limit:
+            stop = min(verified + at_once, limit)
+            if verified < next_step:  # a reader may wait for this step: check it alone
                 stop = min(stop, next_step)
-            ids = s.stream.objects(s.verified, stop).astype(np.intp)
-            deadline = s.needed_at(s.stream.step_at(s.verified), now)
+            ids = s.stream.objects(verified, stop).astype(np.intp)
+            deadline = s.needed_at(s.stream.step_at(verified), now)
             self._check_files(s, ids[s.residency.state[ids] == RESIDENT], now, deadline)
-            s.verified = stop
+            verified = stop
+        s.cursors.versions_asked(verified)
 
     def _check_files(self, s: RankStream, ids: Index, now: float, deadline: float) -> None:
         residency = s.residency

@@ -19,8 +19,8 @@ from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.arrays import Index
 from creel.policies.prefetch import Window
@@ -121,7 +121,7 @@ class Core:
         for residency in self._residencies.values():
             if residency.warming >= 0:
                 self._inflight.warm(residency, now)
-            boundary = residency.planning_task(self._admission, self._window)
+            boundary = residency.readers.planning_task(self._admission, self._window)
             if boundary is not None:
                 self._out.append(events.PlanRetention(residency.name, boundary))
             self.plans.ask(residency, now)
@@ -145,9 +145,10 @@ class Core:
             residency.fresh.clear()
 
     def _announce(self, s: RankStream) -> None:
-        if (s.ready, s.early) != s.published:
-            s.published = s.ready, s.early
-            self._out.append(events.SetReady(s.id, s.ready, s.failed, s.early))
+        cursors = s.cursors
+        if cursors.announce():
+            what = cursors.ready, cursors.failed, cursors.early
+            self._out.append(events.SetReady(s.id, *what))
 
     # --- events --------------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ class Core:
             raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
         residency = self._residencies[e.dataset]
         who = (e.session, e.job, e.rank, e.world)
-        self._sessions[e.session] = residency.join(*who, now, e.recheck, self._generation())
+        self._sessions[e.session] = residency.readers.join(*who, now, e.recheck, self._generation())
         self._set_reaches()
 
     def _generation(self) -> int:
@@ -187,11 +188,11 @@ class Core:
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.followed = False
         s.group.deals.add(e.epoch + s.epoch_shift, e.order)
-        s.residency.choose_policy()
+        s.residency.readers.choose_policy()
 
     def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
         s.group.deals.view, s.group.deals.followed = e.view, True
-        s.residency.choose_policy()
+        s.residency.readers.choose_policy()
 
     def _extended(self, s: RankStream, e: events.PlanExtended) -> None:
         if e.step != s.stream.end:
@@ -201,16 +202,15 @@ class Core:
         if s.recheck == "step":
             s.begin(e.epoch, self._generation())
         s.announce(e.step)
-        s.residency.choose_policy()
+        s.residency.readers.choose_policy()
         s.residency.policy.plan_extended(e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._set_reaches()
 
     def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
         if e.step >= s.stream.end:
             return
-        step = max(e.step, s.done)
+        step = max(e.step, s.cursors.done)
         unpinned = s.rewind(step)
-        s.wanted = min(s.wanted, step)
         s.truncate(step)
         s.group.replan()
         self._unplanned(s.residency, unpinned)
@@ -219,26 +219,25 @@ class Core:
         s = self._sessions.get(e.session)
         if s is None:
             return
-        done = min(max(e.done, s.done), s.stream.end)
-        if done > s.done:
-            overtaken = done > s.ready
-            s.starved = False
-            s.pace.progressed(done - s.done, now)
+        cursors = s.cursors
+        done, wanted = s.possible(e.done, e.wanted)
+        if done > cursors.done:
+            overtaken = done > cursors.ready
+            s.pace.progressed(done - cursors.done, now)
             self._consume(s, done)
             if overtaken:
                 self._prefetcher.overtaken(s)
-        wanted = min(max(e.wanted, s.wanted), s.stream.end)
-        if wanted > s.wanted:
-            s.wanted = wanted
-            s.pace.asked(wanted - s.done, stalls=s.stalling)
-            s.stalls += s.stalling
+        if wanted > cursors.wanted:
+            cursors.asked(wanted)
+            s.pace.asked(wanted - cursors.done, stalls=cursors.stalling)
+            s.stalls += cursors.stalling
         self._prefetcher.set_reach(s, len(self._sessions))
 
     def _closed(self, s: RankStream, e: events.SessionClosed) -> None:
         del self._sessions[e.session]
-        unpinned = s.stream.objects(s.at, s.front).astype(np.intp)
+        unpinned = s.pinned().astype(np.intp)
         s.residency.unpin(unpinned)
-        s.residency.leave(s)
+        s.residency.readers.leave(s)
         s.group.replan()
         self._unplanned(s.residency, unpinned)
 
@@ -251,7 +250,7 @@ class Core:
     def _disk_opened(self, e: events.DiskOpened) -> None:
         self._spilling.opened(e.nbytes, e.unit)
         for residency in self._residencies.values():
-            residency.choose_policy()
+            residency.readers.choose_policy()
         self._set_reaches()
 
     def _found(self, e: events.FoundOnDisk) -> None:
@@ -297,20 +296,21 @@ class Core:
         """
         del e
         for s in self._sessions.values():
-            if s.stalling and s.id in self._prefetcher.stuck and not s.starved:
-                s.starved = True
+            cursors = s.cursors
+            if cursors.stalling and s.id in self._prefetcher.stuck and not cursors.starved:
+                cursors.starved = True
                 self._prefetcher.stuck.discard(s.id)
-            if s.stalling and s.blocked >= 0:
+            if cursors.stalling and cursors.blocked is not None:
                 residency = s.residency
                 retry_s = _OVERDUE_S + residency.latency.seconds
-                self._landing.give_up(s, now - min(retry_s, _MAX_OVERDUE_S))
+                self._landing.give_up(s, cursors.blocked, now - min(retry_s, _MAX_OVERDUE_S))
                 self._prefetcher.find_early(s)
 
     # --- plans and cursors ---------------------------------------------------------------------
 
     def _unplanned(self, residency: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that it had pinned."""
-        residency.choose_policy()
+        residency.readers.choose_policy()
         residency.policy.replanned()
         residency.release(unpinned)
         if orphans := self._inflight.cancel_orphans(residency):
@@ -320,13 +320,13 @@ class Core:
     def _consume(self, s: RankStream, done: int) -> None:
         """Release the objects of all steps before `done`."""
         residency, stream = s.residency, s.stream
-        start, stop = s.at, stream.start(done)
-        s.done = done
+        start, front, stop = s.cursors.at, s.cursors.front, stream.start(done)
+        s.cursors.consumed(done, stop)
         for epoch, a, b in s.stretches(start, stop):
             ids = stream.objects(a, b).astype(np.intp)
             uses = s.group.uses
             repeated = uses.repeated(epoch)
-            pinned = ids if b <= s.front else ids[: max(s.front - a, 0)]
+            pinned = ids if b <= front else ids[: max(front - a, 0)]
             residency.unpin(pinned, distinct=uses.distinct(epoch))
             uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
             if epoch != s.epoch:
@@ -336,13 +336,6 @@ class Core:
                 s.group.deals.forget(first)
                 residency.policy.epoch_began(uses, epoch)
             residency.release(ids)
-        if s.front < stop:  # the reader read these positions directly, before they were fetched
-            s.front = stop
-        s.verified = max(s.verified, stop)
-        if s.checked < stop:  # fetches in flight for finished steps block nothing
-            s.checked, s.blocked = stop, -1
-        s.ready = max(s.ready, done)
-        s.early = tuple(step for step in s.early if step >= done)
         stream.forget(done)
 
     def _set_reaches(self) -> None:
@@ -365,7 +358,7 @@ class Core:
         self._forget_fresh()
         stream = self._sessions.pop(session, None)
         if stream is not None:
-            stream.residency.leave(stream)
+            stream.residency.readers.leave(stream)
         self._inflight.abort()
         for residency in self._residencies.values():
             residency.rebuild(self._inflight.ids(residency), self._spilling.ids(residency))
@@ -384,6 +377,16 @@ class Core:
 
     # --- reports -------------------------------------------------------------------------------
 
+    def planned(self, session: int) -> tuple[int, int]:
+        """Return the steps that an open session has done, and those of its plan."""
+        s = self._sessions[session]
+        return s.cursors.done, s.stream.end
+
+    def would_move(self, session: int, done: int, wanted: int) -> bool:
+        """Return whether `Progressed` with a client's words, whatever they say, would move any."""
+        s = self._sessions.get(session)
+        return s is not None and s.possible(done, wanted) != (s.cursors.done, s.cursors.wanted)
+
     def busy(self, dataset: str) -> bool:
         """Return whether a dataset has readers, is being warmed, or has transfers in flight."""
         residency = self._residencies[dataset]
@@ -392,7 +395,7 @@ class Core:
             or len(residency.served) > 0
             or residency.disk.storing > 0
         )
-        return residency.active or residency.warming >= 0 or in_flight
+        return residency.readers.active or residency.warming >= 0 or in_flight
 
     @property
     def withheld_nbytes(self) -> int:
@@ -402,9 +405,8 @@ class Core:
     def plans_nbytes(self) -> int:
         """Return the bytes of memory of all plans and of the next uses derived from them."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
-        return streams + sum(
-            g.uses.nbytes for residency in self._residencies.values() for g in residency.groups
-        )
+        groups = (g for held in self._residencies.values() for g in held.readers.groups)
+        return streams + sum(g.uses.nbytes for g in groups)
 
     def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
         """Return the counters of all datasets and sessions, for `creel stats`."""

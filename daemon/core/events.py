@@ -11,8 +11,8 @@ from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 from creel.policies.cluster.shared_plan import SharedPlan
+from creel.policies.eviction.policy import PlanningTask
 
 #: Origins of a fetch: the dataset's storage; private memory of the shell, which holds objects read
 #: with unknown lengths; the node's disk. Origins of 0 and above are numbers of peers.
@@ -129,7 +129,10 @@ class PlanTruncated(Event, frozen=True):
 
 
 class Progressed(Event, frozen=True):
-    """Shared words have changed: steps < `done` are finished, a reader waits for `wanted` - 1."""
+    """Shared words have changed: steps < `done` are finished, a reader waits for `wanted` - 1.
+
+    Both are a client's words, and may be any number.
+    """
 
     session: int
     done: int
@@ -169,7 +172,7 @@ class RetentionPlanned(Event, frozen=True):
 
     dataset: str
     boundary: PlanningTask
-    kept: RetentionPlan
+    kept: object
 
 
 class PeerAsked(Event, frozen=True):

@@ -16,8 +16,8 @@ from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.events import DISK, HELD, SOURCE, Checked, Fetched
 from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.policies.arrays import Floats, Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 
@@ -136,9 +136,9 @@ class Landing:
         removed = np.zeros(len(residency), np.bool_)
         removed[ids] = True
         for s in self._readers(residency):
-            hit = removed[s.stream.objects(s.at, s.front)]
+            hit = removed[s.pinned()]
             if some(hit):
-                unpinned = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
+                unpinned = s.rewind(s.stream.step_at(s.cursors.at + int(hit.argmax())))
                 self.announce(s)
                 residency.release(unpinned[~removed[unpinned]])
         self.spilling.cancel(residency, ids)
@@ -167,7 +167,7 @@ class Landing:
         """Make room for objects whose lengths are known since the read, and copy them there."""
         residency, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
         residency.set_lengths(ids, nbytes)
-        stalled = any(s.stalling for s in self._readers(residency))
+        stalled = any(s.cursors.stalling for s in self._readers(residency))
         urgency = Urgency.STALLED if stalled else Urgency.AHEAD
         place = self.admission.place(residency, nbytes, pending.due, urgency)
         placed = place != NOWHERE
@@ -176,14 +176,14 @@ class Landing:
         when = pending.due, now, pending.deadline
         self.inflight.start(residency, *room, *when, origin=HELD, generation=since)
 
-    def give_up(self, s: RankStream, before: float) -> None:
-        """Stop waiting for the object that blocks a session, if requested before time `before`."""
-        residency, blocked = s.residency, s.blocked
+    def give_up(self, s: RankStream, blocked: int, before: float) -> None:
+        """Stop waiting for the object `blocked`, if it was requested before time `before`."""
+        residency = s.residency
         if residency.state[blocked] == FETCHING:
             pending = self.inflight.of(residency, blocked)
             if pending is not None and pending.begun < before:
                 residency.move(pending.ids, OVERDUE)  # until the fetch lands
-                s.failed += len(pending.ids)
+                s.cursors.failed += len(pending.ids)
         elif residency.state[blocked] == RESIDENT:
             for asked in self.checks.hung(residency, blocked, before):
                 # The objects are fetched again; a fetch that hangs becomes overdue.

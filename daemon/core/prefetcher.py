@@ -1,14 +1,6 @@
 """The prefetcher: pins and fetches the next objects, and finds the steps that are ready. Pure.
 
-What moves. A session reads a stream of positions, each of which is one object. Four marks move
-along it, and this order always holds (`Residency.check`):
-
-    at <= checked <= front <= end of the plan
-    at       the first position of step `done`: all before was read
-    checked  all before is resident and current, or given up (failed, overdue, skipped): the steps
-             that end here are `ready`
-    front    all before is pinned, and was resident, in flight or given up when it was passed
-    reach    where `front` should get to for now; may lie behind `front` after a change of plans
+What moves: the cursors of each session (`readers/cursors.py`), which says their order.
 
 `_advance` moves `front` over one stretch of one urgency: it pins the objects, asks `Admission` for
 room for the absent ones, and `Inflight` to fetch them. `advance_all` always takes the most urgent
@@ -29,11 +21,9 @@ What may never happen.
 * A reader waits for a room that only its own progress would free: then the objects without room
   fail, and it reads them directly (`_with_room`).
 
-Who writes. This module alone sets `reach`, and moves `front` and `checked` forward. `Core._consume`
-moves `at`, and the others with it where a reader has overtaken them; `RankStream.rewind` moves
-marks back. Of the states of objects this module sets SKIPPED and OVERDUE (`overtaken`), and FAILED
-where there is no room (`_with_room`). `Inflight.start` sets FETCHING, `Landing` what becomes of
-that, `Residency.evict` ABSENT.
+Of the states of objects this module sets SKIPPED and OVERDUE (`overtaken`), and FAILED where there
+is no room (`_with_room`). `Inflight.start` sets FETCHING, `Landing` what becomes of that,
+`Residency.evict` ABSENT.
 """
 
 from __future__ import annotations
@@ -48,8 +38,8 @@ from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE
 from creel.daemon.core.inflight import FETCHED_AT_ONCE, SCANNED_AT_ONCE, Inflight
+from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.sessions import RankStream
 from creel.policies.arrays import Index, Ints, Mask, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 from creel.policies.prefetch import Window, lead
@@ -85,28 +75,29 @@ class Prefetcher:
     def set_reach(self, s: RankStream, sessions: int) -> None:
         """Set how far a session may read ahead, in positions; `sessions` share the memory."""
         stream, residency, window = s.stream, s.residency, self._window
-        end = stream.end
+        cursors, end = s.cursors, stream.end
+        done, at = cursors.done, cursors.at
         steps = s.pace.horizon(residency.latency.seconds, window)
         share = min(_PINNED_SHARE * self._admission.space.usable / sessions, window.nbytes)
-        reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / residency.mean))
-        least = s.done + 1
+        reach = min(stream.start(min(done + steps, end)), at + int(share / residency.mean))
+        least = done + 1
         fits, policy = self._admission.missing(residency) == 0, residency.policy
-        ranks = sum(len(g.sessions) for g in residency.groups)
+        ranks = sum(len(g.sessions) for g in residency.readers.groups)
         if not fits and policy.short_prefetch:
             ahead = max(
                 _AHEAD_SHARE * len(residency),
                 policy.read_ahead_room(self._admission.share(residency) / residency.mean),
             )
-            reach = min(reach, s.at + int(ahead / ranks))
-            least = s.done + 2
+            reach = min(reach, at + int(ahead / ranks))
+            least = done + 2
         elif not fits and residency.disk.completes(residency.resident):
             # The disk is quick, and objects read ahead take the room of objects to be read again.
-            steps = min(s.done + s.pace.min_ahead, end)
-            ahead_at = s.at + int(_AHEAD_SHARE * len(residency) / ranks)
+            steps = min(done + s.pace.min_ahead, end)
+            ahead_at = at + int(_AHEAD_SHARE * len(residency) / ranks)
             reach = min(reach, max(ahead_at, stream.start(steps)))
-        if s.stalling:
-            least = max(least, s.ready + 1)
-        s.reach = max(reach, stream.start(min(least, end)))
+        if cursors.stalling:
+            least = max(least, cursors.ready + 1)
+        cursors.reach = max(reach, stream.start(min(least, end)))
 
     def overtaken(self, s: RankStream) -> None:
         """Handle a reader that has read steps directly, before they were ready.
@@ -117,55 +108,57 @@ class Prefetcher:
         objects on disk or at peers are fetched anyway, as the reader would ask the source.
         """
         residency, stream, rate = s.residency, s.stream, s.residency.source_rate
-        step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
+        done, at, front = s.cursors.done, s.cursors.at, s.cursors.front
+        step_s = rate.seconds(stream.start(min(done + 1, stream.end)) - at)
         landed_s = rate.seconds(len(self._inflight.ids(residency)) + FETCHED_AT_ONCE)
         steps = lead(s.pace, step_s, landed_s, self._window)
-        stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
-        ids = stream.objects(s.checked, stop).astype(np.intp)
-        epoch = stream.epoch(s.done)[0] + s.epoch_shift
+        stop = stream.start(min(done + steps, stream.epoch(done)[1]))
+        ids = stream.objects(s.cursors.checked, stop).astype(np.intp)
+        epoch = stream.epoch(done)[0] + s.epoch_shift
         left = ids[residency.state[ids] <= FETCHING]
         if any(origin != SOURCE for origin, _ in residency.origins(left, epoch)):
             return
         residency.move(left[residency.state[left] == FETCHING], OVERDUE)
-        if s.front < stop:
-            ids = stream.objects(s.front, stop).astype(np.intp)
+        if front < stop:
+            ids = stream.objects(front, stop).astype(np.intp)
             state = residency.state[ids]
             residency.pin(ids, distinct=s.group.uses.distinct(epoch))
             residency.move(ids[state < FETCHING], SKIPPED)
-            residency.count(s, state, int(np.count_nonzero(state < FETCHING)))
-            s.front = stop
+            s.count(state, int(np.count_nonzero(state < FETCHING)))
+            s.cursors.pinned(stop)
 
     def advance_ready(self, s: RankStream) -> None:
         """Move `ready` over all steps whose objects are resident and current, or failed."""
-        limit = s.limit
-        if s.checked < limit and s.blocked >= 0 and self._still_blocked(s):
+        cursors, limit = s.cursors, s.limit
+        checked, blocked = cursors.checked, cursors.blocked
+        if checked < limit and blocked is not None and self._still_blocked(s, blocked):
             return
-        s.blocked = -1
+        blocked, failed = None, 0
         positions = FETCHED_AT_ONCE
-        while s.checked < limit and s.blocked < 0:
-            ids = s.stream.objects(s.checked, min(s.checked + positions, limit))
+        while checked < limit and blocked is None:
+            ids = s.stream.objects(checked, min(checked + positions, limit))
             positions = min(2 * positions, SCANNED_AT_ONCE)
             found = s.residency.state[ids]
             coming = self._awaited(s, ids.astype(np.intp), found)
-            settled = int(coming.argmax())
-            if coming[settled]:
-                s.blocked = int(ids[settled])
-                found = found[:settled]
-            s.failed += int(np.count_nonzero(found == FAILED))
-            s.checked += len(found)
-        if s.blocked >= 0:
-            self._still_blocked(s)  # may request a check of the object's version
-        s.ready = max(s.ready, s.stream.step_at(s.checked))
+            first = int(coming.argmax())
+            if coming[first]:
+                blocked = int(ids[first])
+                found = found[:first]
+            failed += int(np.count_nonzero(found == FAILED))
+            checked += len(found)
+        cursors.settled(checked, s.stream.step_at(checked), failed, blocked)
+        if blocked is not None:
+            self._still_blocked(s, blocked)  # may request a check of the object's version
 
-    def _still_blocked(self, s: RankStream) -> bool:
-        """Return whether the session's blocking object is still awaited."""
-        ids = np.array([s.blocked])
+    def _still_blocked(self, s: RankStream, blocked: int) -> bool:
+        """Return whether the object that blocks the session is still awaited."""
+        ids = np.array([blocked])
         state = s.residency.state[ids]
         if not some(self._awaited(s, ids, state)):
             return False
         versions = s.residency.versions
         if state[0] == RESIDENT and len(versions.unasked(ids, s.since, s.since_remote)):
-            s.verified = min(s.verified, s.checked)  # the object landed after this position's check
+            s.cursors.ask_again()  # the object landed after this position's check
         return True
 
     def find_early(self, s: RankStream) -> None:
@@ -173,16 +166,16 @@ class Prefetcher:
 
         One hung object must not delay workers that make other batches.
         """
-        first, last = s.ready + 1, s.stream.step_at(s.limit)
+        first, last = s.cursors.ready + 1, s.stream.step_at(s.limit)
         last = min(last, first + EARLY_STEPS)
-        if first >= last or s.wanted <= first:
+        if first >= last or s.cursors.wanted <= first:
             return  # the early steps found before are still complete
         starts = np.array([s.stream.start(step) for step in range(first, last + 1)])
         ids = s.stream.objects(int(starts[0]), int(starts[-1])).astype(np.intp)
         awaited = np.zeros(len(ids) + 1, np.intp)
         self._awaited(s, ids, s.residency.state[ids]).cumsum(out=awaited[1:])
         complete = np.diff(awaited[starts - starts[0]]) == 0
-        s.early = tuple((first + complete.nonzero()[0]).tolist())
+        s.cursors.found_early(tuple((first + complete.nonzero()[0]).tolist()))
 
     @staticmethod
     def _awaited(s: RankStream, ids: Index, state: NDArray[np.uint8]) -> Mask:
@@ -195,15 +188,15 @@ class Prefetcher:
     def advance_all(self, sessions: Iterable[RankStream], now: float) -> None:
         """Advance the most urgent session until none can advance or enough fetches started."""
         before = self._inflight.objects
-        todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
+        todo = [s for s in sessions if _within_reach(s) and s.id not in self.stuck]
         while todo and self._inflight.objects - before < _MAX_STARTED:
             s = todo[0] if len(todo) == 1 else min(todo, key=_order)
-            if not self._advance(s, now) or s.front >= s.reach:
+            if not self._advance(s, now) or not _within_reach(s):
                 todo.remove(s)
 
     def _advance(self, s: RankStream, now: float) -> bool:
         """Pin and fetch a session's next objects; return False if room or limits forbid it."""
-        residency, start = s.residency, s.front
+        residency, start = s.residency, s.cursors.front
         urgent, stop = self._stretch(s)
         ids = s.stream.objects(start, stop).astype(np.intp)
         # All of these positions belong to one epoch.
@@ -224,35 +217,35 @@ class Prefetcher:
                 absent = absent[:k]
                 residency.unpin(ids[taken:], distinct=distinct)
                 residency.release(ids[taken:])
-        s.front += taken
-        s.lacked = s.front if taken < len(ids) and s.id in self.stuck else -1
-        residency.count(s, state[:taken], len(absent))
+        s.cursors.pinned(start + taken, lacks=taken < len(ids) and s.id in self.stuck)
+        s.count(state[:taken], len(absent))
         self.advance_ready(s)
         return taken > 0
 
     def _stretch(self, s: RankStream) -> tuple[bool, int]:
         """Return whether a reader stalls for the next positions, and the position to stop at."""
-        stream = s.stream
-        if s.stalling:
-            stop = stream.start(s.ready + 1)
-            if s.front < stop:
-                return True, min(stop, s.front + FETCHED_AT_ONCE)
+        stream, cursors = s.stream, s.cursors
+        front = cursors.front
+        if cursors.stalling:
+            stop = stream.start(cursors.ready + 1)
+            if front < stop:
+                return True, min(stop, front + FETCHED_AT_ONCE)
         # One urgency class: a single step close to the reader, more steps further ahead.
-        step = stream.step_at(s.front)
-        last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
-        return False, min(s.reach, s.front + FETCHED_AT_ONCE, stream.start(last))
+        step = stream.step_at(front)
+        last = min(step + max((step - cursors.done) // 2, 1), stream.epoch(step)[1])
+        return False, min(cursors.reach, front + FETCHED_AT_ONCE, stream.start(last))
 
     def _first_portion(self, s: RankStream, absent: Index, stop: int) -> int:
         """Return how many positions to fetch together: a step, or more from a quick source.
 
         All objects of a fetch land together, so a slow source is asked for one step at a time.
         """
-        stream = s.stream
+        stream, front = s.stream, s.cursors.front
         most = s.residency.source_rate.deliverable(max(s.pace.step_s, _GRAIN_S))
         if len(absent) > most:
-            beyond = stream.step_at(s.front + int(absent[int(most)]))
-            stop = min(stop, stream.start(max(beyond, stream.step_at(s.front) + 1)))
-        return stop - s.front
+            beyond = stream.step_at(front + int(absent[int(most)]))
+            stop = min(stop, stream.start(max(beyond, stream.step_at(front) + 1)))
+        return stop - front
 
     def _to_fetch(
         self,
@@ -280,7 +273,7 @@ class Prefetcher:
         they are not pinned, so another session could evict them again and again.
         """
         residency = s.residency
-        starving = urgent and s.starving
+        starving = urgent and s.cursors.starving
         if residency.policy.by_epoch and s.ahead_of_others and not starving:
             self.stuck.add(s.id)
             return 0
@@ -288,14 +281,14 @@ class Prefetcher:
         if not k:
             return 0  # the limits are reached; there may be room
         ids = ids[:k]
-        step = s.stream.step_at(s.front)
+        step = s.stream.step_at(s.cursors.front)
         epoch = s.stream.epoch(step)[0] + s.epoch_shift
         if not urgent:
             ids, k = self._at_peers_by_now(s, ids, epoch)
         if not len(ids):
             return 0
         due = s.policy_step(step)
-        soon = urgent or residency.disk.hopeless or step - s.done <= s.pace.min_ahead
+        soon = urgent or residency.disk.hopeless or step - s.cursors.done <= s.pace.min_ahead
         urgency = Urgency.STALLED if starving else Urgency.SOON if soon else Urgency.AHEAD
         ids, offset, settled = self._with_room(s, ids, due, urgency)
         # The queue of a quick source is short and stays in order: sorted by deadline, it would wake
@@ -316,7 +309,7 @@ class Prefetcher:
             return ids, len(ids)
         self.stuck.add(s.id)
         k = int(awaited.argmax())
-        return ids[~awaited] if k or s.front != s.lacked else ids[:0], k
+        return ids[~awaited] if k or s.cursors.front != s.cursors.lacked else ids[:0], k
 
     def _with_room(
         self, s: RankStream, ids: Index, due: int, urgency: Urgency
@@ -328,7 +321,7 @@ class Prefetcher:
         """
         residency, length = s.residency, s.residency.length[ids]
         gives_up = urgency is Urgency.STALLED and not self._admission.waits(residency)
-        again = s.front == s.lacked and not gives_up
+        again = s.cursors.front == s.cursors.lacked and not gives_up
         room = self._room_again if again else self._admission.room
         offset, lack = room(residency, length, due, urgency)
         ids = ids[: len(lack)]
@@ -359,7 +352,11 @@ class Prefetcher:
         return np.append(offset, others[0]), np.append(lack, others[1])
 
 
+def _within_reach(s: RankStream) -> bool:
+    return s.cursors.front < s.cursors.reach
+
+
 def _order(s: RankStream) -> tuple[bool, float]:
     """Sort key: stalled sessions come first, then those whose next objects are needed soonest."""
-    ahead = s.stream.step_at(s.front) - s.done
-    return not s.stalling, ahead * (s.pace.step_s or 1.0)
+    ahead = s.stream.step_at(s.cursors.front) - s.cursors.done
+    return not s.cursors.stalling, ahead * (s.pace.step_s or 1.0)

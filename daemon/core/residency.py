@@ -1,13 +1,8 @@
-"""Residency: the core's tables of one dataset's objects. Pure.
-
-A struct of arrays that only the core writes. The exception is the shared `offset`, which the shell
-writes when the core emits `Publish`.
-"""
+"""Residency: the core's tables of one dataset's objects. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +14,11 @@ from creel.cache.memory.runs import chained
 from creel.daemon.core.cluster.departed import Departed
 from creel.daemon.core.disk.copies import DiskCopies, DiskTier
 from creel.daemon.core.events import DISK, SOURCE, Action, Publish
-from creel.daemon.core.planned_job import PlannedJob, clocks
-from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
+from creel.daemon.core.readers.dataset_readers import DatasetReaders
+from creel.daemon.core.readers.sessions import COUNTED
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, Mask, every, some
-from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.homes import Homes, memory_of
-from creel.policies.cluster.jobs import DealtJob, PlanningTask
-from creel.policies.cluster.scheme import scheme_of
 from creel.policies.eviction.policy import (
     ABSENT,
     FAILED,
@@ -39,13 +30,7 @@ from creel.policies.eviction.policy import (
     EvictionPolicy,
     NoEviction,
 )
-from creel.policies.eviction.policy_for import Readers, policy_for
-from creel.policies.next_use import NextUses
-from creel.policies.prefetch import Latency, SourceRate, Window
-
-if TYPE_CHECKING:  # circular import
-    from creel.daemon.core.admission import Admission
-
+from creel.policies.prefetch import Latency, SourceRate
 
 ONE = np.int32(1)
 #: What a state may follow: a fetch begins again where another origin lacked the object, and is
@@ -78,7 +63,19 @@ _COUNTED = (
 
 
 class Residency:
-    """One dataset: the state of its objects, its pool in the arena, and its jobs."""
+    """The objects of one dataset: a struct of arrays, and their pool in the arena.
+
+    Only these methods write the arrays: `move` the states, `pin` and `unpin` the pins (after a
+    failure also `rebuild`), `set_lengths` and `clear_lengths` the lengths. The places in `offset`,
+    which clients see, are written by the shell, when it executes the `Publish` of `landed` and
+    `vacate`.
+
+    Attributes:
+        readers: the jobs that read the dataset.
+        policy: who says which objects leave; only `DatasetReaders` writes it.
+        served: the objects pinned for each peer request; `Serving` writes it.
+        warming: the next object to load for `Warm`, or -1.
+    """
 
     def __init__(
         self,
@@ -113,14 +110,13 @@ class Residency:
         self.state = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
         self.pool: ObjectPool = space.pool(lengths)
-        self.groups: list[JobGroup] = []
+        self.readers = DatasetReaders(self)
         self.policy: EvictionPolicy = NoEviction(self.state, self.pins, [])
         self.latency = Latency()
         self.source_rate = SourceRate()
-        self.served: dict[int, Index] = {}  # peer request -> objects pinned for it
+        self.served: dict[int, Index] = {}
         self.departed = Departed(self.pool)
-        self._seen: tuple[list[ClusterView], Homes] | None = None
-        self.warming = -1  # next object to load for `Warm`, or -1
+        self.warming = -1
         #: (n,) whether a length comes from the manifest, not from the last read; None: all do.
         self.listed = _listed(length, lengths)
         self._known = lengths.known
@@ -155,12 +151,6 @@ class Residency:
     def nbytes(self) -> float:
         """Bytes of the whole dataset, where unknown lengths count as the mean."""
         return self.mean * len(self)
-
-    @property
-    def active(self) -> bool:
-        return any(g.sessions for g in self.groups)
-
-    # --- objects -------------------------------------------------------------------------------
 
     def move(self, ids: Index, to: int) -> None:
         """Change the state of objects: the only place where that happens. Ids may repeat.
@@ -294,13 +284,6 @@ class Residency:
             self.release(ids)
         return unwanted
 
-    def count(self, session: RankStream, state: NDArray[np.uint8], misses: int) -> None:
-        """Count a session's reads: hits, fetches joined in flight, and `misses`."""
-        hits = int(np.count_nonzero(state == RESIDENT))
-        for name, n in zip(COUNTED, (hits, len(state) - hits - misses, misses), strict=True):
-            self.counts[name] += n
-            setattr(session, name, getattr(session, name) + n)
-
     def snapshot(self) -> dict[str, float | str]:
         """Return counters and sizes for `creel stats`."""
         return {
@@ -378,110 +361,22 @@ class Residency:
         first = np.where(offset < NOWHERE, chained(offset), offset)
         return first // size, self.space.nbytes // size + 1
 
-    # --- jobs ----------------------------------------------------------------------------------
-
-    def join(
-        self,
-        number: int,
-        job: str,
-        rank: int,
-        world: int,
-        now: float,
-        recheck: str,
-        generation: int,
-    ) -> RankStream:
-        """Open a session of a rank, in a group with the other local ranks of its job."""
-        for group in self.groups:
-            if group.job == job and group.world == world and rank not in group.sessions:
-                break
-        else:
-            group = JobGroup(job, world, NextUses(len(self)))
-            self.groups.append(group)
-        session = RankStream(number, self, group, rank, now, recheck, generation)
-        group.sessions[rank] = session
-        return session
-
-    def leave(self, session: RankStream) -> None:
-        """Remove a session, and its group if the session was the last in it."""
-        group = session.group
-        del group.sessions[session.rank]
-        if not group.sessions:
-            self.groups.remove(group)
-
-    def choose_policy(self) -> None:
-        """Choose the eviction policy for the present plans; keep the current one if it suits."""
-        groups = [g for g in self.groups if g.planned()]
-        if not groups:
-            if not self.groups:
-                self.policy = NoEviction(self.state, self.pins, [])
-            return
-        first = next(iter(groups[0].sessions.values()))
-        views = [g.deals.view for g in groups if g.deals.view is not None]
-        unplanned = all(s.unplanned for g in groups for s in g.sessions.values())
-        dealt, once = _dealt(groups), groups[0].once()
-        scheme = scheme_of(
-            len(groups),
-            peers=bool(views),
-            dealt=dealt is not None if len(groups) > 1 else not groups[0].deals.followed,
-            by_hash=any(self.name in view.by_hash for view in views),
-            once=once,
-            unplanned=unplanned,
-            together=self.nbytes <= memory_of(views),
-        )
-        readers = Readers(
-            [g.uses for g in groups],
-            lambda: clocks(groups),
-            unplanned=unplanned,
-            once=once,
-            epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
-            deals=groups[0].deals,
-            scheme=scheme,
-            homes=self._homes(views) if scheme.by_home else None,
-            dealt=dealt,
-        )
-        self.policy = policy_for(self.policy, readers, self.state, self.pins)
-        self.policy.stored = self.disk.column
-
-    def _homes(self, views: list[ClusterView]) -> Homes:
-        """Return the homes of objects at these nodes."""
-        if self._seen is None or self._seen[0] != views:
-            self._seen = views, Homes(views)
-        return self._seen[1]
-
-    def shared_with_others(self, cluster: str) -> bool:
-        """Return whether this node reads the dataset for this cluster and for a job elsewhere."""
-        sets = {g.deals.view.cluster: set(g.deals.view.names) for g in self.groups if g.deals.view}
-        mine = sets.get(cluster)
-        alone = any(g.deals.view is None and len(g.sessions) == g.world for g in self.groups)
-        return mine is not None and (alone or any(other != mine for other in sets.values()))
-
-    def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
-        """Return the retention plan to compute outside the loop, if the policy wants one."""
-        if not self.groups:
-            return None
-        return self.policy.planning_task(PlannedJob(self, self.groups[0], admission, window))
-
     def rebuild(self, in_flight: Index, storing: Index) -> None:
-        """Rebuild pins, states, eviction policy and next uses from the plans.
+        """Rebuild states and pins, and then what `DatasetReaders` has, from the plans.
 
         in_flight, storing: objects in flight, and objects being written to disk.
         """
-        self.groups = [g for g in self.groups if g.sessions]
         self.move(np.flatnonzero(self.state == FETCHING), ABSENT)
         self.move(in_flight, FETCHING)
         self.served = {r: ids[self.state[ids] != ABSENT] for r, ids in self.served.items()}
         self.pins[:] = self._held(storing)
-        for group in self.groups:
-            group.replan()
-        self.policy = NoEviction(self.state, self.pins, [])
-        self.choose_policy()
+        self.readers.rebuild()
 
     def _held(self, storing: Index) -> NDArray[np.int32]:
         """Return (n,) the pins of sessions, of peer requests and of writes to disk."""
         pins = np.zeros(len(self), np.int32)
-        sessions = (s for group in self.groups for s in group.sessions.values())
-        for s in sessions:
-            np.add.at(pins, s.stream.objects(s.at, s.front), ONE)
+        for s in self.readers.sessions:
+            np.add.at(pins, s.pinned(), ONE)
         for ids in self.served.values():
             np.add.at(pins, ids, ONE)
         pins[storing] += ONE
@@ -489,11 +384,8 @@ class Residency:
 
     def check(self, in_flight: Index, storing: Index) -> None:
         """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
-        for s in (s for group in self.groups for s in group.sessions.values()):
-            must(0 <= s.done <= s.ready <= s.stream.end, f"session {s.id}: steps out of order")
-            must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
-            early = s.stream.start(s.early[-1] + 1) if s.early else s.at
-            must(early <= s.front, f"session {s.id}: an early step is not pinned")
+        for s in self.readers.sessions:
+            s.cursors.check(s.stream, s.id)
         must(bool((self._held(storing) == self.pins).all()), "pins and their holders differ")
         must(not (self.pins[self.state == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.state == RESIDENT, self.length >= 0
@@ -509,13 +401,6 @@ class Residency:
         )
         must(int(known.sum()) == self._known, "known lengths are miscounted")
         must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")
-
-
-def _dealt(groups: list[JobGroup]) -> list[DealtJob] | None:
-    """Return how each job deals its epochs to all ranks, or None if that is not known of all."""
-    if any(g.deals.followed or not g.deals.orders or g.deals.view is None for g in groups):
-        return None
-    return [DealtJob(g.uses, g.deals, g.clock) for g in groups]
 
 
 def _listed(length: Ints, lengths: Lengths) -> Mask | None:

@@ -7,7 +7,7 @@ sessions, where trainers and workers count. `creel.counters` lists all counters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.cache.memory.shared_words import DONE, READY
@@ -107,10 +107,10 @@ def source(one: DatasetRecord) -> dict[str, Any]:
     }
 
 
-def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
+def session(one: SessionRecord, pid: int, core: Mapping[str, Any]) -> dict[str, Any]:
     """Return state and counters of one session, including its trainer's counters.
 
-    `step_s` is the recent mean time of a step, in seconds.
+    core: the session in the core's snapshot.
     """
     steps_ready = max(one.words[READY] - one.words[DONE], 0)
     return {
@@ -120,12 +120,12 @@ def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
         "rank": one.opened.rank,
         "world": one.opened.world,
         "pid": pid,
-        "known": one.steps,
+        "known": core["known"],
         "ready": one.words[READY],
         "done": one.words[DONE],
         "waiting": len(one.waiters),
         "ahead": steps_ready,
-        "lead_now_s": steps_ready * step_s,
+        "lead_now_s": steps_ready * float(core["step_s"]),
         **report(one.words.counters()),
     }
 
@@ -166,7 +166,7 @@ def stats(node: Node) -> dict[str, Any]:
     core = node.core.snapshot()
     pids = node.pids()
     sessions = [
-        session(s, pids.get(s.token, 0), float(core["sessions"][str(s.id)]["step_s"]))
+        session(s, pids.get(s.token, 0), core["sessions"][str(s.id)])
         for s in node.registry.sessions.values()
     ]
     return {

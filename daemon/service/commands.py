@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from creel.daemon.core.events import Dropped, Warm
 from creel.daemon.reporting import stats
+from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.errors import ConfigError
 from creel.messages import Command
-
-if TYPE_CHECKING:
-    from creel.daemon.service.node import Node
 
 Args = dict[str, Any]
 

@@ -259,10 +259,11 @@ class Node:
 
     def _progressed(self, session: SessionRecord) -> bool:
         """Give the core a trainer's progress; return whether there was any."""
-        moved = session.progress()
-        if moved is not None:
-            self.handle_event(events.Progressed(session.id, *moved))
-        return moved is not None
+        claimed = session.claimed()
+        if self.state == "draining" or not self.core.would_move(session.id, *claimed):
+            return False
+        self.handle_event(events.Progressed(session.id, *claimed))
+        return True
 
     def tick(self) -> None:
         self.fetcher.tick()
@@ -491,10 +492,9 @@ class Node:
             return
         if not unplanned:
             session.epoch = message.epoch
-        session.steps += len(ends)
         fields = (session.id, message.epoch, message.step, objects, ends, unplanned)
         if self.handle_event(events.PlanExtended(*fields)):
-            session.words[KNOWN] = session.steps
+            session.words[KNOWN] = self.core.planned(session.id)[1]
             self.waiting(session)
 
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
@@ -513,7 +513,7 @@ class Node:
     def truncated(self, session: SessionRecord, step: int) -> None:
         session.truncate(step)
         if self.handle_event(events.PlanTruncated(session.id, step)):
-            session.acknowledge()
+            session.acknowledge(self.core.planned(session.id)[1])
 
     def waiting(self, session: SessionRecord) -> None:
         """Answer waits that are over, and tell the core of the others."""

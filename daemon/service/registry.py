@@ -119,7 +119,10 @@ def tables_nbytes(manifest: Manifest, record: int, *, disk: bool) -> int:
 
 @dataclass(eq=False)
 class SessionRecord:
-    """One stream of `steps` planned steps; the core was last given `done` and `wanted`."""
+    """One session: its shared words and the clients that wait; the core has its plan and cursors.
+
+    Clients can write to the words, so that what the daemon has written there is kept here, too.
+    """
 
     id: int
     token: str
@@ -127,10 +130,7 @@ class SessionRecord:
     opened: Open
     words: SharedWords
     words_fd: int
-    steps: int = 0
     epoch: int = -1  # epoch of the latest planned step
-    done: int = 0
-    wanted: int = 0
     ready: int = 0
     early: tuple[int, ...] = ()  # steps after READY that are ready before it
     truncates: int = 0
@@ -138,15 +138,9 @@ class SessionRecord:
     asked: int = 0  # highest step + 1 in a Wait
     waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (client, call) -> step
 
-    def progress(self) -> tuple[int, int] | None:
-        """Return (done, wanted), clamped to valid values, or None if neither has moved."""
-        words = self.words
-        done = min(max(words[DONE], self.done), self.steps)
-        wanted = min(max(words[WANTED], self.asked, self.wanted), self.steps)
-        if done == self.done and wanted == self.wanted:
-            return None
-        self.done, self.wanted = done, wanted
-        return done, wanted
+    def claimed(self) -> tuple[int, int]:
+        """Return the steps that are done and wanted as the client says: any numbers."""
+        return self.words[DONE], max(self.words[WANTED], self.asked)
 
     def wait(self, who: bytes, call: int, step: int) -> bool:
         """Add a wait; return False if there are too many."""
@@ -167,13 +161,11 @@ class SessionRecord:
     def truncate(self, step: int) -> None:
         """End the plan at `step`."""
         self.unready(step)
-        self.steps = min(self.steps, step)
-        self.done, self.wanted = min(self.done, self.steps), min(self.wanted, self.steps)
-        self.asked = min(self.asked, self.steps)  # no client has asked for steps of the next plan
+        self.asked = min(self.asked, step)  # no client has asked for steps of the next plan
 
-    def acknowledge(self) -> None:
-        """Announce that READY refers to the new plan from now on."""
-        self.words[KNOWN] = self.steps
+    def acknowledge(self, steps: int) -> None:
+        """Announce that READY refers to the new plan from now on, of which `steps` are known."""
+        self.words[KNOWN] = steps
         self.truncates += 1  # counted here, as the client may have written to the shared word
         self.words[TRUNCATED] = self.truncates
 

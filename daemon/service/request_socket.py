@@ -134,18 +134,25 @@ class RequestSocket:
             if isinstance(message, Wait):
                 self.send(who, Failed(message.call, str(e)))
             return  # not an error: the session may have ended meanwhile
+        if isinstance(message, Wait):
+            self._wait(who, session, message)
+        elif self._node.state != "draining":  # plans do not change any more then
+            self._plan(session, message, frames)
+
+    def _plan(self, session: SessionRecord, message: Any, frames: list[memoryview]) -> None:
+        """Handle a message about the plan of a session."""
+        done, steps = self._node.core.planned(session.id)
         if isinstance(message, Extend):
-            self._node.extended(session, message, _checked(session, message, frames))
+            objects = len(session.dataset.manifest)
+            self._node.extended(session, message, _checked(message, frames, steps, objects))
         elif isinstance(message, Deal | Follow):
             self._node.dealt(session, message)
         elif isinstance(message, Begin):
             self._node.handle_event(EpochBegan(session.id, message.epoch))
         elif isinstance(message, Truncate):
-            if not session.done <= message.step <= session.steps:
-                raise MalformedError(f"truncate at {message.step} of {session.steps} steps")
+            if not done <= message.step <= steps:
+                raise MalformedError(f"truncate at {message.step} of {steps} steps")
             self._node.truncated(session, message.step)
-        else:
-            self._wait(who, session, message)
 
     def _wait(self, who: bytes, session: SessionRecord, message: Wait) -> None:
         if not 0 <= message.step < 1 << 62:
@@ -162,10 +169,8 @@ class RequestSocket:
             self.send(who, Failed(message.call, str(e)))
 
 
-def _checked(
-    session: SessionRecord, message: Extend, frames: list[memoryview]
-) -> list[NDArray[Any]]:
-    """Check a plan's arrays and return aligned copies.
+def _checked(message: Extend, frames: list[memoryview], steps: int, n: int) -> list[NDArray[Any]]:
+    """Check arrays that continue a plan of `steps` steps, of `n` objects; return aligned copies.
 
     Raises:
         MalformedError: there are not two arrays, the message is too long, its steps do not continue
@@ -175,11 +180,10 @@ def _checked(
     if max(map(len, arrays)) > _MAX_PIECE:
         raise MalformedError(f"a plan comes in pieces of {_MAX_PIECE} reads or steps at most")
     objects, ends = (np.array(a) for a in arrays)
-    if message.step != session.steps or message.epoch < 0:
-        raise MalformedError(f"extend at step {message.step}, known are {session.steps}")
+    if message.step != steps or message.epoch < 0:
+        raise MalformedError(f"extend at step {message.step}, known are {steps}")
     if len(ends) == 0 or ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != len(objects):
         raise MalformedError("the ends of steps do not fit the objects")
-    n = len(session.dataset.manifest)
     if len(objects) and (objects.min() < 0 or objects.max() >= n):
         raise MalformedError(f"object ids outside [0, {n})")
     return [objects, ends]

@@ -16,7 +16,7 @@ from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.torch_private import default_store
-from creel.policies.cluster.remap import Exchange
+from creel.policies.order.remap import Exchange
 
 REMAP = Topic(
     "remap",

@@ -18,7 +18,7 @@ import msgspec
 
 from creel.errors import ConfigError
 from creel.loader.backoff import pauses
-from creel.policies.cluster.remap import nodes_alike
+from creel.policies.order.remap import nodes_alike
 
 #: The first and the longest pause between two looks at the store, in seconds.
 _PAUSES_S = 0.001, 0.1

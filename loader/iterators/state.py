@@ -37,8 +37,8 @@ from creel.loader.plan.batch_stream import (
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import Tolerance
 from creel.loader.torch_private import collate
-from creel.policies.cluster.remap import Exchange
 from creel.policies.direct import DirectReads
+from creel.policies.order.remap import Exchange
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader

@@ -10,8 +10,8 @@ from torch.utils.data import DistributedSampler
 
 from creel.loader.order.streams import Derived, Items, SamplerStream, Sequential, StreamState
 from creel.policies.cluster.job_order import IN_ORDER, JobOrder
-from creel.policies.cluster.remap import Exchange
 from creel.policies.order.dealing import Dealing, each_of
+from creel.policies.order.remap import Exchange
 
 
 class Distributed(Derived):

@@ -31,7 +31,7 @@ from creel.loader.order.streams import (
     WithReplacement,
     indices_of,
 )
-from creel.policies.cluster.remap import Exchange
+from creel.policies.order.remap import Exchange
 
 
 def open_stream(

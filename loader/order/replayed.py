@@ -37,8 +37,8 @@ from creel.loader.order.epoch_plan import EpochPlan, PredictedEpoch, run_to_end
 from creel.loader.order.generators import GeneratorCopies, RandomSource
 from creel.loader.order.replay import is_sequence, open_stream
 from creel.loader.order.streams import Items, SamplerStream, StreamState
-from creel.policies.cluster.remap import Exchange
 from creel.policies.order.division import Division
+from creel.policies.order.remap import Exchange
 
 #: Entries converted to int64 in the first piece, so that it is early; later pieces are larger.
 _FIRST_PIECE = 1 << 11

@@ -49,8 +49,8 @@ from creel.loader.order.replayed import ReplayedOrder
 from creel.loader.order.sampler_copy import SamplerCopy
 from creel.loader.order.sampler_state import attribute, load_own, own_states
 from creel.loader.order.streams import StreamState
-from creel.policies.cluster.remap import Exchange
 from creel.policies.order.dealing import each_of
+from creel.policies.order.remap import Exchange
 
 
 def before(

@@ -4,7 +4,7 @@ alone   No peers, or one job that reads objects again and again: the node caches
 plan    One job whose epochs all nodes know (`job_order`), each object read at most once. Every node
         computes which node holds what when an epoch ends (`boundary`, `placement`; `eviction`
         follows it), so nobody has to be told. Saves most of the traffic; ranks may exchange samples
-        first (`remap`).
+        first (`order/remap`).
 homes   One job whose order the nodes do not all know, several jobs on memories that hold all, or
         jobs on different nodes without known orders. Each object has a home by a hash of its
         number, which reads it once for all nodes and keeps it (`homes`).

@@ -7,8 +7,6 @@ and which objects peers will ask it for. An error of the plan costs a read of th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,11 +23,9 @@ from creel.policies.cluster.boundary import (
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan, digest
 from creel.policies.eviction.planned import LISTED, PlannedEviction, PlanningContext
+from creel.policies.eviction.policy import PlanningTask
 from creel.policies.eviction.sampling import Nodes
 from creel.policies.next_use import NextUses
-
-if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
 #: Marks beside LISTED: held for a peer that reads it in this epoch; sent early, for the next epoch;
 #: kept as a second copy.
@@ -190,7 +186,7 @@ class ClusterEviction(PlannedEviction):
         in_use: Ints = np.minimum(peak, beyond)
         return in_use
 
-    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+    def retention_planned(self, task: PlanningTask, plan: object) -> None:
         if task is not self._asking or not isinstance(plan, Placed):
             return
         asked, self._asking = self._asking, None

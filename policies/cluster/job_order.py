@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from creel.policies.arrays import Ids
-from creel.policies.cluster.remap import Exchange
 from creel.policies.order.dealing import Dealing
+from creel.policies.order.remap import Exchange
 from creel.policies.order.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
 
 #: `JobOrder.seed` of an order that is not shuffled.

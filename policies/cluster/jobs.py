@@ -11,23 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Index, Ints, Mask, joined
-from creel.policies.cluster.boundary import ClusterBoundary, Deals, Placed
+from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.homes import FOR_PEERS, Homes
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.farthest import FarthestNextUse, soonest
+from creel.policies.eviction.planned import PlanningContext
+from creel.policies.eviction.policy import PlanningTask
 from creel.policies.eviction.recent import ReleaseLog
-from creel.policies.eviction.retention import EpochBoundary, Kept
 from creel.policies.next_use import NEVER, NextUses
-
-if TYPE_CHECKING:  # circular import
-    from creel.policies.eviction.planned import PlanningContext
 
 #: All residents are sorted again after this part (1/n) of an epoch: reads on other nodes are not
 #: reported, but follow from the time.
@@ -123,11 +121,6 @@ class JobsTask:
         return FirstReads(base, unit, first)
 
 
-#: Tasks that policies have planned outside the event loop, and their results.
-PlanningTask: TypeAlias = EpochBoundary | ClusterBoundary | JobsTask
-RetentionPlan: TypeAlias = Kept | Placed | JobsReads
-
-
 class MergedUses:
     """When any rank of any job reads each object next, on a common clock."""
 
@@ -212,7 +205,7 @@ class HomesFarthest(FarthestNextUse):
         self._asking = JobsTask(len(self._state), nodes, new)
         return self._asking
 
-    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+    def retention_planned(self, task: PlanningTask, plan: object) -> None:
         """Take the first reads, if they answer the latest task."""
         if task is not self._asking or not isinstance(plan, JobsReads):
             return

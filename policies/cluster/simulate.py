@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from creel.policies.arrays import Floats, Ints
 from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import by_rank
-from creel.policies.cluster.remap import Exchange
 from creel.policies.eviction.sampling import Nodes
+from creel.policies.order.remap import Exchange
 
 #: Nodes whose second copies are simulated; the others are assumed to be like them.
 _FOLLOWED = 8

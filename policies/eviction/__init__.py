@@ -1,7 +1,7 @@
 """Which objects leave memory when room is needed. Pure.
 
 The core asks for room in `daemon/core/admission.py`. The dataset's `EvictionPolicy` (`policy`)
-answers with `victims`. `policy_for` chooses the policy by what the plans say:
+answers with `victims`. `policies/policy_for.py` chooses the policy by what the plans say:
 
 - `planned`: whole epochs. Objects that the epoch still has to read stay. Which others stay over its
   end is planned once per epoch by `retention`; `sampling` computes the rate of each priority.

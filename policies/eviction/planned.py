@@ -15,13 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.arrays import NONE, Ids, Index, Ints, Mask, every, joined, unique
-from creel.policies.eviction.policy import NOT_STORED, RESIDENT, SKIPPED, EvictionPolicy
+from creel.policies.eviction.policy import (
+    NOT_STORED,
+    RESIDENT,
+    SKIPPED,
+    EvictionPolicy,
+    PlanningTask,
+)
 from creel.policies.eviction.retention import EpochBoundary, Kept
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.boundary import ClusterView
-    from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
 #: After this part (1/n) of an epoch, retention is planned even if the next order is unknown.
 _WAIT_PART = 8
@@ -163,7 +168,7 @@ class PlannedEviction(EvictionPolicy):
         first, end = uses.span(e)
         return int(_WAIT_PART * (context.clock - first) >= end - first)
 
-    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+    def retention_planned(self, task: PlanningTask, plan: object) -> None:
         if task is not self._pending or not isinstance(plan, Kept):
             return
         again, self._released_since = self._released_since, []

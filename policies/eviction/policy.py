@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from creel.policies.next_use import NEVER, NextUses
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.eviction import ClusterEviction
     from creel.policies.cluster.homes import Homes
-    from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
     from creel.policies.eviction.planned import PlanningContext
 
 # States of an object. States below FETCHING are not in flight. SKIPPED: left to a reader that
@@ -22,6 +21,13 @@ ABSENT, SKIPPED, FAILED, FETCHING, RESIDENT, OVERDUE = range(6)
 
 # Whether an object is on local disk: no, being written, yes.
 NOT_STORED, STORING, STORED = range(3)
+
+
+class PlanningTask(Protocol):
+    """What a policy has planned outside the event loop, from what was known when it asked."""
+
+    def plan(self) -> object:
+        """Return the plan; only the policy that asked knows what it is."""
 
 
 class EvictionPolicy:
@@ -111,7 +117,7 @@ class EvictionPolicy:
         """Return what retention should plan outside the event loop, or None."""
         return None
 
-    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+    def retention_planned(self, task: PlanningTask, plan: object) -> None:
         """Take the plan of an earlier `planning_task`."""
 
     # --- memory and disk -------------------------------------------------------------------------

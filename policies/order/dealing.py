@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.cluster.remap import Exchange
+from creel.policies.order.remap import Exchange
 
 #: Returns the first k entries of an order, for any k up to its length.
 Head = Callable[[int], NDArray[np.integer]]

@@ -504,11 +504,11 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
         "creel.policies.prefetch.SessionPlan.extend",
         "creel.policies.next_use.NextUses.extend",
         "creel.policies.next_use.EpochUses.add",
-        "creel.daemon.core.residency.Residency.choose_policy",
+        "creel.daemon.core.readers.dataset_readers.DatasetReaders.choose_policy",
         "creel.daemon.core.prefetcher.Prefetcher.set_reach",
         "creel.daemon.core.prefetcher.Prefetcher.advance_ready",
         "creel.daemon.core.admission.Admission.place",
-        "creel.daemon.core.sessions.RankStream.stretches",
+        "creel.daemon.core.readers.sessions.RankStream.stretches",
     ],
 )
 def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str, seed: int) -> None:

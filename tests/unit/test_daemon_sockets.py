@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import zmq
 
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.request_socket import RequestSocket
-from creel.messages import Command, encode
+from creel.messages import Command, Extend, encode
 from kit import descriptors, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -115,3 +116,34 @@ def test_a_busy_client_does_not_hold_up_the_messages_of_others(tmp_path: Path) -
         moved()
         requests.turn()
         assert "other" in heard[1:10]
+
+
+def test_messages_about_plans_are_ignored_while_draining() -> None:
+    """The core does not change then, so that a plan's next piece would not seem to fit."""
+    node, control_socket = mock.Mock(), mock.Mock()
+    node.core.planned.return_value = 0, 0
+    session = node.registry.owned.return_value
+    session.dataset.manifest = range(9)
+    piece = [np.zeros(1, np.int32).tobytes(), np.ones(1, np.int64).tobytes()]
+
+    with zmq.Context(io_threads=1) as context, contextlib.ExitStack() as stack:
+        requests = RequestSocket(node, control_socket, context)
+        stack.callback(requests.close)
+        client = stack.enter_context(context.socket(zmq.DEALER))
+        client.linger = 0
+        client.connect(requests.address)
+
+        def send(step: int) -> None:
+            client.send_multipart([encode(Extend("token", 1, 0, step)), *piece])
+            until(requests.more)
+            requests.turn()
+
+        node.state = "draining"
+        send(3)
+        control_socket.drop.assert_not_called()
+        node.extended.assert_not_called()
+        node.state = "serving"
+        send(3)
+        control_socket.drop.assert_called_once_with("token", "extend at step 3, known are 0")
+        send(0)
+        assert node.extended.call_count == 1

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from creel.cache.memory.shared_words import HEARTBEAT
+from creel.cache.memory.shared_words import DONE, HEARTBEAT, KNOWN, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config
@@ -88,6 +88,34 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
     with mock.patch.object(node.core, "handle", side_effect=MemoryError):
         node.truncated(bad, 0)
     assert list(node.registry.sessions) == [other.id]
+    node.close()
+
+
+def test_a_clients_words_may_say_anything() -> None:
+    """They count as far as they fit the plan; the core hears of them while they would move it."""
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    node = node_of(calls.put)
+    manifest = Manifest.of_files(["/a"], lengths=[100])
+    node.register("token", lambda: manifest, [], lambda _: None)
+    while manifest.key not in node.registry.datasets:
+        calls.get(timeout=60)()
+    session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
+    session.words[DONE], session.words[WANTED] = 1 << 62, -7
+    assert not node.poll_words(), "nothing is planned"
+    for step in range(2):
+        plan = [np.zeros(1, np.int32), np.ones(1, int)]
+        node.extended(session, Extend("token", session.id, 0, step), plan)
+        assert node.core.planned(session.id) == (step + 1, step + 1)
+        assert session.words[KNOWN] == step + 1
+    session.words[DONE] = -1
+    assert not node.poll_words(), "no step is undone"
+    node.extended(session, Extend("token", session.id, 0, 2), plan)
+    session.words[DONE] = 3
+    node.state = "draining"
+    assert not node.poll_words()
+    node.state = "serving"
+    assert node.poll_words()
+    assert not node.poll_words()
     node.close()
 
 

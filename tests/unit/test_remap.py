@@ -22,7 +22,7 @@ from creel.loader.iterators.exchange import REMAP, check_unchanged, distributed_
 from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart
 from creel.loader.order.samplers import adopt, before, resharded, without_batches
-from creel.policies.cluster.remap import Exchange
+from creel.policies.order.remap import Exchange
 from kit import seeds, until
 
 

@@ -39,16 +39,14 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
     registry.close()
 
 
-def _record(steps: int) -> SessionRecord:
+def _record() -> SessionRecord:
     """Return a session that only the test knows; it must be closed."""
     fd = sealed_memfd("words", WORDS_NBYTES)
-    return SessionRecord(
-        1, "token", mock.Mock(), Open("d", "", 0, 1, "never"), SharedWords(fd), fd, steps=steps
-    )
+    return SessionRecord(1, "token", mock.Mock(), Open("d", "", 0, 1, "never"), SharedWords(fd), fd)
 
 
 def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:
-    session = _record(10)
+    session = _record()
     session.set_ready(5, 0, early=())
     revoked = session.words[REVOKED]
     session.set_ready(3, 0, early=())
@@ -58,22 +56,21 @@ def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:
 
 def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
     """Else the next plan's step of that number would count as a stall too early."""
-    session = _record(10)
+    session = _record()
     words = session.words
     assert session.wait(b"who", 1, 7)
     words[WANTED] = 9
-    assert session.progress() == (0, 9)
+    assert session.claimed() == (0, 9)
     words[WANTED] = 3  # like `truncate` of its client
     session.truncate(3)
-    session.steps = 10  # another plan
-    assert session.progress() is None
+    assert session.claimed() == (0, 3)
     assert session.wait(b"who", 2, 5)
-    assert session.progress() == (0, 6)
+    assert session.claimed() == (0, 6)
     session.close()
 
 
 def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
-    session = _record(300)
+    session = _record()
     for call, step in enumerate((1, 3, 4, 70)):
         assert session.wait(b"who", call, step)
     assert session.set_ready(1, 0, early=(3, 4, 64)) == [(b"who", 1, 3), (b"who", 2, 4)]

@@ -50,10 +50,10 @@ class ClusterPlans:
     def changed(self, e: events.ClusterChanged) -> None:
         """Apply the new view of a cluster some of whose nodes are silent, or answer again."""
         for residency in self._residencies.values():
-            for group in residency.groups:
+            for group in residency.readers.groups:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
                     group.deals.view = e.view
-            residency.choose_policy()
+            residency.readers.choose_policy()
 
     def shared(self, e: events.PlanShared) -> None:
         question, policy = self._questions.get(e.dataset), self._policy(e.dataset)
@@ -111,8 +111,8 @@ class ClusterPlans:
 
     def by_hash(self, cluster: str) -> frozenset[str]:
         """Return datasets that this node reads for this cluster and for a job on other nodes."""
-        found = (r.name for r in self._residencies.values() if r.shared_with_others(cluster))
-        return frozenset(found)
+        held = self._residencies.values()
+        return frozenset(r.name for r in held if r.readers.shared_with_others(cluster))
 
     def _within(self, cluster: str) -> Iterator[ClusterEviction]:
         """Yield the policies of datasets that are planned in this cluster."""

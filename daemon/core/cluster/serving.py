@@ -186,7 +186,8 @@ class Serving:
             k = min(len(ids), 1)
         if not k:
             return
-        due = residency.groups[0].clock() if residency.groups else 0
+        groups = residency.readers.groups
+        due = groups[0].clock() if groups else 0
         ids, length, left = ids[:k], length[:k], ids[k:]
         # A refusal would cost a read as well, and the peer a second of waiting before it.
         place = self._admission.place(residency, length, due, Urgency.STALLED)

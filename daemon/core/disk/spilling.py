@@ -152,12 +152,12 @@ class Spilling:
         enough = self._tier.free + nbytes
         others = [other for other in self._residencies.values() if other is not residency]
         for other in others:
-            if not other.active and self._tier.free < enough:
+            if not other.readers.active and self._tier.free < enough:
                 other.disk.lost_all()
         if self._excess(residency) < 0:
             for other in others:
                 lack = min(enough - self._tier.free, self._excess(other))
-                if other.active and lack > 0:
+                if other.readers.active and lack > 0:
                     other.disk.give(lack)
         if self._tier.free < enough:
             residency.disk.make_room(enough - self._tier.free)
@@ -188,7 +188,7 @@ class Spilling:
         if not self._tier:
             return
         for residency in sorted(
-            self._residencies.values(), key=lambda residency: not residency.active
+            self._residencies.values(), key=lambda residency: not residency.readers.active
         ):
             if residency.disk.refused:
                 continue

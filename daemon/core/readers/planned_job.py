@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.daemon.core.disk.copies import most_writing, object_nbytes
-from creel.daemon.core.sessions import JobGroup
+from creel.daemon.core.readers.sessions import JobGroup
 from creel.policies.arrays import Ints
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.placement import dataset_nbytes

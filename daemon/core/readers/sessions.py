@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Index, Mask
+from creel.daemon.core.readers.cursors import Cursors
+from creel.policies.arrays import Ids, Index, Mask
 from creel.policies.cluster.boundary import Deals
+from creel.policies.eviction.policy import RESIDENT
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Pace, SessionPlan
 
@@ -37,7 +39,7 @@ class JobGroup:
 
     def clock(self) -> int:
         """Return the number of steps that all ranks have done."""
-        return min((s.done + s.shift for s in self.sessions.values()), default=0)
+        return min((s.cursors.done + s.shift for s in self.sessions.values()), default=0)
 
     def known(self) -> int:
         """Return the latest epoch for which every rank has published its plan."""
@@ -45,7 +47,7 @@ class JobGroup:
 
     def planned(self) -> bool:
         """Return whether any rank has planned steps left to read."""
-        return any(s.stream.end > s.done for s in self.sessions.values())
+        return any(s.stream.end > s.cursors.done for s in self.sessions.values())
 
     def step_s(self) -> float:
         """Return the seconds per step of the slowest rank; 0 if unknown."""
@@ -64,11 +66,11 @@ class JobGroup:
         """Rebuild the next uses from the steps that the sessions have not done yet."""
         self.uses.clear()
         for session in self.sessions.values():
-            session.announce(session.done)
+            session.announce(session.cursors.done)
 
 
 class RankStream:
-    """The stream of steps of one rank. Positions from step `done` up to `front` are pinned."""
+    """The stream of steps of one rank: its plan, and how far it is (`Cursors`)."""
 
     def __init__(
         self,
@@ -87,36 +89,20 @@ class RankStream:
         self.since = self.since_remote = 0 if recheck == "never" else generation
         self.opened = now
         self.begun = -1  # the latest epoch that has begun
-        self.verified = 0  # positions before it: versions of their files were asked for
         self.residency = residency
         self.group = group
         self.rank = rank
         self.stream = SessionPlan()
+        self.cursors = Cursors()
         late = group.clock() > _LATE_STEPS
         self.shift = group.clock() if late else 0  # from the rank's steps to the group's
         self.epoch_shift = max(group.known(), 0) if late else 0
         self.pace = Pace(now)
-        self.done = 0  # steps
-        self.ready = 0
-        self.wanted = 0
-        self.checked = 0  # positions before it are resident, current or failed
-        self.front = 0
-        self.lacked = -1  # the `front` at which the last fetch found too little room
-        self.reach = 0  # the position up to which `front` may advance for now
-        self.early: tuple[int, ...] = ()  # steps after `ready` that a reader may take before it
-        self.published: tuple[int, tuple[int, ...]] = (0, ())  # `ready`, `early` as last announced
         self.epoch = 0  # of the last step done, on the group's count
-        self.starved = False  # whether a tick found a reader waiting and the session stuck
-        self.blocked = -1  # the object that `checked` waits for
-        self.failed = 0
         self._deadline = 0.0  # of the latest fetch
         self.unplanned = True  # whether nothing is known beyond the published plan
-        self.hits = self.joined = self.misses = self.stalls = 0
-
-    @property
-    def at(self) -> int:
-        """Position of the step `done`."""
-        return self.stream.start(self.done)
+        self.stalls = 0
+        self.reads = dict.fromkeys(COUNTED, 0)
 
     @property
     def last_epoch(self) -> int:
@@ -124,34 +110,32 @@ class RankStream:
         return self.stream.last_epoch + self.epoch_shift
 
     @property
-    def stalling(self) -> bool:
-        """Whether a reader waits for the step at `ready`."""
-        return self.wanted > self.ready
-
-    @property
     def front_epoch(self) -> int:
         """Epoch of the next step to fetch, in the group's numbering."""
-        return self.stream.epoch(self.stream.step_at(self.front))[0] + self.epoch_shift
+        return self.stream.epoch(self.stream.step_at(self.cursors.front))[0] + self.epoch_shift
 
     @property
     def ahead_of_others(self) -> bool:
         """Whether another rank has yet to fetch objects of an earlier epoch."""
         others = (s for s in self.group.sessions.values() if s is not self)
         mine = self.front_epoch
-        return any(s.front < s.stream.stop and s.front_epoch < mine for s in others)
+        return any(s.cursors.front < s.stream.stop and s.front_epoch < mine for s in others)
 
-    @property
-    def starving(self) -> bool:
-        """Whether a reader waits for room that no step in progress will free.
+    def possible(self, done: int, wanted: int) -> tuple[int, int]:
+        """Return what a client's words `done` and `wanted` stand for, whatever they say.
 
-        A reader may hold the bytes of one step while it waits for the next; the steps of other
-        readers end by themselves. Also true if the wait has taken too long (`starved`).
+        No step is done or wanted beyond the plan, and neither goes back.
         """
-        return self.stalling and (self.ready <= self.done + 1 or self.starved)
+        cursors, end = self.cursors, self.stream.end
+        return min(max(done, cursors.done), end), min(max(wanted, cursors.wanted), end)
+
+    def pinned(self) -> Ids:
+        """Return (k,) the objects that this session has pinned; ids may repeat."""
+        return self.stream.objects(self.cursors.at, self.cursors.front)
 
     def needed_at(self, step: int, now: float) -> float:
         """Return the time at which `step` is needed, at the present pace."""
-        return now + (step - self.done) * self.pace.step_s
+        return now + (step - self.cursors.done) * self.pace.step_s
 
     def deadline(self, step: int, now: float, *, in_turn: bool) -> float:
         """Return the deadline of fetches for `step`; `in_turn`: not before that of earlier fetches.
@@ -168,7 +152,7 @@ class RankStream:
         self.begun = max(self.begun, epoch)
         if self.recheck in {"epoch", "step"}:
             self.since = generation
-            self.verified = self.checked
+            self.cursors.ask_again()
 
     @property
     def limit(self) -> int:
@@ -176,11 +160,12 @@ class RankStream:
 
         With `recheck` "epoch", no step of an epoch that has not begun may become ready.
         """
+        cursors = self.cursors
         if self.recheck != "epoch":
-            return self.front
+            return cursors.front
         # A session may have done steps of an epoch whose `Begin` has not arrived.
-        step = max(self.stream.until(self.begun), self.done)
-        return min(self.front, self.stream.start(step))
+        step = max(self.stream.until(self.begun), cursors.done)
+        return min(cursors.front, self.stream.start(step))
 
     def current(self, ids: Index) -> Mask:
         """Return (k,) whether the version of each object is recent enough for this session."""
@@ -189,29 +174,41 @@ class RankStream:
     def rewind(self, step: int) -> Index:
         """Unpin all steps from `step` on; return (k,) the objects that were pinned for them."""
         position = self.stream.start(step)
-        unpinned = self.stream.objects(position, max(self.front, position)).astype(np.intp)
+        unpinned = self.stream.objects(position, max(self.cursors.front, position)).astype(np.intp)
         self.residency.unpin(unpinned)
-        self.front = min(self.front, position)
-        self.checked = min(self.checked, position)
-        self.verified = min(self.verified, position)
-        self.ready = min(self.ready, step)
-        self.early = tuple(k for k in self.early if k < step)
-        self.blocked = -1
+        self.cursors.rewound(step, position)
         return unpinned
 
     def truncate(self, step: int) -> None:
+        """End the plan at `step`, to which the session was rewound."""
         self.stream.truncate(step)
+        self.cursors.truncated(step)
         self._deadline = 0.0
+
+    def count(self, state: NDArray[np.uint8], misses: int) -> None:
+        """Count reads of objects in these states: hits, fetches joined in flight, and `misses`."""
+        hits = int(np.count_nonzero(state == RESIDENT))
+        for name, n in zip(COUNTED, (hits, len(state) - hits - misses, misses), strict=True):
+            self.reads[name] += n
+            self.residency.counts[name] += n
 
     def snapshot(self) -> dict[str, float | str]:
         """Return counters and positions for `creel stats`."""
-        own = ("rank", "done", "ready", "wanted", "epoch", "failed", *COUNTED, "stalls")
-        return {name: getattr(self, name) for name in own} | {
+        cursors = self.cursors
+        return {
+            "rank": self.rank,
+            "done": cursors.done,
+            "ready": cursors.ready,
+            "wanted": cursors.wanted,
+            "epoch": self.epoch,
+            "failed": cursors.failed,
+            **self.reads,
+            "stalls": self.stalls,
             "dataset": self.residency.name,
             "job": self.group.job,
             "known": self.stream.end,
-            "fetched": self.stream.step_at(self.front),
-            "window": self.stream.step_at(self.reach) - self.done,
+            "fetched": self.stream.step_at(cursors.front),
+            "window": self.stream.step_at(cursors.reach) - cursors.done,
             "step_s": self.pace.step_s,
         }
 
@@ -227,7 +224,7 @@ class RankStream:
 
     def order(self, epoch: int) -> list[NDArray[np.int32]]:
         """Return the unread part of the order of `epoch`, in pieces."""
-        first = max(self.stream.until(epoch - self.epoch_shift - 1), self.done)
+        first = max(self.stream.until(epoch - self.epoch_shift - 1), self.cursors.done)
         stop = self.stream.until(epoch - self.epoch_shift)
         if first >= stop:
             return []

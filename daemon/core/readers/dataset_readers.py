@@ -1,0 +1,146 @@
+"""The readers of one dataset, and the eviction policy that suits their plans. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from creel.daemon.core.readers.planned_job import PlannedJob, clocks
+from creel.daemon.core.readers.sessions import JobGroup, RankStream
+from creel.policies.cluster.boundary import ClusterView
+from creel.policies.cluster.homes import Homes, memory_of
+from creel.policies.cluster.jobs import DealtJob
+from creel.policies.cluster.scheme import scheme_of
+from creel.policies.eviction.policy import NoEviction, PlanningTask
+from creel.policies.next_use import NextUses
+from creel.policies.policy_for import Readers, policy_for
+from creel.policies.prefetch import Window
+
+if TYPE_CHECKING:  # circular import
+    from creel.daemon.core.admission import Admission
+    from creel.daemon.core.residency import Residency
+
+
+class DatasetReaders:
+    """The jobs that read one dataset, a group of local ranks each; chooses the eviction policy.
+
+    Writes `groups` and `Residency.policy`, and nothing else of `Residency`: the sessions pin
+    objects, and their events move them.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self.groups: list[JobGroup] = []
+        self._residency = residency
+        self._seen: tuple[list[ClusterView], Homes] | None = None
+
+    @property
+    def active(self) -> bool:
+        return any(g.sessions for g in self.groups)
+
+    @property
+    def sessions(self) -> Iterator[RankStream]:
+        return (s for g in self.groups for s in g.sessions.values())
+
+    def join(
+        self,
+        number: int,
+        job: str,
+        rank: int,
+        world: int,
+        now: float,
+        recheck: str,
+        generation: int,
+    ) -> RankStream:
+        """Open a session of a rank, in a group with the other local ranks of its job."""
+        for group in self.groups:
+            if group.job == job and group.world == world and rank not in group.sessions:
+                break
+        else:
+            group = JobGroup(job, world, NextUses(len(self._residency)))
+            self.groups.append(group)
+        session = RankStream(number, self._residency, group, rank, now, recheck, generation)
+        group.sessions[rank] = session
+        return session
+
+    def leave(self, session: RankStream) -> None:
+        """Remove a session, and its group if the session was the last in it."""
+        group = session.group
+        del group.sessions[session.rank]
+        if not group.sessions:
+            self.groups.remove(group)
+
+    def choose_policy(self) -> None:
+        """Choose the eviction policy for the present plans; keep the current one if it suits."""
+        residency = self._residency
+        groups = [g for g in self.groups if g.planned()]
+        if not groups:
+            if not self.groups:
+                residency.policy = NoEviction(residency.state, residency.pins, [])
+            return
+        residency.policy = policy_for(
+            residency.policy, self._described(groups), residency.state, residency.pins
+        )
+        residency.policy.stored = residency.disk.column
+
+    def _described(self, groups: list[JobGroup]) -> Readers:
+        """Describe the jobs with planned steps, of which there are some."""
+        residency = self._residency
+        first = next(iter(groups[0].sessions.values()))
+        views = [g.deals.view for g in groups if g.deals.view is not None]
+        unplanned = all(s.unplanned for g in groups for s in g.sessions.values())
+        dealt, once = _dealt(groups), groups[0].once()
+        scheme = scheme_of(
+            len(groups),
+            peers=bool(views),
+            dealt=dealt is not None if len(groups) > 1 else not groups[0].deals.followed,
+            by_hash=any(residency.name in view.by_hash for view in views),
+            once=once,
+            unplanned=unplanned,
+            together=residency.nbytes <= memory_of(views),
+        )
+        return Readers(
+            [g.uses for g in groups],
+            lambda: clocks(groups),
+            unplanned=unplanned,
+            once=once,
+            epoch=first.stream.epoch(first.cursors.done)[0] + first.epoch_shift,
+            deals=groups[0].deals,
+            scheme=scheme,
+            homes=self._homes(views) if scheme.by_home else None,
+            dealt=dealt,
+        )
+
+    def _homes(self, views: list[ClusterView]) -> Homes:
+        """Return the homes of objects at these nodes."""
+        if self._seen is None or self._seen[0] != views:
+            self._seen = views, Homes(views)
+        return self._seen[1]
+
+    def shared_with_others(self, cluster: str) -> bool:
+        """Return whether this node reads the dataset for this cluster and for a job elsewhere."""
+        sets = {g.deals.view.cluster: set(g.deals.view.names) for g in self.groups if g.deals.view}
+        mine = sets.get(cluster)
+        alone = any(g.deals.view is None and len(g.sessions) == g.world for g in self.groups)
+        return mine is not None and (alone or any(other != mine for other in sets.values()))
+
+    def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
+        """Return the retention plan to compute outside the loop, if the policy wants one."""
+        if not self.groups:
+            return None
+        job = PlannedJob(self._residency, self.groups[0], admission, window)
+        return self._residency.policy.planning_task(job)
+
+    def rebuild(self) -> None:
+        """Rebuild next uses and eviction policy from the plans, for `Residency.rebuild`."""
+        self.groups = [g for g in self.groups if g.sessions]
+        for group in self.groups:
+            group.replan()
+        self._residency.policy = NoEviction(self._residency.state, self._residency.pins, [])
+        self.choose_policy()
+
+
+def _dealt(groups: list[JobGroup]) -> list[DealtJob] | None:
+    """Return how each job deals its epochs to all ranks, or None if that is not known of all."""
+    if any(g.deals.followed or not g.deals.orders or g.deals.view is None for g in groups):
+        return None
+    return [DealtJob(g.uses, g.deals, g.clock) for g in groups]
