@@ -315,8 +315,8 @@ LIBRARIES: dict[str, Callable[[Run], None]] = {
     "torchdata": torchdata,
     "transformers": transformers,
 }
-#: Libraries that `make frameworks` does not install: 200 MB of scikit-learn and scipy.
-BY_HAND = {"pytorch_metric_learning", "skorch"}
+#: Libraries that `make frameworks` does not install: they need 200 MB of opencv or scikit-learn.
+BY_HAND = {"mmengine", "pytorch_metric_learning", "skorch"}
 #: Its class has iterators of its own, whatever class it is derived from.
 OWN_ITERATORS = {"torchdata"}
 
