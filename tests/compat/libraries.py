@@ -315,7 +315,7 @@ LIBRARIES: dict[str, Callable[[Run], None]] = {
     "torchdata": torchdata,
     "transformers": transformers,
 }
-#: Libraries that `make frameworks` does not install: they need 200 MB of opencv, or of scikit-learn.
+#: Libraries that `make frameworks` does not install: they need 200 MB of opencv or scikit-learn.
 BY_HAND = {"mmengine", "pytorch_metric_learning", "skorch"}
 #: Its class has iterators of its own, whatever class it is derived from.
 OWN_ITERATORS = {"torchdata"}
