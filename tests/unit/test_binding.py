@@ -468,20 +468,20 @@ class Doubled(RecordDataset):
         return super().__getitem__(i) * 2
 
 
-def test_no_gather_where_code_comes_between(tmp_path: Path, photos: Path) -> None:
+def test_no_gather_where_code_comes_before_the_bytes(tmp_path: Path, photos: Path) -> None:
     a, b = records(tmp_path, "a", 5), records(tmp_path, "b", 5, labels=list("vwxyz"))
     path = tmp_path / "a.npy"
     mixed: Any = ConcatDataset([a, RecordDataset(path, labels=[1] * 5)])
     trees: list[Any] = [
         b, mixed, ImageFolder(photos), Transformed(a, len), Doubled(path),
-        RecordDataset(path, shape=(2, 6)),
+        RecordDataset(path, transform=len), RecordDataset(path, shape=(2, 6)),
         files(tmp_path, "f", 2),
         FileDataset([path], decode=len, nbytes=True), StackDataset(a, a),
         ConcatDataset([a, RecordDataset(path, shape=(2, 6))]), ConcatDataset([a, Opaque()]),
     ]  # fmt: skip
     expected = [False] * len(trees)
-    expected[5] = True
-    assert [bound(tree).gather() is not None for tree in trees] == expected
-    of_each = bound(RecordDataset(path, transform=len)).gather()
-    assert of_each is not None
-    assert of_each.per_sample, "rows are gathered, and the function is called for each"
+    expected[5] = expected[6] = True
+    gathers = [bound(tree).gather() for tree in trees]
+    assert [gather is not None for gather in gathers] == expected
+    # A function of a record is called on rows, whose number is that of the samples.
+    assert [gather.per_sample for gather in gathers if gather is not None] == [True, False]
