@@ -38,7 +38,7 @@ from creel.errors import (
     NoDaemonError,
     UnavailableError,
 )
-from creel.forks import PAUSE_S, forget_in_child, pause_before_fork
+from creel.forks import forget_in_child, pause_before_fork
 from creel.loader.client.packets import (
     M,
     check_owner,
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     import zmq
 
 _REPLY_TIMEOUT_S = 10.0  # a reply takes well below 10 ms; the daemon may be starting on a busy node
+#: Longest time that a fork waits for the daemon's answer, and how long later ones do not wait.
+_PING_S, _UNPAUSED_S = 0.5, 30.0
 _REGISTER_TIMEOUT_S = 120.0  # checking a manifest of 10 million files takes seconds
 
 
@@ -84,6 +86,7 @@ class Client:
         self.received = 0  # messages received so far
         self._wakeups: set[int] = set()  # eventfds that wake listening threads
         self.calls = itertools.count(1)
+        self._unpaused_until = 0.0  # time.monotonic(): forks do not wait for the daemon till then
         self._granted: dict[str, messages.Grants] = {}  # by dataset, as last sent
         self._answers: dict[int, messages.CommandReply | messages.Failed] = {}
         #: The cluster that this node's daemon has joined for this process's job; "": none.
@@ -299,16 +302,18 @@ class Client:
         """End libzmq's threads before a fork; the next message starts them again.
 
         The daemon must have handled all messages by then, as those of a later connection could
-        overtake them. If it does not say so, it counts as lost.
+        overtake them. If it does not say so soon, it may be stopped: the threads stay.
         """
-        if self._request_socket is None or not self._request_lock.acquire(timeout=PAUSE_S):
+        if self._request_socket is None or time.monotonic() < self._unpaused_until:
+            return
+        if not self._request_lock.acquire(timeout=_PING_S):
             return
         try:
-            self.ask("ping", timeout_s=PAUSE_S)
-        except (ConfigError, UnavailableError):
-            self._lost = True
-        finally:
+            self.ask("ping", timeout_s=_PING_S)
             self._disconnect()
+        except (ConfigError, UnavailableError):
+            self._unpaused_until = time.monotonic() + _UNPAUSED_S
+        finally:
             self._request_lock.release()
 
     def _disconnect(self) -> None:
