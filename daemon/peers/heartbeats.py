@@ -115,7 +115,7 @@ class Heartbeats:
             except ConnectionRefusedError:
                 self._refused(who.cluster, node)
             except (OSError, EOFError, ProtocolError, asyncio.TimeoutError) as e:
-                log.debug("node %s does not answer: %r", peer.node, e)
+                log.debug("node %s does not answer: %s", peer.node, repr(e))
             except Exception:  # a bug of ours: the node counts as silent
                 log.exception("node %s could not be asked", peer.node)
             finally:

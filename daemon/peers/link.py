@@ -215,7 +215,7 @@ def ask_plan(
         link.ask_plan(1, dataset, seed)
         return link.plan(time.monotonic() + _PLAN_S)
     except (OSError, ProtocolError) as e:
-        log.debug("node %s has sent no plan: %s", peer, e)
+        log.debug("node %s has sent no plan: %s", peer, str(e))
         return None
     finally:
         if link is not None:

@@ -230,7 +230,8 @@ class PeerSource:
             self.lost_until = now + min(_LOST_S * 2**self._failures, _LOST_MAX_S)
             self._failures = min(self._failures + 1, 16)
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
-        log.log(level, "node %s is lost: %s", self._peer, error)
+        # The text alone: a kept record would keep what the error's frames refer to.
+        log.log(level, "node %s is lost: %s", self._peer, str(error))
         number = getattr(error, "errno", None) or 0
         self.counters.count_error(SourceError(number, str(error), f"peer://{self._peer}"))
         self._close_idle()

@@ -213,7 +213,7 @@ class PeerServer:
         try:
             act(*args)
         except (MalformedError, OSError) as e:
-            log.debug("a peer's connection ends: %s", e)
+            log.debug("a peer's connection ends: %s", str(e))
             self._end(connection)
         except Exception:  # a bug of ours, or no memory
             log.exception("a peer could not be served")
