@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import faulthandler
 import logging
 import os
 import select
@@ -318,7 +319,9 @@ class Daemon:
         """Act on a signal, in any thread; `what`: its name and sender.
 
         SIGTERM drains. A service also drains by SIGINT and SIGQUIT, which a terminal sends, and
-        reloads by SIGHUP. All others are for the trainer.
+        reloads by SIGHUP. SIGUSR2 prints the stacks of all threads: here, where this thread holds
+        the interpreter's lock, as faulthandler's own handler reads frames that change meanwhile,
+        and can crash. All others are for the trainer.
         """
         interactive = set() if self._embedded else {signal.SIGINT, signal.SIGQUIT}
         if number in {signal.SIGTERM, *interactive}:
@@ -326,6 +329,8 @@ class Daemon:
         elif number == signal.SIGHUP and not self._embedded:
             self._reload = True
             self.call_soon(lambda: None)
+        elif number == signal.SIGUSR2:
+            faulthandler.dump_traceback(all_threads=True)
         else:
             log.info("%s: ignored", what)
 

@@ -7,7 +7,6 @@ before it is needed, so no signal ends it but SIGTERM, SIGINT and SIGQUIT (and t
 
 from __future__ import annotations
 
-import faulthandler
 import signal
 import threading
 from collections.abc import Callable
@@ -23,6 +22,7 @@ WAITED = frozenset(
         signal.SIGQUIT,
         signal.SIGHUP,
         signal.SIGUSR1,
+        signal.SIGUSR2,
         signal.SIGXCPU,
         signal.SIGPWR,
     }
@@ -41,15 +41,10 @@ _FATAL = {
 
 
 def hold_signals() -> None:
-    """From now on no signal ends this process by default; to be called before any thread begins.
-
-    SIGUSR2 prints the stacks of all threads.
-    """
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
-    # A program that a library starts inherits SIG_IGN, but no handler: some end by an alarm. Many
-    # handlers at once would find no room on faulthandler's stack.
+    """From now on no signal ends this process by default; to be called before any thread begins."""
+    # A program that a library starts inherits SIG_IGN, but no handler: some end by an alarm.
     signal.signal(signal.SIGALRM, lambda number, frame: None)  # noqa: ARG005
-    handled = {*WAITED, *_HARMLESS, *_FATAL, signal.SIGUSR2, signal.SIGALRM}
+    handled = {*WAITED, *_HARMLESS, *_FATAL, signal.SIGALRM}
     for number in signal.valid_signals() - handled:
         signal.signal(number, signal.SIG_IGN)
     # The process that started this one has blocked all signals until now (`loader/client/embed`).
