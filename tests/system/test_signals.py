@@ -41,7 +41,7 @@ def test_a_running_daemon_survives_them_and_says_what_ends_it(daemon_name: str) 
         for number in SURVIVED:
             os.kill(client.daemon_pid, number)
             assert client.ask("status")["state"] == "serving", signal.strsignal(number)
-        until(lambda: "SIGUSR1 from process" in start.last_log(), what="it has looked")
+        until(lambda: "SIGPWR from process" in start.last_log(), what="it has seen the last")
         os.kill(client.daemon_pid, signal.SIGTERM)
         until(lambda: gone(client.daemon_pid), what="it ends")
         name = f"ended: SIGTERM from process {os.getpid()} ("
