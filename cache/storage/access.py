@@ -219,11 +219,9 @@ def grant_of(scheme: str, given: Mapping[str, Any] | None) -> Grant:
     Raises:
         UnavailableError: no other process can.
     """
-    options = options_of(scheme, given)
+    options = _resolved(scheme, given)
     if _OF_ONE_PROCESS & set(_protocols(scheme)):
         raise UnavailableError(f"{scheme}:// addresses are in the memory of one process")
-    if scheme not in ARROW:
-        options = _with_config(scheme, options)
     if not survives(options):
         raise UnavailableError(
             f"the options of {scheme}:// have values that cannot be sent to the daemon"
@@ -232,8 +230,14 @@ def grant_of(scheme: str, given: Mapping[str, Any] | None) -> Grant:
     return Grant(options, environment_of(scheme, options))
 
 
-def _with_config(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Add what fsspec.config has for a scheme, as fsspec itself does when it makes a client."""
+def _resolved(scheme: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of a scheme's client, with what fsspec.config has for it.
+
+    fsspec itself adds that when it makes a client in this process.
+    """
+    options = options_of(scheme, given)
+    if scheme in ARROW:
+        return options
     try:
         import fsspec
     except ImportError:
@@ -291,7 +295,7 @@ _first_key: dict[str, str] = {}
 
 
 def _identity(scheme: str, given: Mapping[str, Any] | None) -> str:
-    options = options_of(scheme, given)
+    options = _resolved(scheme, given)
     key = options.get("access_key")
     if key is not None and key not in (given or {}).values():
         options["access_key"] = _first_key.setdefault(scheme, str(key))

@@ -418,7 +418,8 @@ class Source:
             options = self._options(stored.uri, stored.row)[1] if is_remote(stored.uri) else None
             failure = source_error(e, stored.uri, options)
             self.counters.count_error(failure)
-            self._tell_refused(failure)
+            if options is not None and self.grants is not None:
+                self._tell_refused(failure)
             raise failure from e
 
     def _store(self, uri: str, row: int) -> Store:
@@ -451,7 +452,7 @@ class Source:
         return access, grant.options
 
     def _tell_refused(self, failure: SourceError) -> None:
-        """Log a refused read, once for each account and server: those of an epoch are alike."""
+        """Log a refused read in a daemon, once for each account and server."""
         what = failure.strerror or ""
         if failure.errno == errno.EACCES and what not in self._told_refused:
             self._told_refused.add(what)

@@ -275,9 +275,8 @@ class ControlSocket:
         if hello.role == "service":
             if not self._node.embedded:
                 raise UnavailableError("this daemon is a service, too")
-            self._node.stop(
-                False, "a service took its address"
-            )  # frees the address at once; the daemon ends later
+            # Frees the address at once; the daemon ends later.
+            self._node.stop(False, "a service took its address")
         if fds:
             self.keep_alive.take(fds.pop())
         welcome, arena = self._node.welcome(connection.token)

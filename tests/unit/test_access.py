@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -139,6 +140,19 @@ def test_the_environments_key_may_change_without_another_identity(
         for key in ("AKIA2", "AKIA3")
     ]
     assert len({first, *given}) == 3
+
+
+def test_what_is_configured_for_fsspec_belongs_to_the_identity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two jobs with other headers may be told other bytes by one server."""
+    found = []
+    for name in ("red", "blue"):
+        configured = {"client_kwargs": {"headers": {"X-Pass": name}}}
+        monkeypatch.setitem(fsspec.config.conf, "http", configured)
+        found.append(Access.of(["http"]).identity)
+        assert grant_of("http", None).options == configured
+    assert found[0] != found[1]
 
 
 def test_no_secret_is_in_an_identity_or_shown(monkeypatch: pytest.MonkeyPatch) -> None:

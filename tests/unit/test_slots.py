@@ -395,3 +395,33 @@ def test_nothing_stays_open() -> None:
     writer.close()
     reader.close()
     assert not descriptors() - before
+
+
+def large_batch(writer: SlotWriter) -> Slot:
+    """Write a batch with one large part; return its slot."""
+    slot, _ = writer.room(1 << 20)
+    writer.seal()
+    return slot
+
+
+def test_slots_that_wait_to_be_given_back_are_used_before_another_is_made() -> None:
+    writer = SlotWriter(max_slots=3)
+    waiting = [large_batch(writer).id]
+    writer.look = lambda: writer.give_back([waiting.pop()] if waiting else [])
+    assert large_batch(writer).id == 0
+    assert len(writer.unsent()) == 1, "no other was made"
+    assert large_batch(writer).id == 1, "none waits any more"
+    writer.close()
+
+
+def test_a_large_slot_that_no_batch_needs_any_more_is_freed() -> None:
+    """A reader that was late once takes three; then each is given back before the next batch."""
+    writer = SlotWriter(max_slots=3)
+    late = [large_batch(writer).id for _ in range(3)]
+    writer.give_back(late)
+    needed = writer.nbytes // len(writer.unsent())
+    for _ in range(40):
+        writer.give_back([large_batch(writer).id])
+    assert writer.nbytes == needed
+    assert len(writer.retired()) == 2, "the trainer can forget them"
+    writer.close()
