@@ -34,7 +34,7 @@ from creel.daemon.core.events import Event, PeerAsked, ServeObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import Credentials, PeerBeat
-from creel.limits import IOV_MAX
+from creel.system.limits import IOV_MAX
 
 KEY = bytes(range(32))
 OBJECTS_NBYTES = 256 << 20  # bytes of the objects in each arena

@@ -47,7 +47,7 @@ from measure import fresh_name, report, touch_memory
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.pools.allocator import Allocator, Lengths
 from creel.cache.memory.shared_words import KNOWN
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (

@@ -32,13 +32,13 @@ from creel.cache.memory.memfd import Descriptor
 from creel.config import Config, from_flat
 from creel.daemon.reporting.logs import open_standard_files, set_up_logging
 from creel.daemon.reporting.notify import Notify
-from creel.daemon.service import commands
-from creel.daemon.service.control_socket import ControlSocket, released
 from creel.daemon.service.node import BEAT_S, Node
-from creel.daemon.service.request_socket import RequestSocket
+from creel.daemon.service.sockets import commands
+from creel.daemon.service.sockets.control_socket import ControlSocket, released
+from creel.daemon.service.sockets.request_socket import RequestSocket
 from creel.daemon.signals import hold_signals, watch_signals
 from creel.errors import ConfigError, CreelError, UnavailableError
-from creel.unix_peers import owner_of
+from creel.system.unix_peers import owner_of
 
 if TYPE_CHECKING:
     from creel.daemon.reporting.page import PageServer

@@ -24,11 +24,11 @@ from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # else none of these is used, and importing them may fail
+    from creel.loader.groups.exchange import distributed_sampler
+    from creel.loader.groups.replicate import check as check_replicate
     from creel.loader.iterators.epoch_run import EpochRun
-    from creel.loader.iterators.exchange import distributed_sampler
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
-    from creel.loader.iterators.replicate import check as check_replicate
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.pools.allocator import Lengths
 from creel.loader.client.client import Client
 from creel.loader.reading import storage
 from creel.policies.arrays import Ints

@@ -32,7 +32,7 @@ from creel.cache.disk.records import (
     room_nbytes,
 )
 from creel.cache.memory.buffers import Part, copy_over, cut
-from creel.cache.memory.free_ranges import NOWHERE, FreeRanges, must
+from creel.cache.memory.pools.free_ranges import NOWHERE, FreeRanges, must
 from creel.policies.arrays import Ints, Mask
 
 log = logging.getLogger("creel.disk")

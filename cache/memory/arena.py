@@ -18,7 +18,7 @@ from creel.cache.memory.memfd import (
     mapped,
     sealed_memfd,
 )
-from creel.cache.memory.runs import pieces
+from creel.cache.memory.pools.runs import pieces
 from creel.errors import MalformedError
 from creel.policies.arrays import Ints
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.memfd import mapped
-from creel.cache.memory.offsets import Offsets
+from creel.cache.memory.pools.allocator import Lengths
+from creel.cache.memory.pools.offsets import Offsets
 from creel.counters import OF_RANKS
 from creel.policies.arrays import Ints
 

@@ -24,10 +24,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.memfd import Descriptor
-from creel.cache.storage.access import Access, StorageOptions
+from creel.cache.memory.pools.allocator import Lengths
 from creel.cache.storage.copies import Copies
+from creel.cache.storage.stores.access import Access, StorageOptions
 from creel.errors import ConfigError, MalformedError
 from creel.messages import Grants
 from creel.policies.arrays import Index, Ints, Mask

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
-from creel.cache.storage.access import options_of
 from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote, scheme_of
 from creel.cache.storage.reads import Counters, Read, WholeObject
-from creel.cache.storage.remote import open_store, store_key
-from creel.cache.storage.retry import retried, source_error, transient
-from creel.cache.storage.stores import (
+from creel.cache.storage.stores.access import options_of
+from creel.cache.storage.stores.remote import open_store, store_key
+from creel.cache.storage.stores.retry import retried, source_error, transient
+from creel.cache.storage.stores.store import (
     AHEAD_FILES,
     AHEAD_NBYTES,
     Filled,
@@ -45,10 +45,10 @@ from creel.cache.storage.stores import (
     read_unchanged,
 )
 from creel.errors import SourceError
-from creel.limits import IOV_MAX
 from creel.messages import Grants
 from creel.policies.arrays import Ints, Mask
 from creel.settings import FetchSettings
+from creel.system.limits import IOV_MAX
 
 T = TypeVar("T")
 

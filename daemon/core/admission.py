@@ -12,8 +12,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.allocator import Allocator
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.residency import Residency
 from creel.policies.arrays import NONE, Index, Ints, Mask, some

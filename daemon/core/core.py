@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.free_ranges import NOWHERE, must
+from creel.cache.memory.pools.allocator import Allocator
+from creel.cache.memory.pools.free_ranges import NOWHERE, must
 from creel.daemon.core import events
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks

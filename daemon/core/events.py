@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from creel.cache.memory.allocator import Lengths
-from creel.cache.memory.offsets import Places
-from creel.cache.memory.runs import Runs
+from creel.cache.memory.pools.allocator import Lengths
+from creel.cache.memory.pools.offsets import Places
+from creel.cache.memory.pools.runs import Runs
 from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary

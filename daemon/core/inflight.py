@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import NOWHERE, must
+from creel.cache.memory.pools.free_ranges import NOWHERE, must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import DISK, SOURCE, Action, FetchObjects
 from creel.daemon.core.residency import Residency

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.version import UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.checks import Checks

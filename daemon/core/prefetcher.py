@@ -33,7 +33,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE

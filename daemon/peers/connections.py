@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from creel.cache.memory.buffers import cut
 from creel.daemon.peers import sealing, wire
 from creel.errors import MalformedError
-from creel.limits import IOV_MAX
 from creel.messages import Message
+from creel.system.limits import IOV_MAX
 
 #: Longest time, in s, that a receiver may block an answer; each byte of the answer adds 1 / rate.
 BLOCKED_S = 5.0

@@ -20,9 +20,9 @@ from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import watch
 from creel.daemon.peers.wire import Credentials
 from creel.errors import MalformedError, ProtocolError
-from creel.limits import IOV_MAX
 from creel.messages import Message
 from creel.policies.cluster.shared_plan import SharedPlan
+from creel.system.limits import IOV_MAX
 
 log = logging.getLogger("creel.peers")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.memory.runs import pieces as pieces_of
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.runs import pieces as pieces_of
 from creel.daemon.peers import wire
 from creel.daemon.peers.wire import LATER, NOT_HERE
 from creel.policies.arrays import Ints

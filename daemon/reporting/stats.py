@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
-from creel.cache.storage.retry import public
+from creel.cache.storage.stores.retry import public
 from creel.counters import report
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Callable
 
-from creel import limits
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.policies.memory import MAX_LOOK_S, given_back, next_look_s
+from creel.system import limits
 from creel.units import format_size
 
 log = logging.getLogger("creel.memory")

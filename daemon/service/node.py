@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from creel import limits
-from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.pools.allocator import Allocator
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
-from creel.cache.storage.access import check_grants
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
+from creel.cache.storage.stores.access import check_grants
 from creel.config import Config, memory_budget, memory_reserve
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
@@ -56,6 +55,7 @@ from creel.messages import (
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.memory import reserve
 from creel.policies.prefetch import Window
+from creel.system import limits
 from creel.version import VERSION
 
 T = TypeVar("T")

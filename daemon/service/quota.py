@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from creel import limits
 from creel.daemon.core.core import Core
 from creel.daemon.service.registry import DatasetRecord, Registry
 from creel.errors import UnavailableError
+from creel.system import limits
 from creel.units import format_size
 
 #: Least limit, whatever the budget: enough for 10 million objects.

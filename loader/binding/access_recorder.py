@@ -24,7 +24,6 @@ from torch.utils.data import Dataset, StackDataset, Subset
 
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
-from creel.forks import forget_in_child
 from creel.loader.binding.access_trace import AccessTrace, by_sample, parts_of
 from creel.loader.binding.adapters import serve_torchvision
 from creel.loader.binding.journal import (
@@ -49,6 +48,7 @@ from creel.loader.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
 from creel.loader.datasets.base import Transformed, fetch_many, position
 from creel.loader.reading.intercept import look_again
 from creel.loader.reading.observed import Asked, FoundVersions, ObservedReads
+from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from creel.cache.memory.arena import Rows
-from creel.loader.buffers import BufferPool
 from creel.loader.datasets.base import Sample
 from creel.loader.datasets.batches import MAX_ROWS_NBYTES
 from creel.loader.reading.lease import Lease
+from creel.loader.transport.buffers import BufferPool
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding, Gather

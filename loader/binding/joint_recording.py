@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from creel.cache.memory.memfd import Descriptor
-from creel.forks import forget_in_child
 from creel.loader.binding.journal import ALONE, JournalFile, Shared
 from creel.loader.cluster.ranks import job_name
-from creel.unix_peers import known_apart, listener_at, view_of
+from creel.system.forks import forget_in_child
+from creel.system.unix_peers import known_apart, listener_at, view_of
 
 _log = logging.getLogger("creel.loader")
 

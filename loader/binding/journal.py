@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
-from creel.forks import at_fork, forget_in_child
+from creel.system.forks import at_fork, forget_in_child
 
 #: One read of a sample: an address; (number of a part of the dataset, number of the object in it);
 #: or a small part of a file as (address, bytes that were read, bytes of the file).

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from creel import limits
 from creel.cache.disk.traces import keep_trace, open_trace
 from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.copies import COPIES, new_copies
 from creel.config import Config, memory_budget
-from creel.limits import few_descriptors
 from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.joint_recording import JointMemory, joint_memory, likeness
 from creel.loader.binding.journal import ALONE, JOURNAL, JournalFile, Shared, new_journal
 from creel.loader.binding.wrapped import Wrapping
 from creel.loader.cluster.ranks import on_one_node, rank_and_world
 from creel.loader.reading.file_copies import FileCopies
+from creel.system import limits
+from creel.system.limits import few_descriptors
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace

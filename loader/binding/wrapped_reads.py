@@ -27,7 +27,6 @@ from torch.utils.data import get_worker_info
 
 from creel.addresses import startable
 from creel.config import Config, switched_off
-from creel.forks import at_fork, forget_in_child
 from creel.loader.binding.access_recorder import AccessRecorder, recordable
 from creel.loader.binding.access_trace import AccessTrace
 from creel.loader.binding.bind import Binding, bind, bound
@@ -45,6 +44,7 @@ from creel.loader.reading.observer import passes_on
 from creel.loader.reading.this_thread import this_thread, thread_use
 from creel.policies.bypass import Bypass
 from creel.policies.direct import DirectReads
+from creel.system.forks import at_fork, forget_in_child
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

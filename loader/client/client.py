@@ -38,7 +38,6 @@ from creel.errors import (
     NoDaemonError,
     UnavailableError,
 )
-from creel.forks import forget_in_child, pause_before_fork
 from creel.loader.client.packets import (
     M,
     check_owner,
@@ -49,7 +48,8 @@ from creel.loader.client.packets import (
 )
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
-from creel.unix_peers import owner_of
+from creel.system.forks import forget_in_child, pause_before_fork
+from creel.system.unix_peers import owner_of
 
 if TYPE_CHECKING:
     import zmq

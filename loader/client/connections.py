@@ -12,7 +12,6 @@ from contextlib import suppress
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
 from creel.errors import UnavailableError
-from creel.forks import at_fork
 from creel.loader.client.client import Client
 from creel.loader.client.embed import (
     OTHER_START_S,
@@ -23,6 +22,7 @@ from creel.loader.client.embed import (
 )
 from creel.loader.client.session import Session
 from creel.loader.client.unmet_settings import warn_of_unmet
+from creel.system.forks import at_fork
 
 _log = logging.getLogger("creel.loader")
 

@@ -26,10 +26,10 @@ from creel.addresses import first_address, held_by_another, runtime_folder, star
 from creel.cache.memory.memfd import Descriptor, memfd
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
-from creel.forks import no_fork
-from creel.limits import few_descriptors
 from creel.loader.client.client import Client
-from creel.unix_peers import owner_of
+from creel.system.forks import no_fork
+from creel.system.limits import few_descriptors
+from creel.system.unix_peers import owner_of
 
 log = logging.getLogger("creel.embed")
 

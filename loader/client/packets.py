@@ -11,8 +11,8 @@ from typing import TypeVar
 from creel import messages
 from creel.cache.memory.arena import ArenaView
 from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
-from creel.limits import may_map
-from creel.unix_peers import known_apart, peer_of
+from creel.system.limits import may_map
+from creel.system.unix_peers import known_apart, peer_of
 
 M = TypeVar(
     "M", messages.Welcome, messages.Registered, messages.Opened, messages.Hosting, messages.Joined

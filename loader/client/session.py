@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel import messages
-from creel.cache.memory import runs
 from creel.cache.memory.arena import Rows
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools import runs
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import (
     DONE,
     HEARTBEAT,
@@ -32,9 +32,9 @@ from creel.cache.memory.shared_words import (
     LocationTable,
     SharedWords,
 )
-from creel.forks import forget_in_child
 from creel.loader.backoff import pauses
 from creel.policies.cluster.job_order import JobOrder
+from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:  # the two modules import each other
     from creel.loader.client.client import Client

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from creel.cache.storage.access import StorageOptions
 from creel.cache.storage.manifest import Manifest, text_array
-from creel.cache.storage.retry import public
 from creel.cache.storage.source import Source
+from creel.cache.storage.stores.access import StorageOptions
+from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, SourceError
 from creel.loader.reading.observer import take
 from creel.loader.reading.storage import Options, absolute, in_threads, settings

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import UNKNOWN, Manifest
-from creel.cache.storage.retry import public
-from creel.cache.storage.stores import read_file
+from creel.cache.storage.stores.retry import public
+from creel.cache.storage.stores.store import read_file
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets.base import (
     CreelDataset,

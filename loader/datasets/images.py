@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import UNKNOWN, scheme_of
-from creel.cache.storage.retry import public
+from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets.base import (
     LazySequence,

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import address_of
 from creel.cache.memory.memfd import mapped
-from creel.limits import IOV_MAX, may_keep
 from creel.policies.arrays import Ints
+from creel.system.limits import IOV_MAX, may_keep
 
 #: Consecutive batches that must have come from the page cache before a file is mapped. Mapping and
 #: unmapping take longer than a batch, so mapping a file that is being written would not pay off.

@@ -16,9 +16,8 @@ from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from creel.cache.storage.manifest import Manifest, scheme_of
-from creel.cache.storage.stores import Piece, read_pieces
+from creel.cache.storage.stores.store import Piece, read_pieces
 from creel.errors import ConfigError
-from creel.loader.buffers import BufferPool
 from creel.loader.datasets.base import Labelled, Raw, Sample, check_callable, each, position
 from creel.loader.datasets.batches import MAX_ROWS_NBYTES, cast, numbers, rows_cast, unstacked
 from creel.loader.datasets.mapped import MappedFiles
@@ -30,6 +29,7 @@ from creel.loader.reading.storage import (
     read_range,
     several,
 )
+from creel.loader.transport.buffers import BufferPool
 from creel.policies.arrays import Ints
 
 T = TypeVar("T")

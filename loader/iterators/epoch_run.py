@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from creel.cache.storage.retry import public
+from creel.cache.storage.stores.retry import public
 from creel.loader.binding.tree import wrapped_in
 from creel.loader.binding.wrapped import Wrapped, recorded
 from creel.loader.client.connections import start_daemon_early

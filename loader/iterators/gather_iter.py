@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from creel.forks import join_before_fork
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.state import LoaderState, only_copies
 from creel.loader.iterators.unprofiled import UnprofiledIter
-from creel.loader.pinning import Pinning
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     DatasetKind,
@@ -31,8 +29,10 @@ from creel.loader.torch_private import (
     raise_failure,
     require_prefetch_factor,
 )
+from creel.loader.transport.pinning import Pinning
 from creel.loader.workers.stages import BATCH_CAUSES, BatchTimes
 from creel.policies.direct import DirectReads
+from creel.system.forks import join_before_fork
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.storage.retry import public
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.storage.stores.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
-from creel.loader.buffers import keep_freed_memory
+from creel.loader.groups.follower import ReplicaReader
+from creel.loader.groups.leader import Leader, LeaderReader
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
-from creel.loader.pinning import Pinning, pinned
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import SingleProcessDataLoaderIter
-from creel.loader.workers.follower import ReplicaReader
-from creel.loader.workers.leader import Leader, LeaderReader
+from creel.loader.transport.buffers import keep_freed_memory
+from creel.loader.transport.pinning import Pinning, pinned
 from creel.loader.workers.stages import StallWarning
 from creel.policies.direct import DirectReads
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from creel.forks import forget_in_child, join, pause_before_fork
+from creel.system.forks import forget_in_child, join, pause_before_fork
 
 if TYPE_CHECKING:
     from creel.loader.plan.batch_stream import BatchStream

@@ -16,12 +16,11 @@ from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.tree import declares, wrapped_in
 from creel.loader.binding.wrapped import configure
-from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.iterators.exchange import agreed, check_unchanged
+from creel.loader.groups.exchange import agreed, check_unchanged
+from creel.loader.groups.replicate import Role, join_group
 from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.replicate import Role, join_group
 from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
@@ -37,6 +36,7 @@ from creel.loader.plan.batch_stream import (
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import Tolerance
 from creel.loader.torch_private import collate
+from creel.loader.transport.buffers import BufferPool
 from creel.policies.direct import DirectReads
 from creel.policies.order.remap import Exchange
 

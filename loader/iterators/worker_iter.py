@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from creel.loader.groups.follower import Follower, ReplicaPool
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
-from creel.loader.pinning import Pinning
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -29,8 +29,8 @@ from creel.loader.torch_private import (
     require_prefetch_factor,
     utils,
 )
+from creel.loader.transport.pinning import Pinning
 from creel.loader.workers.events import BatchResult, LeaderLoss
-from creel.loader.workers.follower import Follower, ReplicaPool
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.pool import WorkerPool
 from creel.loader.workers.stages import StallWarning

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.forks import forget_in_child, join_before_fork
 from creel.policies.order import torch_random
+from creel.system.forks import forget_in_child, join_before_fork
 
 #: Smaller permutations are drawn at once: torch takes less than a millisecond.
 _SMALL_DRAW = 1 << 17

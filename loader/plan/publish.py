@@ -47,9 +47,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import KNOWN
-from creel.forks import forget_in_child, join, pause_before_fork
 from creel.loader.client.session import Session
 from creel.loader.order.epoch_plan import EpochPlan, same_batch
+from creel.system.forks import forget_in_child, join, pause_before_fork
 
 _log = logging.getLogger("creel.loader")
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, BinaryIO
 from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage import version
 from creel.cache.storage.copies import PAGE_NBYTES, free, locked, new_copies
-from creel.forks import forget_in_child, join, pause_before_fork
-from creel.limits import IOV_MAX
+from creel.system.forks import forget_in_child, join, pause_before_fork
+from creel.system.limits import IOV_MAX
 
 if TYPE_CHECKING:
     from creel.loader.reading.observed import PartialRead

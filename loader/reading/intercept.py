@@ -24,8 +24,7 @@ from stat import S_ISREG
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from creel.cache.storage.stores import read_ahead
-from creel.forks import at_fork
+from creel.cache.storage.stores.store import read_ahead
 from creel.loader.reading import libraries
 from creel.loader.reading.file_objects import in_memory, memory_file
 from creel.loader.reading.observed import SMALL, ObservedReads
@@ -42,6 +41,7 @@ from creel.loader.reading.opened import (
     observed_file,
 )
 from creel.loader.reading.this_thread import this_thread
+from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
     from creel.loader.reading.lease import Lease

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import UNKNOWN, Manifest, scheme_of
-from creel.cache.storage.retry import public
+from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
 from creel.loader.reading.storage import (
     Listing,

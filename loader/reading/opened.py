@@ -17,7 +17,7 @@ from functools import partial
 from typing import IO, Any, TypeVar
 
 from creel.cache.storage.manifest import scheme_of
-from creel.cache.storage.stores import read_ahead
+from creel.cache.storage.stores.store import read_ahead
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_objects import in_memory, taken_over

@@ -19,11 +19,11 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from creel.cache.storage.access import ARROW, options_of
 from creel.cache.storage.manifest import UNKNOWN, scheme_of
-from creel.cache.storage.remote import open_store, store_key
-from creel.cache.storage.retry import public, retried, source_error
-from creel.cache.storage.stores import LocalStore, Store, StoredFile, read_file
+from creel.cache.storage.stores.access import ARROW, options_of
+from creel.cache.storage.stores.remote import open_store, store_key
+from creel.cache.storage.stores.retry import public, retried, source_error
+from creel.cache.storage.stores.store import LocalStore, Store, StoredFile, read_file
 from creel.config import Config
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.settings import FetchSettings

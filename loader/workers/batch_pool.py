@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
-from creel.loader.workers.unpacking import discard, unpack
+from creel.loader.transport.unpacking import discard, unpack
 
 if TYPE_CHECKING:
     from creel.loader.reading.bad_samples import BadSample

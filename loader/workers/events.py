@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:
-    from creel.loader.workers.batch_message import Inbox
+    from creel.loader.transport.batch_message import Inbox
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from creel.loader.torch_private import ExceptionWrapper
+from creel.loader.transport.unpacking import unpack
 from creel.loader.workers.events import BatchResult, WorkerEvent
-from creel.loader.workers.unpacking import unpack
 
 if TYPE_CHECKING:
-    from creel.loader.pinning import Pinning
+    from creel.loader.transport.pinning import Pinning
     from creel.loader.workers.batch_pool import BatchPool
 
 

@@ -22,14 +22,11 @@ from typing import Protocol, TypeAlias, cast
 import numpy as np
 
 from creel.cache.memory.memfd import Descriptor, mapped, sealed_memfd
-from creel.forks import at_fork
-from creel.limits import may_keep
 from creel.loader.reading.bad_samples import BadSample
-from creel.loader.workers.batch_message import BatchMessage, Inbox
+from creel.loader.transport.batch_message import BatchMessage, Inbox
+from creel.loader.transport.channel import Channel, pair
 from creel.loader.workers.batch_pool import BatchPool
-from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
-from creel.loader.workers.leader import SentBatches
 from creel.loader.workers.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import (
     BATCH,
@@ -43,6 +40,8 @@ from creel.loader.workers.worker import (
     WorkerArgs,
     worker_main,
 )
+from creel.system.forks import at_fork
+from creel.system.limits import may_keep
 
 #: Seconds that closing waits for workers that run user code, as in torch.
 GRACE_S = 5.0
@@ -74,6 +73,32 @@ class Context(Protocol):
         ...
 
 
+class Recipients(Protocol):
+    """Other ranks that also get the batches of a pool's workers; see `groups`."""
+
+    def expect(self, tag: int, batch: int, index: object) -> None:
+        """Note the samples of a batch."""
+
+    def send(
+        self,
+        tag: int,
+        batch: int,
+        worker: int,
+        message: BatchMessage,
+        fds: Sequence[int],
+        times: tuple[int, ...] = (),
+        bad: tuple[BadSample, ...] = (),
+    ) -> None:
+        """Send a batch. The caller keeps the descriptors."""
+
+    def returned(self, worker: int, slots: Sequence[int]) -> list[int]:
+        """Take back slots of this rank; return those that no rank holds any more."""
+        ...
+
+    def close(self) -> None:
+        """End the iterator: no more batches come."""
+
+
 @dataclass(eq=False)
 class WorkerProcess:
     """One worker process as the trainer sees it."""
@@ -98,7 +123,7 @@ class WorkerPool(BatchPool):
         workers: int,
         max_leased: int,
         spare: Slots = (),
-        followers: SentBatches | None = None,
+        followers: Recipients | None = None,
     ) -> None:
         """Start `workers` processes in `context`, each with `args` and its own worker_id.
 

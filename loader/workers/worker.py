@@ -36,7 +36,6 @@ from creel.cache.memory.memfd import mapped
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
-from creel.loader.buffers import keep_freed_memory
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import (
@@ -48,8 +47,9 @@ from creel.loader.torch_private import (
     signal_handling,
 )
 from creel.loader.torch_private import worker as torch_worker
-from creel.loader.workers.batch_message import Collate, Outbox
-from creel.loader.workers.channel import Channel
+from creel.loader.transport.batch_message import Collate, Outbox
+from creel.loader.transport.buffers import keep_freed_memory
+from creel.loader.transport.channel import Channel
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING
 
 if TYPE_CHECKING:

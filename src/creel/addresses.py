@@ -18,7 +18,7 @@ from pathlib import Path
 
 from creel.errors import NoDaemonError, UnavailableError
 from creel.messages import control_address
-from creel.unix_peers import bound, listener_at, owner_of, view_of
+from creel.system.unix_peers import bound, listener_at, owner_of, view_of
 
 _SECRET = "creel-secret"  # noqa: S105  the name of a file
 

@@ -161,7 +161,7 @@ def fields() -> dict[str, Field]:
 
 
 def memory_budget(memory: MemorySettings, *, total: int, available: int) -> int:
-    """Return the bytes of the arena, from the node's `total` and `available` (creel.limits).
+    """Return the bytes of the arena, from the node's `total` and `available` (creel.system.limits).
 
     Raises:
         ConfigError: the budget is more than the node has, or too small to be of use.

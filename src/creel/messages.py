@@ -79,7 +79,7 @@ class AnyHello(msgspec.Struct, frozen=True, tag="Hello", array_like=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a client reaches the addresses of one scheme (`creel.cache.storage.access`).
+    """How a client reaches the addresses of one scheme (`creel.cache.storage.stores.access`).
 
     Attributes:
         options: of the store's client; some are secret.
@@ -312,7 +312,7 @@ class Wait(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """A command of the CLI or a loader; `what` is one of daemon/service/commands.py.
+    """A command of the CLI or a loader; `what` is one of daemon/service/sockets/commands.py.
 
     `args` are plain values, which the daemon checks. The answer is `CommandReply`.
     """

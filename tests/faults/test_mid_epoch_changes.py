@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import creel
-from creel.loader.buffers import BufferPool
 from creel.loader.client.client import Client
-from creel.loader.workers.batch_message import Outbox
+from creel.loader.transport.batch_message import Outbox
+from creel.loader.transport.buffers import BufferPool
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 

@@ -90,9 +90,9 @@ def _bytes_of(samples: list[torch.Tensor]) -> list[int]:
 
 _S3 = """
 import socket, sys
-from creel.cache.storage.access import options_of
-from creel.cache.storage.remote import open_store
-from creel.cache.storage.stores import StoredFile
+from creel.cache.storage.stores.access import options_of
+from creel.cache.storage.stores.remote import open_store
+from creel.cache.storage.stores.store import StoredFile
 try:
     store = open_store("s3://bucket/x", 0.3, options_of("s3", None))
     store.read(StoredFile("s3://bucket/x"), 0, -1)

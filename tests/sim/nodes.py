@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator
+from creel.cache.memory.pools.allocator import Allocator
 from creel.daemon.core.cluster.silence import Silence, SilenceLimits
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (

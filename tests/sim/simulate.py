@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator
+from creel.cache.memory.pools.allocator import Allocator
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.core.versions import Versions

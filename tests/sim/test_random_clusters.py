@@ -7,7 +7,7 @@ import pytest
 from nodes import Nodes
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.events import (
     Action,
     EpochDealt,

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.memory.runs import chained, headers
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.runs import chained, headers
 from creel.daemon.core.events import Event, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.peers.connections import PeerConnection
 from creel.daemon.peers.link import PeerLink

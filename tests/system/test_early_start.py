@@ -24,10 +24,10 @@ import creel
 from creel.addresses import startable
 from creel.config import Config
 from creel.errors import NoDaemonError
-from creel.forks import no_fork
 from creel.loader.client import connections, embed
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early, started_elsewhere
+from creel.system.forks import no_fork
 from kit import gone, resource_warnings_in_a_fork, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("clean")]

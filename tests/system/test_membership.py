@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.pools.allocator import Allocator
 from creel.daemon.core.cluster.plans import ClusterPlans
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (

@@ -22,8 +22,8 @@ import pytest
 from creel.addresses import elsewhere, first_address, second_address
 from creel.cli import doctor
 from creel.config import Config
-from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import Node
+from creel.daemon.service.sockets.control_socket import ControlSocket
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early
@@ -112,7 +112,7 @@ def test_who_sees_other_files_is_refused_at_the_raw_address(
         code = f"""
 import socket, sys
 from creel.daemon.service.node import Node
-from creel.daemon.service.control_socket import ControlSocket
+from creel.daemon.service.sockets.control_socket import ControlSocket
 from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 for role in ("trainer", "cli"):
@@ -163,7 +163,7 @@ def test_a_root_directory_that_is_the_same_bound_elsewhere_is_another(tmp_path: 
     """Other file systems may be mounted below it."""
     code = f"""
 import os, signal, subprocess
-from creel.unix_peers import view_of
+from creel.system.unix_peers import view_of
 subprocess.run(["mount", "--bind", "/", {str(tmp_path)!r}], check=True)
 for root in ("/", {str(tmp_path)!r}):
     ready, says = os.pipe()

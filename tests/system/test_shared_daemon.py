@@ -17,12 +17,12 @@ import creel
 from creel.cli import main
 from creel.loader.binding.bind import bind
 from creel.loader.binding.gather import Gatherer
-from creel.loader.buffers import BufferPool
 from creel.loader.client import connections
 from creel.loader.iterators import epoch_run, gather_iter
 from creel.loader.iterators.gather_iter import GatherIter
 from creel.loader.iterators.worker_iter import WorkerIter
-from creel.loader.workers.batch_message import Outbox
+from creel.loader.transport.batch_message import Outbox
+from creel.loader.transport.buffers import BufferPool
 from daemons import Running, opened, plan
 from kit import until
 from programs import Program

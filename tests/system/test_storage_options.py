@@ -122,7 +122,7 @@ def test_two_jobs_with_keys_of_their_own_are_cached_both(
     red: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     red.keys = {"AKIAONE", "AKIATWO"}
-    monkeypatch.setattr("creel.cache.storage.access._first_key", {})
+    monkeypatch.setattr("creel.cache.storage.stores.access._first_key", {})
     for key in ("AKIAONE", "AKIATWO"):
         given = options(red, key)
         for _ in range(3):

@@ -23,7 +23,7 @@ import torch
 from squares import Pids, Squares, pids
 
 import creel
-from creel.cache.memory.slots import SlotReader
+from creel.cache.memory.slots.reader import SlotReader
 from creel.loader.iterators import worker_iter
 from creel.loader.workers.pool import WorkerPool
 from creel.loader.workers.stages import StallWarning

@@ -29,7 +29,7 @@ from creel.loader.binding.wrapped import is_wrapped, reads_of, unwrap
 from creel.loader.client import connections
 from creel.loader.client.session import Session
 from creel.loader.datasets.files import FileDataset
-from creel.unix_peers import owner_of
+from creel.system.unix_peers import owner_of
 from daemons import Running
 from folders import folder as torchvision
 from kit import Cores, daemon_of, gone, until

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.loader.binding.bind import Binding, bind

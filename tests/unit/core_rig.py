@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import SYSTEM_PAGE, Allocator
-from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.memory.runs import HEADER, Runs, headers, pieces
+from creel.cache.memory.pools.allocator import SYSTEM_PAGE, Allocator
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DISK,

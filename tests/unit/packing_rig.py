@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from creel.cache.memory.slots import SlotReader, SlotWriter
-from creel.loader.workers.packing import pack
-from creel.loader.workers.unpacking import Packed, unpack
+from creel.cache.memory.slots.reader import SlotReader
+from creel.cache.memory.slots.writer import SlotWriter
+from creel.loader.transport.packing import pack
+from creel.loader.transport.unpacking import Packed, unpack
 
 
 class Road:

@@ -9,8 +9,9 @@ import fsspec
 import numpy as np
 import pytest
 
-from creel.cache.storage import access
-from creel.cache.storage.access import (
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.stores import access
+from creel.cache.storage.stores.access import (
     Access,
     StorageOptions,
     check_grants,
@@ -18,7 +19,6 @@ from creel.cache.storage.access import (
     options_of,
     shown,
 )
-from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError, MalformedError, UnavailableError
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "hush"}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator, page_size
-from creel.cache.memory.fixed_pool import FixedPool
-from creel.cache.memory.free_ranges import NOWHERE, FreeRanges
-from creel.cache.memory.paged_pool import PagedPool
-from creel.cache.memory.runs import HEADER, chained, headers, pieces
+from creel.cache.memory.pools.allocator import Allocator, page_size
+from creel.cache.memory.pools.fixed_pool import FixedPool
+from creel.cache.memory.pools.free_ranges import NOWHERE, FreeRanges
+from creel.cache.memory.pools.paged_pool import PagedPool
+from creel.cache.memory.pools.runs import HEADER, chained, headers, pieces
 from creel.errors import IllegalEventError
 from kit import lengths_of, seeds
 

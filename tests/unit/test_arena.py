@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from creel.cache.memory.arena import Arena, ArenaView
-from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.memfd import sealed_memfd
-from creel.cache.memory.offsets import Offsets
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.offsets import Offsets
 from creel.cache.memory.shared_words import LocationTable
 from creel.errors import MalformedError
 from kit import descriptors, lengths_of

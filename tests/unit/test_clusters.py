@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.pools.allocator import Allocator
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import SOURCE, ClusterChanged, Event
 from creel.daemon.peers import sealing

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 
 from creel import config as config_module
-from creel import limits
 from creel.config import Config, config_files, fields, memory_budget
 from creel.errors import ConfigError
 from creel.settings import MemorySettings
+from creel.system import limits
 from creel.units import format_size, parse_seconds, parse_size
 
 ROOT = Path(__file__).parent.parent.parent

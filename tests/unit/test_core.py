@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from core_rig import Rig, absent
 
-from creel.cache.memory.fixed_pool import FixedPool
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.fixed_pool import FixedPool
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.events import (
     DatasetAdded,
     Dropped,

@@ -9,8 +9,8 @@ import pytest
 from core_rig import Chaos, Rig
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator, Lengths
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.allocator import Allocator, Lengths
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
 from creel.daemon.core.disk.search import Walk
 from creel.daemon.core.events import (

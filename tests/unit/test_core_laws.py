@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from core_rig import Bytes, Chaos, Images, Rig, absent
 
-from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.allocator import Allocator
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     HELD,

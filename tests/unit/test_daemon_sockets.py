@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import zmq
 
-from creel.daemon.service.control_socket import ControlSocket
-from creel.daemon.service.request_socket import RequestSocket
+from creel.daemon.service.sockets.control_socket import ControlSocket
+from creel.daemon.service.sockets.request_socket import RequestSocket
 from creel.messages import Command, Extend, encode
 from kit import descriptors, until
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.memory.runs import Runs, chained, pieces
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.runs import Runs, chained, pieces
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.reads import Read
 from creel.cache.storage.source import Source

@@ -19,8 +19,8 @@ from torch.utils.data import (
 import creel
 from creel.cache.storage.source import Source
 from creel.loader.binding.bind import Binding
-from creel.loader.buffers import BufferPool
 from creel.loader.datasets import RecordDataset
+from creel.loader.transport.buffers import BufferPool
 from testbed.same import same
 
 pytestmark = pytest.mark.timeout(120)

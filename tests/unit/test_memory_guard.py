@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from core_rig import Rig, absent
 
-from creel import limits
-from creel.cache.memory.allocator import SYSTEM_PAGE, Allocator
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.allocator import SYSTEM_PAGE, Allocator
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.events import MemoryFree, MemoryShort, ReleaseMemory
 from creel.daemon.service.memory_guard import MemoryGuard
+from creel.system import limits
 from kit import lengths_of
 
 PAGES = 16

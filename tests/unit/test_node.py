@@ -18,9 +18,9 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config
 from creel.daemon.core.events import Publish, Tick
-from creel.daemon.service import commands
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
+from creel.daemon.service.sockets import commands
 from creel.messages import Command, Extend, Open
 from creel.settings import MemorySettings
 from kit import until

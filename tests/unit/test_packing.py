@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from packing_rig import Bag, Point, Road, Sub, same, theirs
 from torch.utils.data import default_collate
 
-from creel.cache.memory.slots import SlotReader, SlotWriter
-from creel.loader.workers.packing import pack, slot_collate
-from creel.loader.workers.unpacking import discard, unpack
+from creel.cache.memory.slots.reader import SlotReader
+from creel.cache.memory.slots.writer import SlotWriter
+from creel.loader.transport.packing import pack, slot_collate
+from creel.loader.transport.unpacking import discard, unpack
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from creel.cache.memory.allocator import Allocator
+from creel.cache.memory.pools.allocator import Allocator
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.inflight import Inflight
 from creel.policies.prefetch import Latency, Pace, SessionPlan, affordable, portions

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core_rig import Rig
 
-from creel.cache.memory.allocator import Allocator
+from creel.cache.memory.pools.allocator import Allocator
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     Action,

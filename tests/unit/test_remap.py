@@ -17,9 +17,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.iterators import negotiation
-from creel.loader.iterators.exchange import REMAP, check_unchanged, distributed_sampler
-from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
+from creel.loader.groups import negotiation
+from creel.loader.groups.exchange import REMAP, check_unchanged, distributed_sampler
+from creel.loader.groups.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart
 from creel.loader.order.samplers import adopt, before, resharded, without_batches
 from creel.policies.order.remap import Exchange

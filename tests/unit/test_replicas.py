@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from creel.loader.workers.batch_message import Inbox, Outbox
-from creel.loader.workers.channel import Channel, pair
+from creel.loader.groups.follower import Follower, ReplicaPool
+from creel.loader.groups.leader import Leader, SentBatches
+from creel.loader.transport.batch_message import Inbox, Outbox
+from creel.loader.transport.channel import Channel, pair
+from creel.loader.transport.unpacking import unpack
 from creel.loader.workers.events import BatchResult, LeaderLoss
-from creel.loader.workers.follower import Follower, ReplicaPool
-from creel.loader.workers.leader import Leader, SentBatches
-from creel.loader.workers.unpacking import unpack
 from kit import seeds
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]

@@ -7,7 +7,7 @@ import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.events import SOURCE, EpochDealt, FetchObjects, PlanShared, Tick
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.shared_plan import SharedPlan

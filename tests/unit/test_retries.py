@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from source_rig import QUICK, folder, read_into
 
-from creel.cache.storage import retry
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.retry import pause_s, source_error, transient
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import Filled, LocalStore, OpenFile, Run, StoredFile
+from creel.cache.storage.stores import retry
+from creel.cache.storage.stores.retry import pause_s, source_error, transient
+from creel.cache.storage.stores.store import Filled, LocalStore, OpenFile, Run, StoredFile
 from creel.errors import SourceError
 from creel.settings import FetchSettings
 

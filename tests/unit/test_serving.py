@@ -7,7 +7,7 @@ import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN, of_tag, shared
 from creel.daemon.core.events import (
     SOURCE,

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from creel.cache.memory import slots
-from creel.cache.memory.slots import ALIGN, TINY, Buffer, Slot, SlotReader, SlotWriter
+from creel.cache.memory.slots import writer as slots_of_a_worker
+from creel.cache.memory.slots.reader import SlotReader
+from creel.cache.memory.slots.slot import Buffer, Slot
+from creel.cache.memory.slots.writer import ALIGN, TINY, SlotWriter
 from creel.errors import IllegalEventError
 from kit import descriptors
 
@@ -28,7 +30,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlotWriter]:
-    monkeypatch.setattr(slots, "MAX_NBYTES", 16 * MB)
+    monkeypatch.setattr(slots_of_a_worker, "MAX_NBYTES", 16 * MB)
     writer = SlotWriter(max_slots=3)
     yield writer
     writer.close()
@@ -178,7 +180,8 @@ def test_a_closed_reader_gives_nothing_back(writer: SlotWriter, reader: SlotRead
 
 def test_a_tensor_alive_at_exit_does_no_harm() -> None:
     code = (
-        "import atexit, sys, torch; from creel.cache.memory.slots import *\n"
+        "import sys, torch; from creel.cache.memory.slots.reader import SlotReader\n"
+        "from creel.cache.memory.slots.writer import SlotWriter\n"
         "w, r = SlotWriter(max_slots=8), SlotReader(max_leased=4); s, _ = w.room(9999); w.seal()\n"
         "[r.adopt(*one) for one in w.unsent()]\n"
         "t = torch.frombuffer(r.lease(s.id), dtype=torch.uint8)\n"

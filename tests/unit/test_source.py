@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from source_rig import QUICK, folder, read_into, records, whole
 
-from creel.cache.storage import stores
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import LocalStore, Run, StoredFile
+from creel.cache.storage.stores import store as stores
+from creel.cache.storage.stores.store import LocalStore, Run, StoredFile
 from creel.errors import SourceError
 from kit import descriptors, drop, dropped
 
@@ -136,7 +136,7 @@ def test_files_opened_ahead_are_closed_whatever_fails(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("creel.cache.storage.stores.version.torn", interrupted)
+    monkeypatch.setattr("creel.cache.storage.stores.store.version.torn", interrupted)
     with pytest.raises(KeyboardInterrupt):
         whole(source, *range(40)) if read == "whole" else read_into(source, [*range(40)])
     assert not descriptors() - before

@@ -16,7 +16,7 @@ from source_rig import QUICK, read_into, whole
 
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import Run, StoredFile
+from creel.cache.storage.stores.store import Run, StoredFile
 from creel.errors import SourceError
 
 pytestmark = pytest.mark.timeout(120)
@@ -119,7 +119,7 @@ def test_a_dead_server_fails_within_patience() -> None:
 
 def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     """The code for object stores, over pyarrow's own local file system."""
-    from creel.cache.storage.arrow_store import ArrowStore
+    from creel.cache.storage.stores.arrow_store import ArrowStore
 
     (tmp_path / "x").write_bytes(b"0123456789")
     store = ArrowStore("file:///", 1.0, {})

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from core_rig import Rig
 
-from creel.cache.memory.allocator import Allocator, Lengths
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.allocator import Allocator, Lengths
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.events import (
     Action,

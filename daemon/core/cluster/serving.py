@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects

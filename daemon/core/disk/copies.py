@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.disk.records import room_nbytes
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.pools.free_ranges import must
 from creel.daemon.core.disk.search import Predicate, Walk
 from creel.daemon.core.events import DropFromDisk
 from creel.policies.arrays import NONE, Index, Ints, Mask, unique

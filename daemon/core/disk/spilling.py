@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.pools.free_ranges import must
 from creel.daemon.core.disk.copies import BATCH_NBYTES, BATCH_OBJECTS, DiskTier
 from creel.daemon.core.events import DropFromDisk, Spilled, SpillObjects
 from creel.policies.arrays import NONE, Index, joined

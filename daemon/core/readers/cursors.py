@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.pools.free_ranges import must
 from creel.policies.prefetch import SessionPlan
 
 

@@ -11,8 +11,8 @@ import threading
 import numpy as np
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.memory.runs import HEADER, Runs, headers
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.runs import HEADER, Runs, headers
 from creel.cache.storage.reads import Read, parts_in
 from creel.daemon.service.storage.fetch_queue import Readable
 from creel.policies.arrays import Ids, Index, Ints

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.reads import WholeObject
 from creel.cache.storage.source import Source
 from creel.cache.storage.version import CHANGING

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import click
 
-from creel import addresses, limits
+from creel import addresses
 from creel.cache.memory.memfd import memfd
 from creel.config import KEY_VARIABLE, Config, config_files, memory_budget
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
+from creel.system import limits
 from creel.units import format_size
 from creel.version import VERSION
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from creel.cache.storage.retry import public
+from creel.cache.storage.stores.retry import public
 from creel.cli.view import Values, format_count, format_seconds
 from creel.errors import ConfigError, CreelError, NotFoundError
 from creel.units import format_size
@@ -67,8 +67,8 @@ def folder_manifest(path: str) -> Manifest:
 
 
 def _all_files(path: str) -> Manifest:
-    from creel.cache.storage.access import StorageOptions
     from creel.cache.storage.manifest import Manifest
+    from creel.cache.storage.stores.access import StorageOptions
     from creel.loader.reading.listing import files_below
     from creel.loader.reading.storage import absolute, escape
 

@@ -15,9 +15,9 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, u
 
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
-from creel.cache.storage.answers import SLOWEST_BPS, of_each, tag_of
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short
+from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each, tag_of
+from creel.cache.storage.stores.store import Filled, Run, StoredFile, check_size, too_short
 from creel.errors import ConfigError
 
 T = TypeVar("T")

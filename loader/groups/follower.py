@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from creel.forks import forget_in_child
 from creel.loader.client.packets import close_all
+from creel.loader.groups.leader import SentBatch, checksum
 from creel.loader.torch_private import ExceptionWrapper, raise_failure
-from creel.loader.workers.batch_message import Inbox
+from creel.loader.transport.batch_message import Inbox
+from creel.loader.transport.channel import Channel
 from creel.loader.workers.batch_pool import BatchPool
-from creel.loader.workers.channel import Channel
 from creel.loader.workers.events import BatchResult, LeaderLoss, WorkerEvent
-from creel.loader.workers.leader import SentBatch, checksum
 from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
+from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.workers.pool import Slots, WorkerProcess

@@ -25,10 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch.multiprocessing import reductions
 
-from creel.cache.memory.slots import TINY, Slot, SlotWriter
-from creel.loader.buffers import over
+from creel.cache.memory.slots.slot import Slot
+from creel.cache.memory.slots.writer import TINY, SlotWriter
 from creel.loader.torch_private import collate as torch_collate
-from creel.loader.workers.unpacking import (
+from creel.loader.transport.buffers import over
+from creel.loader.transport.unpacking import (
     DTYPES,
     PART,
     Packed,

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import TypeAlias, TypeVar
 
-from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.policies.arrays import Ints
 
 #: Header of a run: bytes of the object in it, and the start of the next run (NOWHERE: none).

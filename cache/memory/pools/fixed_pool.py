@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import NOWHERE, must
-from creel.cache.memory.runs import Runs
+from creel.cache.memory.pools.free_ranges import NOWHERE, must
+from creel.cache.memory.pools.runs import Runs
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, every
 
 if TYPE_CHECKING:
-    from creel.cache.memory.allocator import Allocator
+    from creel.cache.memory.pools.allocator import Allocator
 
 _SLAB_NBYTES = 64 << 20  # adding a slab takes about 20 us, nothing compared to reading 64 MiB
 _SLABS = 64  # least number of slabs in a space, so that several pools can share a small one

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from creel.cache.storage.access import ARROW
-from creel.cache.storage.arrow_store import ArrowStore, GcsStore
-from creel.cache.storage.stores import Store
+from creel.cache.storage.stores.access import ARROW
+from creel.cache.storage.stores.arrow_store import ArrowStore, GcsStore
+from creel.cache.storage.stores.store import Store
 
 
 def store_key(uri: str) -> tuple[str, str, str]:
@@ -38,7 +38,7 @@ def open_store(
 
     Args:
         deadline_s: longest time without an answer to a request.
-        options: of the client (`creel.cache.storage.access`). What an address says comes first.
+        options: of the client (`storage.stores.access`). What an address says comes first.
         handed: whether another process has resolved them: this one adds nothing.
 
     Raises:
@@ -50,7 +50,7 @@ def open_store(
         return GcsStore(uri, deadline_s, options)
     if scheme in ARROW:
         return ArrowStore(uri, deadline_s, options)
-    from creel.cache.storage.fsspec_store import FsspecStore, HttpStore, fsspec_of
+    from creel.cache.storage.stores.fsspec_store import FsspecStore, HttpStore, fsspec_of
 
     system = fsspec_of(uri, deadline_s, options, handed=handed)
     return (HttpStore if scheme in {"http", "https"} else FsspecStore)(system, deadline_s)

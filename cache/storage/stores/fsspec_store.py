@@ -14,9 +14,16 @@ from urllib.parse import unquote
 
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
-from creel.cache.storage.answers import AT_ONCE, SLOWEST_BPS, of_each, tag_of
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short, wrong_size
+from creel.cache.storage.stores.answers import AT_ONCE, SLOWEST_BPS, of_each, tag_of
+from creel.cache.storage.stores.store import (
+    Filled,
+    Run,
+    StoredFile,
+    check_size,
+    too_short,
+    wrong_size,
+)
 from creel.errors import SourceError
 
 #: Statuses of HEAD with which GET may still succeed: no HEAD, or an address signed only for GET.

@@ -1,7 +1,7 @@
 """Stores: the interface (`Store`) to all kinds of storage, and the store of local files.
 
-Local files are read with `pread` straight into the caller's buffers. `cache/storage/remote.py` has
-the other stores, `cache/storage/source.py` the retries.
+Local files are read with `pread` straight into the caller's buffers. `remote.py` has the other
+stores, `cache/storage/source.py` the retries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
 from creel.errors import SourceError
-from creel.limits import IOV_MAX, memory
+from creel.system.limits import IOV_MAX, memory
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.utils.data import default_collate
 
-from creel.cache.memory.slots import Slot, SlotReader, SlotWriter
-from creel.limits import may_keep
-from creel.loader.buffers import over
-from creel.loader.workers.packing import pack, slot_collate
-from creel.loader.workers.unpacking import Packed
+from creel.cache.memory.slots.reader import SlotReader
+from creel.cache.memory.slots.slot import Slot
+from creel.cache.memory.slots.writer import SlotWriter
+from creel.loader.transport.buffers import over
+from creel.loader.transport.packing import pack, slot_collate
+from creel.loader.transport.unpacking import Packed
+from creel.system.limits import may_keep
 
 Collate: TypeAlias = Callable[[Sequence[object]], object]
 

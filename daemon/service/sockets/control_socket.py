@@ -22,9 +22,9 @@ from typing import Any
 from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE, mapped
 from creel.cache.storage.manifest import Manifest
 from creel.daemon.listener import Listener
-from creel.daemon.service.keepalive import KeepAlive
 from creel.daemon.service.node import Answer, Node
 from creel.daemon.service.registry import SessionRecord
+from creel.daemon.service.sockets.keepalive import KeepAlive
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
     MAX_BODY,
@@ -50,7 +50,7 @@ from creel.messages import (
     decode,
     encode,
 )
-from creel.unix_peers import peer_of, why_apart
+from creel.system.unix_peers import peer_of, why_apart
 
 log = logging.getLogger("creel.control_socket")
 

@@ -19,10 +19,10 @@ import zmq
 from numpy.typing import NDArray
 
 from creel.daemon.core.events import EpochBegan
-from creel.daemon.service import commands
-from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import SessionRecord
+from creel.daemon.service.sockets import commands
+from creel.daemon.service.sockets.control_socket import ControlSocket
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
     Begin,

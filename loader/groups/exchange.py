@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_name
+from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.torch_private import default_store
 from creel.policies.order.remap import Exchange
 

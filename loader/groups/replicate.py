@@ -18,12 +18,12 @@ import torch
 
 from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_name
+from creel.loader.groups.follower import Follower
+from creel.loader.groups.leader import Leader
+from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.torch_private import default_store
-from creel.loader.workers.channel import Channel
-from creel.loader.workers.follower import Follower
-from creel.loader.workers.leader import Leader
-from creel.unix_peers import peer_of
+from creel.loader.transport.channel import Channel
+from creel.system.unix_peers import peer_of
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.cache.memory.slots import TINY, Buffer, SlotReader
+from creel.cache.memory.slots.reader import SlotReader
+from creel.cache.memory.slots.slot import Buffer
+from creel.cache.memory.slots.writer import TINY
 from creel.errors import IllegalEventError
-from creel.loader.buffers import over
+from creel.loader.transport.buffers import over
 
 #: Dtypes of packed tensors, numbered by their position in DTYPES. torch pickles all others.
 _NAMES = (

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.fixed_pool import FixedPool
-from creel.cache.memory.free_ranges import NOWHERE, FreeRanges, must
-from creel.cache.memory.paged_pool import PagedPool
-from creel.cache.memory.runs import Runs
+from creel.cache.memory.pools.fixed_pool import FixedPool
+from creel.cache.memory.pools.free_ranges import NOWHERE, FreeRanges, must
+from creel.cache.memory.pools.paged_pool import PagedPool
+from creel.cache.memory.pools.runs import Runs
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Ints
 

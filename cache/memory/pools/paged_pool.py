@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import NOWHERE, must
-from creel.cache.memory.runs import HEADER, Runs, chained
+from creel.cache.memory.pools.free_ranges import NOWHERE, must
+from creel.cache.memory.pools.runs import HEADER, Runs, chained
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Ints, every
 
 if TYPE_CHECKING:
-    from creel.cache.memory.allocator import Allocator
+    from creel.cache.memory.pools.allocator import Allocator
 
 #: Most runs of one object: each takes 3 us here and 1 us in a reader. An object that would need
 #: more finds no room until other objects leave.

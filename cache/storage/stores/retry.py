@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from creel.cache.storage.access import shown
+from creel.cache.storage.stores.access import shown
 from creel.errors import CreelError, SourceError, SourceNotFoundError
 from creel.settings import FetchSettings
 

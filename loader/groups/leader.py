@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from creel.forks import forget_in_child
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import ExceptionWrapper
-from creel.loader.workers.batch_message import BatchMessage, Outbox
-from creel.loader.workers.channel import Channel
+from creel.loader.transport.batch_message import BatchMessage, Outbox
+from creel.loader.transport.channel import Channel
 from creel.loader.workers.worker import portable
+from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.iterators.inline_iter import BatchReader

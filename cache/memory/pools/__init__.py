@@ -1,0 +1,1 @@
+"""Which bytes of the arena belong to which object."""

@@ -1,0 +1,1 @@
+"""One way to read for each kind of storage, and by whose rights."""

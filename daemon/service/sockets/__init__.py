@@ -1,0 +1,1 @@
+"""What clients and the command line ask, over the two sockets."""

@@ -1,0 +1,1 @@
+"""Ranks that share batches, or exchange samples."""

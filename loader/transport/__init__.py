@@ -1,0 +1,1 @@
+"""Batches on their way from a worker into a tensor."""

@@ -1,0 +1,1 @@
+"""What the operating system says of processes and limits."""
