@@ -81,6 +81,11 @@ def policy_for(
     return present
 
 
+def joint(policy: EvictionPolicy) -> ClusterEviction | None:
+    """Return the policy itself if the nodes of a cluster plan together, else None."""
+    return policy if isinstance(policy, ClusterEviction) else None
+
+
 def _alone(
     present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:

@@ -12,7 +12,7 @@ from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.shared_plan import SharedPlan
-from creel.policies.eviction.policy import PlanningTask
+from creel.policies.eviction.context import PlanningTask
 
 #: Origins of a fetch: the dataset's storage; private memory of the shell, which holds objects read
 #: with unknown lengths; the node's disk. Origins of 0 and above are numbers of peers.

@@ -22,8 +22,8 @@ from creel.policies.cluster.boundary import (
 )
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan, digest
-from creel.policies.eviction.planned import LISTED, PlannedEviction, PlanningContext
-from creel.policies.eviction.policy import PlanningTask
+from creel.policies.eviction.context import PlanningContext, PlanningTask
+from creel.policies.eviction.planned import LISTED, PlannedEviction
 from creel.policies.eviction.sampling import Nodes
 from creel.policies.next_use import NextUses
 
@@ -71,12 +71,6 @@ class ClusterEviction(PlannedEviction):
         self.waits = self.astray
         self._adopted = False  # whether a peer has told in this epoch who holds what
         self._digested: tuple[Nodes | None, int] = None, 0
-
-    @property
-    def cluster(self) -> ClusterEviction:
-        return self
-
-    # --- other nodes' plans ----------------------------------------------------------------------
 
     @property
     def lacks(self) -> int | None:
@@ -154,7 +148,7 @@ class ClusterEviction(PlannedEviction):
     ) -> ClusterBoundary:
         size = context.agreed_size
         whole = max(dataset_nbytes(size, len(self._state)), 1)
-        capacity = context.capacities(view)
+        capacity = context.capacities(view.capacity, view.disk)
         depth = placement.useful_depth(len(view.capacity), int(capacity.sum()) / whole)
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
         capacity -= self._in_use(view, orders[0].batch * whole // len(self._state), capacity, whole)

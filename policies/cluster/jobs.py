@@ -21,9 +21,8 @@ from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.homes import FOR_PEERS, Homes
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.eviction.candidates import Sorted
+from creel.policies.eviction.context import PlanningContext, PlanningTask
 from creel.policies.eviction.farthest import FarthestNextUse, soonest
-from creel.policies.eviction.planned import PlanningContext
-from creel.policies.eviction.policy import PlanningTask
 from creel.policies.eviction.recent import ReleaseLog
 from creel.policies.next_use import NEVER, NextUses
 

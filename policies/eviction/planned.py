@@ -8,25 +8,14 @@ even pace, and epochs that begin with hits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import NONE, Ids, Index, Ints, Mask, every, joined, unique
-from creel.policies.eviction.policy import (
-    NOT_STORED,
-    RESIDENT,
-    SKIPPED,
-    EvictionPolicy,
-    PlanningTask,
-)
+from creel.policies.arrays import NONE, Ids, Index, Mask, every, joined, unique
+from creel.policies.eviction.context import PlanningContext, PlanningTask
+from creel.policies.eviction.policy import NOT_STORED, RESIDENT, SKIPPED, EvictionPolicy
 from creel.policies.eviction.retention import EpochBoundary, Kept
 from creel.policies.next_use import NextUses
-
-if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.boundary import ClusterView
 
 #: After this part (1/n) of an epoch, retention is planned even if the next order is unknown.
 _WAIT_PART = 8
@@ -43,51 +32,6 @@ _MAX_LOST = 0.0005
 LISTED = np.uint8(1)
 #: Objects per scan, and most scans in one call, if no candidates are listed.
 _SCAN_OBJECTS, _MAX_SCANS = 1 << 16, 4
-
-
-class PlanningContext(Protocol):
-    """What the policy asks about its job when it may need a plan."""
-
-    @property
-    def known(self) -> int:
-        """The latest epoch for which every rank has published (some of) its plan."""
-
-    @property
-    def clock(self) -> int:
-        """Steps that all ranks have done."""
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of memory, and of disk, that the dataset may claim."""
-
-    def capacities(self, view: ClusterView) -> Ints:
-        """(nodes,) bytes of memory and disk of each node of a cluster that the dataset may claim.
-
-        All nodes compute the same numbers.
-        """
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of all objects of the dataset; unknown lengths are guessed."""
-
-    @property
-    def size(self) -> Ints:
-        """As `EpochBoundary.size`."""
-
-    @property
-    def agreed_size(self) -> Ints:
-        """(n,) bytes of each object as all nodes know them, or (1,) if some are unknown."""
-
-    @property
-    def page(self) -> int:
-        """As `EpochBoundary.page`."""
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        """Steps that readers work ahead, and steps that should be read ahead."""
-
-    def orders(self, epoch: int) -> Sequence[Sequence[Ids]]:
-        """As `EpochBoundary.orders`."""
 
 
 class PlannedEviction(EvictionPolicy):

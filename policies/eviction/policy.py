@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.arrays import NONE, Index, Ints, Mask
+from creel.policies.eviction.context import PeerHomes, PlanningContext, PlanningTask
 from creel.policies.next_use import NEVER, NextUses
-
-if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.eviction import ClusterEviction
-    from creel.policies.cluster.homes import Homes
-    from creel.policies.eviction.planned import PlanningContext
 
 # States of an object. States below FETCHING are not in flight. SKIPPED: left to a reader that
 # overtakes the fetches. OVERDUE: in flight, but no reader waits for it any more.
@@ -21,13 +15,6 @@ ABSENT, SKIPPED, FAILED, FETCHING, RESIDENT, OVERDUE = range(6)
 
 # Whether an object is on local disk: no, being written, yes.
 NOT_STORED, STORING, STORED = range(3)
-
-
-class PlanningTask(Protocol):
-    """What a policy has planned outside the event loop, from what was known when it asked."""
-
-    def plan(self) -> object:
-        """Return the plan; only the policy that asked knows what it is."""
 
 
 class EvictionPolicy:
@@ -52,16 +39,11 @@ class EvictionPolicy:
     #: Whether this node reads objects that it is to hold from the source when peers ask for them.
     reads_for_peers = False
     #: Which node to ask for objects whose holder no plan names; None: read the source.
-    homes: Homes | None = None
+    homes: PeerHomes | None = None
     #: Whether plans or homes have changed, so that the eviction candidates must be listed again.
     stale = False
     #: (n,) whether each object is on disk, as above; a live view. None: the node has no disk.
     stored: NDArray[np.uint8] | None = None
-
-    @property
-    def cluster(self) -> ClusterEviction | None:
-        """The policy itself if the nodes of a cluster plan together, else None."""
-        return None
 
     def __init__(
         self, state: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
@@ -94,7 +76,7 @@ class EvictionPolicy:
         """Return how many objects may be read ahead at least, in a memory for `room` objects."""
         return 0.0
 
-    def set_homes(self, homes: Homes | None) -> None:
+    def set_homes(self, homes: PeerHomes | None) -> None:
         """Set which peers to ask; None: no peers."""
         if homes is not self.homes:
             self.homes, self.stale = homes, True

@@ -12,7 +12,7 @@ import nodes as cores
 import numpy as np
 import pytest
 
-from creel.policies.cluster.boundary import ClusterView, Deals
+from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.job_order import JobOrder, by_rank
 from creel.policies.cluster.placement import (
@@ -157,7 +157,7 @@ class Context:
     def __init__(self, capacity: np.ndarray, n: int) -> None:
         self.capacity, self.nbytes, self._all = int(capacity[0]), float(n), capacity
 
-    def capacities(self, view: ClusterView) -> np.ndarray:  # noqa: ARG002
+    def capacities(self, memory: np.ndarray, disk: np.ndarray) -> np.ndarray:  # noqa: ARG002
         return self._all.copy()
 
     def orders(self, epoch: int) -> list[list[np.ndarray]]:  # noqa: ARG002

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import FOR_PEERS, Homes, HomesEviction
 from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.farthest import FarthestNextUse
@@ -41,8 +40,12 @@ class Facts:
     def agreed_size(self) -> NDArray[np.int64]:
         return self.size
 
-    def capacities(self, view: ClusterView) -> NDArray[np.int64]:
-        return view.capacity
+    def capacities(
+        self,
+        memory: NDArray[np.int64],
+        disk: NDArray[np.int64],  # noqa: ARG002
+    ) -> NDArray[np.int64]:
+        return memory
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:  # noqa: ARG002
         return [[ids.astype(np.int32) for ids in self.order]]

@@ -11,6 +11,7 @@ from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.events import SOURCE, EpochDealt, FetchObjects, PlanShared, Tick
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.shared_plan import SharedPlan
+from creel.policies.policy_for import joint
 from kit import cluster_view
 
 SAMPLES, SEED = 40, 50
@@ -99,7 +100,7 @@ def test_who_hears_that_no_peer_knows_goes_on_with_what_it_knows() -> None:
     assert origins == PEERS * 2
     assert not node.plans_asked
     node.land_source()
-    policy = node.core._residencies["d"].policy.cluster
+    policy = joint(node.core._residencies["d"].policy)
     assert policy is not None
     assert policy.lacks is None
     assert policy.digest is not None, "it plans again"

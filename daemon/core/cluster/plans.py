@@ -10,6 +10,7 @@ from creel.daemon.core.residency import Residency
 from creel.policies.cluster.boundary import SOURCE
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.shared_plan import PlanDigest
+from creel.policies.policy_for import joint
 
 #: Longest time that reading ahead waits for a peer to say who holds what, in seconds.
 _PATIENCE_S = 2.0
@@ -77,7 +78,7 @@ class ClusterPlans:
 
         If none of them does, this node goes on with what it knows.
         """
-        policy = residency.policy.cluster
+        policy = joint(residency.policy)
         seed = None if policy is None else policy.lacks
         if policy is None or seed is None:
             self.forget(residency.name)
@@ -117,11 +118,11 @@ class ClusterPlans:
     def _within(self, cluster: str) -> Iterator[ClusterEviction]:
         """Yield the policies of datasets that are planned in this cluster."""
         for residency in self._residencies.values():
-            policy = residency.policy.cluster
+            policy = joint(residency.policy)
             view = None if policy is None else policy.deals.view
             if policy is not None and view is not None and view.cluster == cluster:
                 yield policy
 
     def _policy(self, dataset: str) -> ClusterEviction | None:
         residency = self._residencies.get(dataset)
-        return None if residency is None else residency.policy.cluster
+        return None if residency is None else joint(residency.policy)

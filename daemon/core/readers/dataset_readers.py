@@ -11,7 +11,8 @@ from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes, memory_of
 from creel.policies.cluster.jobs import DealtJob
 from creel.policies.cluster.scheme import scheme_of
-from creel.policies.eviction.policy import NoEviction, PlanningTask
+from creel.policies.eviction.context import PlanningTask
+from creel.policies.eviction.policy import NoEviction
 from creel.policies.next_use import NextUses
 from creel.policies.policy_for import Readers, policy_for
 from creel.policies.prefetch import Window

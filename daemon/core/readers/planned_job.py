@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from creel.daemon.core.disk.copies import most_writing, object_nbytes
 from creel.daemon.core.readers.sessions import JobGroup
 from creel.policies.arrays import Ints
-from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.placement import dataset_nbytes
 from creel.policies.prefetch import Window
 
@@ -27,7 +26,7 @@ _PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job as an eviction policy sees it; implements `eviction.planned.PlanningContext`."""
+    """A job as an eviction policy sees it; implements `eviction.context.PlanningContext`."""
 
     residency: Residency
     group: JobGroup
@@ -52,11 +51,11 @@ class PlannedJob:
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
 
-    def capacities(self, view: ClusterView) -> Ints:
+    def capacities(self, memory: Ints, disk: Ints) -> Ints:
         """Return (nodes,) bytes of this dataset that memory and disk of each node can hold."""
         size = self.agreed_size
         mean = dataset_nbytes(size, len(self.residency)) / max(len(self.residency), 1)
-        disks = zip(view.capacity.tolist(), view.disk.tolist(), strict=True)
+        disks = zip(memory.tolist(), disk.tolist(), strict=True)
         return np.array(
             [m + object_nbytes(d, unit, most_writing(m), mean) for m, (d, unit) in disks], np.int64
         )
