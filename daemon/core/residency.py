@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.pools.allocator import Allocator, Lengths, ObjectPool
+from creel.cache.memory.pools.allocator import Allocator, Lengths
 from creel.cache.memory.pools.free_ranges import NOWHERE, must
 from creel.cache.memory.pools.offsets import Places
+from creel.cache.memory.pools.pool import ObjectPool
 from creel.cache.memory.pools.runs import chained
 from creel.daemon.core.cluster.departed import Departed
 from creel.daemon.core.disk.copies import DiskCopies, DiskTier

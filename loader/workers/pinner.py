@@ -7,7 +7,7 @@ import queue
 import threading
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,13 +17,19 @@ from creel.loader.workers.events import BatchResult, WorkerEvent
 
 if TYPE_CHECKING:
     from creel.loader.transport.pinning import Pinning
-    from creel.loader.workers.batch_pool import BatchPool
+
+
+class Receiver(Protocol):
+    """Where a pinner takes events from (`BatchPool`)."""
+
+    def receive(self, timeout_s: float) -> WorkerEvent | None:
+        """Return the next event; None on timeout."""
 
 
 class Pinner:
     """A thread that receives events from the workers and copies batches to pinned memory."""
 
-    def __init__(self, pool: BatchPool, pinning: Pinning) -> None:
+    def __init__(self, pool: Receiver, pinning: Pinning) -> None:
         """Start the thread."""
         self._pool = weakref.proxy(pool)
         self._pinning = pinning

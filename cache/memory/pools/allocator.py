@@ -10,7 +10,7 @@ objects never move; tests/unit/test_allocator.py measures the number of runs.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.pools.fixed_pool import FixedPool
 from creel.cache.memory.pools.free_ranges import NOWHERE, FreeRanges, must
 from creel.cache.memory.pools.paged_pool import PagedPool
-from creel.cache.memory.pools.runs import Runs
+from creel.cache.memory.pools.pool import ObjectPool
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Ints
 
@@ -63,42 +63,6 @@ class Lengths(NamedTuple):
         """The length of all objects, if all lengths are known and equal; else None."""
         same = 0 < self.known == self.objects and self.min_nbytes == self.max_nbytes
         return self.min_nbytes if same else None
-
-
-class ObjectPool(Protocol):
-    """The memory of one dataset in a space; places (see `runs`) and sizes are (k,) int64."""
-
-    same_size: bool  # whether all rooms have one size
-    used: int  # bytes of all rooms
-    record: int  # bytes of a room if all have one size, else 0
-    page: int  # the size of every room is a multiple of it
-
-    def alloc(self, nbytes: Ints) -> Ints:
-        """Allocate objects of these sizes; return their places, NOWHERE where there is no room."""
-
-    def rounded(self, nbytes: Ints) -> Ints:
-        """Return the bytes of the rooms for objects of these sizes."""
-
-    def free(self, places: Ints, nbytes: Ints) -> int:
-        """Free objects of these sizes; return the bytes of their rooms."""
-
-    def runs(self, places: Ints) -> Runs:
-        """Return the runs of those objects that consist of several."""
-
-    def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-        """Return starts and sizes of all ranges that these objects occupy, in any order."""
-
-    def ranges(self) -> tuple[Ints, Ints]:
-        """Return starts and sizes of the pool's ranges (-1: up to the start of the next range)."""
-
-    def clear(self) -> bool:
-        """Free all objects at once, if the pool can; return whether it has."""
-
-    def trim(self) -> None:
-        """Return unused slabs to the space."""
-
-    def check(self, held: Ints) -> None:
-        """Raise IllegalEventError unless the `held` bytes of all ranges add up."""
 
 
 class Allocator:

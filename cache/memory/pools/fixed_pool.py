@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from creel.cache.memory.pools.free_ranges import NOWHERE, must
+from creel.cache.memory.pools.pool import Space
 from creel.cache.memory.pools.runs import Runs
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, every
-
-if TYPE_CHECKING:
-    from creel.cache.memory.pools.allocator import Allocator
 
 _SLAB_NBYTES = 64 << 20  # adding a slab takes about 20 us, nothing compared to reading 64 MiB
 _SLABS = 64  # least number of slabs in a space, so that several pools can share a small one
@@ -28,7 +24,7 @@ class FixedPool:
     same_size = True
     page = 1
 
-    def __init__(self, space: Allocator, record: int, objects: int) -> None:
+    def __init__(self, space: Space, record: int, objects: int) -> None:
         """Make a pool for a dataset of `objects` records; a slab is never larger than it needs."""
         self.record = record
         self.used = 0  # bytes

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.pools.free_ranges import NOWHERE, must
+from creel.cache.memory.pools.pool import Space
 from creel.cache.memory.pools.runs import HEADER, Runs, chained
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Ints, every
-
-if TYPE_CHECKING:
-    from creel.cache.memory.pools.allocator import Allocator
 
 #: Most runs of one object: each takes 3 us here and 1 us in a reader. An object that would need
 #: more finds no room until other objects leave.
@@ -40,7 +36,7 @@ class PagedPool:
     same_size = False
     record = 0
 
-    def __init__(self, space: Allocator, page: int) -> None:
+    def __init__(self, space: Space, page: int) -> None:
         self.page = page
         self.used = 0  # bytes of all rooms
         self._space = space

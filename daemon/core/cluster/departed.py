@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from creel.cache.memory.pools.allocator import ObjectPool
+from creel.cache.memory.pools.pool import ObjectPool
 from creel.policies.arrays import Ints
 
 
