@@ -1,0 +1,209 @@
+"""What a rank will wait for, from what it did in the last seconds: one law. Pure.
+
+A rank's workers supply a batch every `busy seconds per batch / workers` (the utilisation law of
+queueing theory). Training takes one every `(time - waits) / batches`. Where the first is longer,
+the difference is the wait. Ranks that train together step as fast as the slowest of them, and the
+time that one rank trains includes its wait for the others: the least over the ranks is training
+itself.
+
+`benchmarks/model.py` compares forecasts with what came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+#: A rank that waited for more than this part of its time was short of batches: the pace at which
+#: they came is then measured, not computed.
+_WAITED = 0.02
+#: A straggler is later than the next rank by this part of a step, or nobody is.
+_BEHIND = 0.05
+#: Below this part of the time in `dataset[i]` on a processor, samples wait for something else.
+_IDLE = 0.5
+#: Above this multiple of their time, workers run threads of their own.
+_THREADS = 1.3
+
+#: Stages whose time is a worker's own work.
+_WORK = ("decode", "collate")
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one rank did in some seconds: differences of its counters.
+
+    Attributes:
+        seconds: how long.
+        batches: taken by training.
+        workers: processes that make batches; 0: training does it itself.
+        busy_s: by stage, seconds of all workers, or without workers of the trainer.
+        cpu_s: seconds of a processor that workers used; negative if unknown.
+        stall_s: by cause, seconds that training waited.
+        made: finished batches that wait now.
+    """
+
+    seconds: float
+    batches: int
+    workers: int
+    busy_s: Mapping[str, float]
+    stall_s: Mapping[str, float]
+    cpu_s: float = -1.0
+    made: float = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training waited in all."""
+        return sum(self.stall_s.values())
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of one step without its wait for data, but with the wait for other ranks."""
+        return max(self.seconds - self.waited_s, 0.0) / self.batches
+
+    @property
+    def demand_s(self) -> float:
+        """Seconds of work in one batch."""
+        return sum(self.busy_s.values()) / self.batches
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one rank does next if nothing changes.
+
+    Attributes:
+        supply_s: seconds between two batches that its workers can make.
+        step_s: seconds of a step of the whole job.
+        wait_s: seconds of each step that this rank waits for its batch.
+        in_steps: steps until that wait begins, as finished batches last so long; inf: never.
+        cause: the stage that takes longest; "waiting" and "threads" stand for "decode" where
+            `dataset[i]` uses no processor, or several.
+    """
+
+    supply_s: float
+    step_s: float
+    wait_s: float
+    in_steps: float
+    cause: str
+
+
+def forecast(ranks: Sequence[Window], cores: float = math.inf) -> list[Forecast]:
+    """Return what each rank that trains together with the others does next.
+
+    Args:
+        ranks: one window each, with a batch at least.
+        cores: of the node on which all of them run.
+
+    >>> one = Window(16.0, 64, 2, {"decode": 32.0}, {"decode": 8.0})
+    >>> forecast([one])[0]
+    Forecast(supply_s=0.25, step_s=0.25, wait_s=0.125, in_steps=0.0, cause='decode')
+    """
+    if not ranks:
+        return []
+    floor = node_s(ranks, cores)
+    supplies = [max(supply_s(one), floor) for one in ranks]
+    train = min(one.train_s for one in ranks)
+    both = list(zip(ranks, supplies, strict=True))
+    waits = [max(s - train, 0.0) if one.workers else s for one, s in both]
+    return [
+        Forecast(s, train + max(waits), wait, _lasts(one, train, s), cause(one))
+        for (one, s), wait in zip(both, waits, strict=True)
+    ]
+
+
+def supply_s(one: Window) -> float:
+    """Return the seconds between two batches that a rank's workers can make.
+
+    Where training waited, the pace was seen. It is slower than the law says if workers take
+    batches in a fixed order and one of them has the long ones.
+    """
+    computed = one.demand_s / max(one.workers, 1)
+    short = one.workers > 0 and one.waited_s > _WAITED * one.seconds
+    return max(computed, one.seconds / one.batches) if short else computed
+
+
+def node_s(ranks: Sequence[Window], cores: float) -> float:
+    """Return the least seconds of a step for which the node's cores suffice; 0 if unknown."""
+    known = [one.cpu_s / one.batches for one in ranks if one.cpu_s > 0]
+    return sum(known) / cores if known else 0.0
+
+
+def _lasts(one: Window, train: float, supply: float) -> float:
+    """Return how many steps finished batches last if each takes `train` and they come slower."""
+    if not one.workers:
+        return 0.0
+    return one.made / (1 - train / supply) if supply > train else math.inf
+
+
+def cause(one: Window) -> str:
+    """Return the stage of a batch that takes longest, "" if none takes any time.
+
+    >>> cause(Window(1.0, 10, 1, {"source": 0.1, "decode": 0.8}, {}, cpu_s=0.1))
+    'waiting'
+    """
+    stage = max(one.busy_s, key=lambda name: one.busy_s[name], default="")
+    if not stage or not one.busy_s[stage]:
+        return ""
+    own = sum(one.busy_s.get(name, 0.0) for name in _WORK)
+    if stage != "decode" or one.cpu_s < 0 or not one.workers:
+        return stage
+    if one.cpu_s < _IDLE * own:
+        return "waiting"
+    return "threads" if one.cpu_s > _THREADS * own else stage
+
+
+def straggler(forecasts: Sequence[Forecast]) -> int | None:
+    """Return which rank holds the others up; None if none is later than the next by 5 %.
+
+    >>> def waits(s: float) -> Forecast:
+    ...     return Forecast(s, 0.2, s - 0.1, 0.0, "decode")
+    >>> straggler([waits(0.1), waits(0.2)]), straggler([waits(0.2), waits(0.2)])
+    (1, None)
+    """
+    order = sorted(range(len(forecasts)), key=lambda k: -forecasts[k].wait_s)
+    if len(order) < 2 or not forecasts[order[0]].wait_s:
+        return None
+    first, second = (forecasts[k] for k in order[:2])
+    late = first.wait_s - second.wait_s
+    return order[0] if late > _BEHIND * max(first.step_s, 1e-9) else None
+
+
+# --- what if: each returns the window as it would have been -------------------------------------
+
+
+def with_workers(one: Window, workers: int) -> Window:
+    """Return the window with another number of workers, whose waits are not known yet."""
+    return _unseen(replace(one, workers=workers))
+
+
+def with_memory(one: Window, hits: float) -> Window:
+    """Return the window if this share of what is read now were in memory."""
+    return _without(one, "source", hits)
+
+
+def with_decoded(one: Window, share: float, copy_s: float = 0.0) -> Window:
+    """Return the window if this share of the samples were kept decoded.
+
+    Args:
+        copy_s: seconds for the copies of one batch, all of it kept.
+    """
+    less = _without(_without(one, "decode", share), "source", share)
+    copies = share * copy_s * one.batches
+    busy = {**less.busy_s, "decode": less.busy_s.get("decode", 0.0) + copies}
+    return replace(less, busy_s=busy)
+
+
+def _without(one: Window, stage: str, share: float) -> Window:
+    """Return the window without a share of one stage's time."""
+    saved = share * one.busy_s.get(stage, 0.0)
+    busy = {**one.busy_s, stage: one.busy_s.get(stage, 0.0) - saved}
+    if one.cpu_s < 0 or stage not in _WORK:
+        return _unseen(replace(one, busy_s=busy))
+    own = sum(one.busy_s.get(name, 0.0) for name in _WORK)
+    return _unseen(replace(one, busy_s=busy, cpu_s=one.cpu_s * (1 - saved / own) if own else 0.0))
+
+
+def _unseen(one: Window) -> Window:
+    """Return the window as if training had not waited: the pace that was seen holds no more."""
+    left = max(one.seconds - one.waited_s, 1e-9)
+    return replace(one, seconds=left, stall_s={})

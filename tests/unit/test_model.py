@@ -1,0 +1,156 @@
+"""The model of a rank's waits, against a simulation that hands out batches as torch does."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from creel.policies.model import (
+    Window,
+    cause,
+    forecast,
+    straggler,
+    with_decoded,
+    with_memory,
+    with_workers,
+)
+
+AHEAD = 2  # batches asked ahead of each worker, as torch's prefetch_factor
+
+
+def simulated(cost: NDArray[np.float64], workers: int, train_s: float) -> NDArray[np.float64]:
+    """Return (n,) seconds that training waits for each batch; worker i mod W makes batch i."""
+    free = np.zeros(workers)
+    asked = np.zeros(len(cost))  # when the task of a batch was sent
+    waits = np.zeros(len(cost))
+    now = 0.0
+    for i, seconds in enumerate(cost):
+        free[i % workers] = max(free[i % workers], asked[i]) + seconds
+        waits[i] = max(free[i % workers] - now, 0.0)
+        now += waits[i]
+        if i + AHEAD * workers < len(cost):
+            asked[i + AHEAD * workers] = now
+        now += train_s
+    return waits
+
+
+def window(
+    cost: NDArray[np.float64], waits: NDArray[np.float64], workers: int, train_s: float
+) -> Window:
+    """Return the counters of these batches."""
+    waited = float(waits.sum())
+    return Window(
+        len(cost) * train_s + waited,
+        len(cost),
+        workers,
+        {"decode": float(cost.sum())},
+        {"decode": waited},
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+@pytest.mark.parametrize("load", [0.5, 0.9, 1.1, 2.0])
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_a_window_foretells_the_next(workers: int, load: float, spread: float) -> None:
+    rng, mean, train_s = np.random.default_rng(workers), 0.1, 0.05
+    mean = load * workers * train_s
+    cost = mean * rng.gamma(1 / spread**2, spread**2, 4096) if spread else np.full(4096, mean)
+    waits = simulated(cost, workers, train_s)
+    first, second = slice(1024, 2560), slice(2560, 4096)
+    (told,) = forecast([window(cost[first], waits[first], workers, train_s)])
+    came = train_s + waits[second].mean()
+    assert told.step_s == pytest.approx(came, rel=0.1)
+    assert told.step_s == pytest.approx(train_s + told.wait_s)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_more_workers_bring_what_the_simulation_says(workers: int) -> None:
+    cost, train_s = np.full(2048, 0.4), 0.05
+    one = window(cost, simulated(cost, workers, train_s), workers, train_s)
+    for more in (workers + 1, 2 * workers, 8, 16):
+        (told,) = forecast([with_workers(one, more)])
+        came = train_s + simulated(cost, more, train_s)[64:].mean()
+        assert told.step_s == pytest.approx(came, rel=0.03)
+
+
+def test_finished_batches_last_as_long_as_it_says() -> None:
+    train_s, supply_s, made = 0.1, 0.125, 8
+    one = Window(10.0, 100, 1, {"decode": 100 * supply_s}, {}, made=made)
+    (told,) = forecast([one])
+    steps = 0
+    left, coming = float(made), 0.0
+    while left >= 1:
+        coming += train_s / supply_s
+        left += coming // 1 - 1
+        coming %= 1
+        steps += 1
+    assert told.in_steps == pytest.approx(steps, abs=1 / (1 - train_s / supply_s))
+
+
+def test_ranks_step_together_and_the_latest_is_named() -> None:
+    """A quick rank waits for the slow one in its collective: that is no time of training."""
+    slow = Window(20.0, 100, 2, {"decode": 40.0}, {"decode": 10.0})
+    quick = Window(20.0, 100, 2, {"decode": 10.0}, {})
+    told = forecast([quick, slow])
+    assert [round(one.wait_s, 9) for one in told] == [0.0, 0.1]
+    assert {one.step_s for one in told} == {0.2}
+    assert straggler(told) == 1
+    assert straggler(forecast([slow, slow])) is None
+    assert straggler(forecast([quick, quick])) is None
+    assert straggler(forecast([slow])) is None
+
+
+def test_cores_that_do_not_suffice_bound_the_step() -> None:
+    each = Window(10.0, 100, 4, {"decode": 10.0}, {}, cpu_s=10.0)
+    assert forecast([each] * 4, cores=8)[0].wait_s == 0
+    assert forecast([each] * 4, cores=2)[0].step_s == pytest.approx(0.2)
+
+
+def test_without_workers_each_batch_is_waited_for() -> None:
+    """Training makes its batches itself: no number of finished ones ever waits."""
+    alone = Window(10.0, 100, 0, {"source": 1.0, "decode": 3.0}, {"source": 1.0, "decode": 3.0})
+    (told,) = forecast([alone])
+    assert (told.wait_s, told.step_s, told.in_steps) == pytest.approx((0.04, 0.1, 0.0))
+    (helped,) = forecast([with_workers(alone, 1)])
+    assert helped.wait_s == 0
+    assert helped.step_s == pytest.approx(0.06)
+
+
+def test_memory_and_decoded_samples_take_their_stages_away() -> None:
+    one = Window(20.0, 100, 2, {"source": 30.0, "decode": 10.0}, {"source": 10.0}, cpu_s=10.0)
+    assert forecast([one])[0].cause == "source"
+    (held,) = forecast([with_memory(one, 1.0)])
+    assert (held.wait_s, held.cause) == (0.0, "decode")
+    (half,) = forecast([with_memory(one, 0.5)])
+    assert half.supply_s == pytest.approx(0.125)
+    kept = with_decoded(one, 1.0, copy_s=0.01)
+    assert sum(kept.busy_s.values()) == pytest.approx(1.0)
+    assert kept.cpu_s == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    "busy, cpu_s, told",
+    [
+        ({"decode": 8.0, "source": 1.0}, 8.0, "decode"),
+        ({"decode": 8.0, "source": 1.0}, 1.0, "waiting"),
+        ({"decode": 8.0, "source": 1.0}, 30.0, "threads"),
+        ({"decode": 8.0, "source": 1.0}, -1.0, "decode"),
+        ({"decode": 1.0, "source": 8.0}, 30.0, "source"),
+        ({"decode": 0.0}, 0.0, ""),
+        ({}, 0.0, ""),
+    ],
+)
+def test_the_cause_tells_computing_from_waiting(
+    busy: dict[str, float], cpu_s: float, told: str
+) -> None:
+    assert cause(Window(10.0, 10, 2, busy, {}, cpu_s=cpu_s)) == told
+
+
+def test_nothing_is_foretold_of_nothing() -> None:
+    assert forecast([]) == []
+    assert straggler([]) is None
+    (idle,) = forecast([Window(10.0, 1, 2, {}, {})])
+    assert (idle.wait_s, idle.in_steps, idle.cause) == (0.0, math.inf, "")
