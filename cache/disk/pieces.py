@@ -9,14 +9,14 @@ from creel.cache.disk.folder import DataFile, buffer
 from creel.policies.arrays import Ints
 
 #: Bytes read or written at once.
-_PIECE_NBYTES = 1 << 20
+_WRITE_NBYTES = 1 << 20
 
 
 class AlignedScratch(threading.local):
     """An aligned buffer for each thread that reads or writes."""
 
     def __init__(self) -> None:
-        self.view = buffer(_PIECE_NBYTES)
+        self.view = buffer(_WRITE_NBYTES)
 
 
 class PieceWriter:

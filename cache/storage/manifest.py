@@ -41,7 +41,7 @@ UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
 #: Addresses compared at a time, a few megabytes of text.
 _COMPARE = 1 << 15
-_PIECE = 1 << 18
+_OBJECTS_AT_ONCE = 1 << 18
 
 
 @cache
@@ -295,15 +295,15 @@ class Manifest:
     def fill_lengths(self, out: Ints) -> None:
         """Write the bytes of every object to `out` (n,), UNKNOWN where not asked for.
 
-        Works in pieces of about _PIECE objects to limit memory and the time of holding the GIL.
+        Works on about _OBJECTS_AT_ONCE objects to limit memory and the time of holding the GIL.
         """
         row, rows, done = 0, self.table.num_rows, 0
         while row < rows:
-            stop = max(int(self._ends.searchsorted(done + _PIECE, side="right")), row + 1)
+            stop = max(int(self._ends.searchsorted(done + _OBJECTS_AT_ONCE, side="right")), row + 1)
             end = int(self._ends[stop - 1])
             if stop == row + 1:
-                for at in range(done, end, _PIECE):
-                    out[at : min(at + _PIECE, end)] = self._lengths[row]
+                for at in range(done, end, _OBJECTS_AT_ONCE):
+                    out[at : min(at + _OBJECTS_AT_ONCE, end)] = self._lengths[row]
             else:
                 out[done:end] = np.repeat(self._lengths[row:stop], self.counts[row:stop])
             row, done = stop, end

@@ -55,7 +55,7 @@ T = TypeVar("T")
 log = logging.getLogger("creel.source")
 
 #: From this many objects on, a read checks whether all are records of one local file.
-_MANY = 8
+_MIN_PIECES = 8
 #: Such records are read separately if at most one in this many follows another in the file.
 _MAX_SEPARATE = 8
 #: Most objects of one read: half the buffers of a system call, as an object may have several.
@@ -262,7 +262,9 @@ class Source:
         rows = self.manifest.rows(ids)
         offset = self.manifest.ranges(ids, rows)[0]
         asked = np.full(len(ids), time.monotonic())
-        if len(ids) >= _MANY and (found := self._read_pieces(ids, rows, offset, length, parts)):
+        if len(ids) >= _MIN_PIECES and (
+            found := self._read_pieces(ids, rows, offset, length, parts)
+        ):
             return Read(length.copy(), np.full(len(ids), found.version), asked)
         read = Read.failed(len(ids))._replace(asked=asked)
         done = self._read_files(rows, length, parts, read)

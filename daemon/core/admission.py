@@ -68,7 +68,7 @@ class Admission:
         """
         self._active_nbytes = 0.0
 
-    def part(self, residency: Residency) -> float:
+    def fraction(self, residency: Residency) -> float:
         """Return the dataset's share as a fraction of the memory; the same holds for the disk."""
         return self.share(residency) / max(self.space.usable, 1)
 

@@ -52,7 +52,7 @@ class Core:
         self._checks = Checks(self._inflight, self._emit)
         self._residencies = self._admission.residencies
         self._serving = Serving(self._admission, self._inflight, self._emit)
-        self._spilling = Spilling(self.disk, self._residencies, self._admission.part)
+        self._spilling = Spilling(self.disk, self._residencies, self._admission.fraction)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[events.Action] = []
@@ -105,7 +105,7 @@ class Core:
         """
         self._out = []
         self._inflight.mark()
-        self._spilling.look(now)
+        self._spilling.begin_event(now)
         if not isinstance(event, (events.Fetched, events.Tick)):
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()

@@ -209,7 +209,7 @@ class Inflight:
     def _all(self, residency: Residency) -> list[InflightFetch]:
         return [f for f in self._inflight.values() if f.residency is residency]
 
-    def of(self, residency: Residency, object_id: int) -> InflightFetch | None:
+    def find(self, residency: Residency, object_id: int) -> InflightFetch | None:
         """Return the fetch in flight for an object, or None."""
         return next((f for f in self._all(residency) if object_id in f.ids), None)
 

@@ -180,7 +180,7 @@ class Landing:
         """Stop waiting for the object `blocked`, if it was requested before time `before`."""
         residency = s.residency
         if residency.state[blocked] == FETCHING:
-            pending = self.inflight.of(residency, blocked)
+            pending = self.inflight.find(residency, blocked)
             if pending is not None and pending.begun < before:
                 residency.move(pending.ids, OVERDUE)  # until the fetch lands
                 s.cursors.failed += len(pending.ids)

@@ -58,7 +58,7 @@ class Versions:
             return np.zeros(len(ids), np.intp)
         return self._bounds.searchsorted(ids, side="right") - 1
 
-    def of(self, ids: Index) -> Ints:
+    def held(self, ids: Index) -> Ints:
         """Return (k,) the known version of each object's file, or UNKNOWN."""
         return self.version[self.files(ids)]
 

@@ -309,7 +309,7 @@ class Node:
             self.quota.coming.pop(token, None)
             reply(self._add_dataset(token, dataset))
 
-        def look(manifest: Manifest) -> None:
+        def enter_manifest(manifest: Manifest) -> None:
             known = self.registry.datasets.get(manifest.key)
             if known is not None:
                 known.source.adopt(manifest.copies)
@@ -332,7 +332,7 @@ class Node:
             self.quota.coming.pop(token, None)
             reply(answer)
 
-        self._in_background(read_with_key, look, reply)
+        self._in_background(read_with_key, enter_manifest, reply)
 
     def _in_background(
         self, work: Callable[[], T], then: Callable[[T], None], reply: Callable[[Answer], None]
@@ -442,7 +442,7 @@ class Node:
 
     def client_left(self, token: str) -> None:
         """Close the sessions of a client that has disconnected, and drop its claims."""
-        for session in self.registry.of(token):
+        for session in self.registry.sessions_of(token):
             self.close_session(session)
         self.registry.client_left(token)
         self.clusters.client_left(token)

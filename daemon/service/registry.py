@@ -308,7 +308,7 @@ class Registry:
             raise UnavailableError(f"you have no session {session_id}")
         return session
 
-    def of(self, token: str) -> list[SessionRecord]:
+    def sessions_of(self, token: str) -> list[SessionRecord]:
         return [s for s in self.sessions.values() if s.token == token]
 
     def client_left(self, token: str) -> None:

@@ -11,7 +11,7 @@ from creel.policies.arrays import Index, Mask, joined, unique
 from creel.policies.eviction.policy import RESIDENT, EvictionPolicy
 from creel.policies.next_use import NextUses
 
-_PIECE = 256  # entries processed together, at least: most may be invalid
+_LEAST_ENTRIES = 256  # entries processed together, at least: most may be invalid
 
 
 class ReleaseLog:
@@ -25,7 +25,7 @@ class ReleaseLog:
     """
 
     def __init__(self, objects: int) -> None:
-        self._log = np.empty(_PIECE, np.int32)
+        self._log = np.empty(_LEAST_ENTRIES, np.int32)
         self._end = 0
         self._at = np.full(objects, -1, np.int32)  # index of each object's valid entry
 
@@ -55,7 +55,7 @@ class ReleaseLog:
         """Remove and return up to k objects, the latest first; drop any not `leaving`."""
         out = []
         while k > 0 and self._end:
-            start = max(self._end - 2 * k - _PIECE, 0)
+            start = max(self._end - 2 * k - _LEAST_ENTRIES, 0)
             ids = self._log[start : self._end].astype(np.intp)
             good = (self._at[ids] == np.arange(start, self._end)) & leaving(ids)
             found = good.nonzero()[0][-k:]

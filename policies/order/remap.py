@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from creel.policies.arrays import Ids
 
 #: Samples processed at once, rounded to whole steps.
-_PIECE = 1 << 20
+_SAMPLES_AT_ONCE = 1 << 20
 
 
 class Exchange(NamedTuple):
@@ -54,7 +54,7 @@ class Exchange(NamedTuple):
         node_of = np.array(self.node_of, np.uint16)
         whole = self.batch * len(node_of)
         full = len(dealt) // whole * whole
-        piece = max(_PIECE // whole, 1) * whole
+        piece = max(_SAMPLES_AT_ONCE // whole, 1) * whole
         pieces = [dealt[at : min(at + piece, full)] for at in range(0, full, piece)]
         out = [_exchanged(some.reshape(-1, whole), node_of) for some in pieces]
         if full < len(dealt):

@@ -18,7 +18,7 @@ from creel.policies.arrays import NO_IDS, Ints
 #: From this n on, torch.randperm shuffles inside-out with 64-bit draws (its TensorFactories.cpp).
 SHUFFLE_LIMIT = (2**32 - 1) // 20
 
-_PIECE = 1 << 14  # entries computed at a time by `Shuffle.all`
+_ENTRIES_AT_ONCE = 1 << 14  # entries computed at a time by `Shuffle.all`
 
 _WORDS = 624  # words in the engine's state
 _LEFT, _STATE = 8, 24  # byte offsets in the result of torch's get_state()
@@ -109,7 +109,7 @@ class Shuffle:
 
     def all(self) -> NDArray[np.int32]:
         """Return (n,) all entries, computed in pieces that stay within the processor's caches."""
-        pieces = [self.more(_PIECE) for _ in range(0, self._n, _PIECE)]
+        pieces = [self.more(_ENTRIES_AT_ONCE) for _ in range(0, self._n, _ENTRIES_AT_ONCE)]
         return np.concatenate([NO_IDS, *pieces])
 
     def _held(self, places: Ints) -> Ints:

@@ -13,7 +13,7 @@ from creel.policies.arrays import Index, Ints, every
 _SLAB_NBYTES = 64 << 20  # adding a slab takes about 20 us, nothing compared to reading 64 MiB
 _SLABS = 64  # least number of slabs in a space, so that several pools can share a small one
 
-_MANY = 4096  # from this many places on, it is several times as fast to sort them before freeing
+_MIN_SORTED = 4096  # places from which on sorting them before freeing is several times as fast
 
 _FREE, _USED = 1, 2
 
@@ -73,7 +73,7 @@ class FixedPool:
         Raises:
             IllegalEventError: an offset is not in use (nothing was freed).
         """
-        if len(places) >= _MANY:
+        if len(places) >= _MIN_SORTED:
             places = np.sort(places)
         records, rest = np.divmod(np.asarray(places, np.int64), self.record)
         self._check_in_use(records, rest)

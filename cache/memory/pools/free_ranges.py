@@ -13,7 +13,7 @@ from creel.policies.arrays import Ints
 #: The place of an object that is not in the arena, or has no room there.
 NOWHERE = -1
 
-_TRIES = 32  # candidates that a search tries one by one before it accepts a worse fit
+_MAX_TRIED = 32  # candidates that a search tries one by one before it accepts a worse fit
 
 
 def must(holds: bool | np.bool_, what: str) -> None:
@@ -80,7 +80,7 @@ class FreeRanges:
         sizes = self._sizes
         i = bisect_left(sizes, (limit + 1) * record)
         # A size that surely fits, or else the largest ones.
-        candidates = sizes[i : i + 1] or sizes[: -_TRIES - 1 : -1]
+        candidates = sizes[i : i + 1] or sizes[: -_MAX_TRIED - 1 : -1]
         for size in candidates:
             start = next(reversed(self._starts[size]))
             first = -(-start // record)
@@ -129,7 +129,7 @@ class FreeRanges:
         """Find (start, size, address) if the best fit is misaligned: close fits first."""
         i = bisect_left(self._sizes, nbytes)
         near = ((s, n) for n in self._sizes[i:] for s in reversed(self._starts[n]))
-        for start, size in islice(near, _TRIES):
+        for start, size in islice(near, _MAX_TRIED):
             at = -(-start // align) * align
             if at + nbytes <= start + size:
                 return start, size, at

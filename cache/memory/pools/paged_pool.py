@@ -16,7 +16,7 @@ from creel.policies.arrays import Ints, every
 _MAX_RUNS = 1024
 #: From this many rooms on, adjacent ones are joined before they are freed: one by one, a million
 #: would take seconds.
-_MANY = 4096
+_MIN_JOINED = 4096
 
 
 def _joined(offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
@@ -99,7 +99,7 @@ class PagedPool:
         np.bitwise_xor.at(self._begins, *self._bits(at))
         total = int(size.sum())
         self.used -= total
-        if len(at) >= _MANY:
+        if len(at) >= _MIN_JOINED:
             at, size = _joined(at, size)
         put = self._space.extents.put
         for first, n in zip(at.tolist(), size.tolist(), strict=True):

@@ -107,8 +107,8 @@ def check_size(stored: StoredFile, size: int, length: int) -> None:
 # --- local files ------------------------------------------------------------------------------
 
 
-_PIECE_NBYTES = 1 << 20  # read at once from a file that is longer than its status says
-_TRIES = 3  # attempts to read a file that changes meanwhile
+_REST_NBYTES = 1 << 20  # read at once from a file that is longer than its status says
+_MAX_ATTEMPTS = 3  # attempts to read a file that changes meanwhile
 #: Bytes that are read ahead around a small piece, as the kernel does for mapped files: a file that
 #: fits into memory is soon cached completely, in fewer reads.
 _AROUND_NBYTES = 128 << 10
@@ -148,7 +148,7 @@ def _rest(fd: int, size: int) -> bytes:
         return data
     parts = [data]  # more than 2 GiB, a file of /proc, or a file that changes
     while parts[-1]:
-        parts.append(os.read(fd, _PIECE_NBYTES))
+        parts.append(os.read(fd, _REST_NBYTES))
     return b"".join(parts)
 
 
@@ -244,7 +244,7 @@ def read_unchanged(uri: str, opened: OpenFile | None = None) -> tuple[bytes, int
         OSError: the file cannot be read, is repeatedly written to, or is no regular file (a device
             has no end).
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         file, opened = opened or _open(path_of(uri)), None
         try:
             if not stat.S_ISREG(file.status.st_mode):
@@ -292,7 +292,7 @@ class LocalStore:
             check_size(stored, file.status.st_size, runs[0].length)
             now, before = file.since, file.status
             for run in runs:
-                for _ in range(_TRIES):
+                for _ in range(_MAX_ATTEMPTS):
                     got, after = _preadv(file.fd, run), os.fstat(file.fd)
                     if got < run.length:
                         raise too_short(stored.uri, run.length, got)

@@ -82,7 +82,7 @@ class Serving:
             return
         ids = e.ids.astype(np.intp)
         known = ids[(ids >= 0) & (ids < len(residency))]
-        known = known[residency.versions.of(known) != CHANGING]
+        known = known[residency.versions.held(known) != CHANGING]
         here = known[residency.state[known] == RESIDENT]
         stored = known[
             (residency.state[known] != RESIDENT) & (residency.disk.state[known] == STORED)
@@ -227,7 +227,7 @@ class Serving:
         answer = _nothing(request.number, len(ids))
         at = np.flatnonzero(np.isin(ids, found))
         answer.place[at], answer.nbytes[at] = residency.places(ids[at]), residency.length[ids[at]]
-        answer.version[at] = residency.versions.of(ids[at])
+        answer.version[at] = residency.versions.held(ids[at])
         since = residency.versions.since(ids[at])
         answer.age[at] = np.where(since > 0, np.maximum(now - since, 0.0), np.inf)
         residency.counts["served"] += len(at)

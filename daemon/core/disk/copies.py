@@ -221,7 +221,7 @@ class DiskCopies:
         found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == NOT_STORED)
         found &= residency.pins[at] == 0
         where = np.flatnonzero(found)
-        found[where] = residency.versions.of(self._ids(at)[where]) > 0
+        found[where] = residency.versions.held(self._ids(at)[where]) > 0
         return found
 
     def _ids(self, at: Index | slice) -> Index:
@@ -272,7 +272,7 @@ class DiskCopies:
         """
         residency = self._residency
         ids = np.flatnonzero((residency.state == RESIDENT) & (self.state == NOT_STORED))
-        ids = ids[residency.versions.of(ids) > 0]
+        ids = ids[residency.versions.held(ids) > 0]
         ids = ids[residency.policy.due(ids).argsort(kind="stable")]
         kept = residency.policy.keeps(ids)
         return ids[kept], ids[~kept]

@@ -65,7 +65,7 @@ class Spilling:
         self._now = 0.0
         self._landed = 0.0  # when the disk last finished a batch
 
-    def look(self, now: float) -> None:
+    def begin_event(self, now: float) -> None:
         """Begin an event: note the time, and whether the disk is too slow."""
         self._now = now
         queued = min((s.begun for s in self._spills.values()), default=now)
@@ -177,7 +177,7 @@ class Spilling:
         self._tier.writing += spill.nbytes
         self._last += 1
         self._spills[self._last] = spill
-        what = ids.astype(np.int32), residency.places(ids), length, residency.versions.of(ids)
+        what = ids.astype(np.int32), residency.places(ids), length, residency.versions.held(ids)
         residency.emit(SpillObjects(self._last, residency.name, *what))
 
     def write_rest(self) -> None:

@@ -47,7 +47,9 @@ class PlannedJob:
         residency = self.residency
         share = min(int(self.admission.share(residency)), residency.space.usable)
         if not residency.disk.refused:
-            share += self.admission.disk.capacity(self.admission.part(residency), residency.mean)
+            share += self.admission.disk.capacity(
+                self.admission.fraction(residency), residency.mean
+            )
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
 

@@ -13,7 +13,7 @@ _HARDLY = 0.02
 #: Memory counts as full from this share of the budget on: the rest is room for the next fetches.
 _FULL = 0.85
 #: Share of misses above which a full memory is too small.
-_MANY = 0.02
+_MISSED = 0.02
 
 _BY_CAUSE = {
     "decode": (
@@ -61,7 +61,7 @@ def _of_source(rank: Values, node: Values) -> str:
         )
     usable = memory["budget_nbytes"] - memory.get("withheld_nbytes", 0)
     full = memory["used_nbytes"] >= _FULL * usable
-    if full and misses > _MANY * (hits + misses):
+    if full and misses > _MISSED * (hits + misses):
         return (
             f"storage: memory ({format_size(usable)}) cannot hold all objects:"
             f" {format_count(misses)} of {format_count(hits + misses)} had to be read; a"
