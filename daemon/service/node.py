@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
@@ -50,6 +51,7 @@ from creel.messages import (
     Ready,
     Refused,
     Registered,
+    Samples,
     Welcome,
 )
 from creel.policies.cluster.job_order import JobOrder
@@ -497,18 +499,28 @@ class Node:
             session.words[KNOWN] = self.core.planned(session.id)[1]
             self.waiting(session)
 
+    def sampled(self, session: SessionRecord, message: Samples, objects: NDArray[np.int32]) -> None:
+        """Take which object each of the next samples is; without room for all, none is known."""
+        if message.first == 0:
+            session.forget_samples()
+            if not self.quota.fits(4 * message.samples):
+                log.info("session %d: %d samples are too many", session.id, message.samples)
+                return
+        session.learn(message.first, message.samples, objects)
+
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
         """Tell the core how an epoch is dealt to the ranks of a job, or that this is not known."""
         view = self.clusters.view(message.cluster)
         if view is None:
             return
-        if isinstance(message, Deal) and message.world == len(view.nodes):
-            counts = message.samples, message.world, message.each, message.batch
-            order = JobOrder(*counts, message.seed, message.remapped)
-            if order.sound() and message.samples == len(session.dataset.manifest):
-                self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
+        if isinstance(message, Follow) or _lacks(session, message, len(view.nodes)):
+            self.handle_event(events.EpochFollowed(session.id, view))
             return
-        self.handle_event(events.EpochFollowed(session.id, view))
+        among = session.among if message.among else None
+        counts = message.samples, message.world, message.each, message.batch
+        order = JobOrder(*counts, message.seed, message.remapped, among)
+        if order.sound() and (message.among or message.samples == len(session.dataset.manifest)):
+            self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
 
     def truncated(self, session: SessionRecord, step: int) -> None:
         session.truncate(step)
@@ -530,3 +542,8 @@ class Node:
         self.disk.close(self.core.end if self._sound else list)
         self.registry.close()
         self.arena.close()
+
+
+def _lacks(session: SessionRecord, message: Deal, world: int) -> bool:
+    """Return whether it is not known where each rank is, or which object each sample is."""
+    return message.world != world or (message.among and session.among is None)

@@ -14,6 +14,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from creel.cache.memory.memfd import F_ADD_SEALS, F_SEAL_FUTURE_WRITE, sealed_memfd
 from creel.cache.memory.shared_words import (
     DONE,
@@ -34,6 +37,7 @@ from creel.cache.storage.source import Source
 from creel.daemon.core.versions import Versions
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Open
+from creel.policies.cluster.job_order import SampleObjects
 
 DRAINING, CLOSED = 1, 2
 _MAX_WAITERS = 4096  # most pending waits of a session; workers x threads stays far below
@@ -137,6 +141,28 @@ class SessionRecord:
     revoked: int = 0  # number of times that READY was lowered
     asked: int = 0  # highest step + 1 in a Wait
     waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (client, call) -> step
+    #: (samples,) the object of each sample, of which the first `sampled` are known.
+    samples: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    sampled: int = 0
+    among: SampleObjects | None = None  # the same, once all are known
+
+    def forget_samples(self) -> None:
+        """Forget which object each sample is: others follow, or none."""
+        self.samples, self.sampled, self.among = np.empty(0, np.int32), 0, None
+
+    def learn(self, first: int, samples: int, objects: NDArray[np.int32]) -> None:
+        """Take the objects of the next of `samples` samples; does nothing if it leaves a gap.
+
+        `among` is never written to again, as plans may use it in other threads.
+        """
+        if first == 0:
+            self.samples = np.empty(samples, np.int32)
+        if first != self.sampled or samples != len(self.samples):
+            return
+        self.samples[first : first + len(objects)] = objects
+        self.sampled = first + len(objects)
+        if self.sampled == samples:
+            self.among = SampleObjects(self.samples)
 
     def claimed(self) -> tuple[int, int]:
         """Return the steps that are done and wanted as the client says: any numbers."""

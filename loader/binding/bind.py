@@ -29,12 +29,13 @@ from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
 from creel.loader.page_cache import in_page_cache
 from creel.loader.reading.lease import Lease
 from creel.policies.arrays import Ids, Ints
+from creel.policies.cluster.job_order import JobOrder, SampleObjects
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
     from creel.loader.client.session import Session
 
-#: Samples or files that `Binding.one_to_one` and `in_page_cache` check.
+#: Samples or files that `Binding.in_objects` and `in_page_cache` check.
 _PROBED = 64
 
 
@@ -123,6 +124,7 @@ class Binding:
             self._bases[id(leaf)] = total
             total += leaf.object_count
         self._named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
+        self._among: SampleObjects | None = None  # the object of each sample, once asked for
 
     def __getstate__(self) -> dict[str, object]:
         return {"_root": self._root, "leaves": self.leaves}
@@ -168,11 +170,21 @@ class Binding:
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
         return digest.hexdigest()
 
-    def one_to_one(self, samples: int) -> bool:
-        """Whether sample i is object i of the manifest, judged by a few samples."""
-        some = np.unique(np.linspace(0, samples - 1, _PROBED).astype(np.int64))
+    def in_objects(self, order: JobOrder) -> JobOrder | None:
+        """Return an epoch's order of samples as one of objects; None if samples have several."""
+        some = np.unique(np.linspace(0, order.samples - 1, _PROBED).astype(np.int64))
         ids, counts = self.objects(some)
-        return len(self.manifest) == samples and np.array_equal(ids, some) and bool(counts.all())
+        if not (counts == 1).all():
+            return None
+        if len(self.manifest) == order.samples and np.array_equal(ids, some):
+            return order
+        known = self._among
+        if known is None or not known.are(order.samples, some, ids):
+            objects, counts = self.objects(np.arange(order.samples))
+            if not (counts == 1).all():
+                return None
+            known = self._among = SampleObjects(objects.astype(np.int32))
+        return order._replace(among=known)
 
     def in_page_cache(self) -> bool:
         """Whether all objects are whole local files in the page cache, judged by a few."""

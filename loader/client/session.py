@@ -33,7 +33,7 @@ from creel.cache.memory.shared_words import (
     SharedWords,
 )
 from creel.loader.backoff import pauses
-from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:  # the two modules import each other
@@ -76,6 +76,8 @@ class MessageSizes:
 
 
 SIZES = MessageSizes()
+#: Samples in one message; the daemon copies and checks it in 1 ms.
+SAMPLES = 1 << 18
 
 
 class Session:
@@ -98,6 +100,7 @@ class Session:
         self._closed = False
         self._lost = False
         self.gone = False  # whether the daemon was seen to have ended
+        self._among: SampleObjects | None = None  # what the daemon knows of the samples
         self._epoch, self._sent = -1, 0  # epoch of the last plan; its objects sent so far
         self._truncates = 0
         self._void_from = 0  # READY may mean the old plan until all truncates are processed
@@ -274,7 +277,15 @@ class Session:
 
     def deal(self, epoch: int, deal: JobOrder) -> None:
         """Tell the daemon how an epoch is dealt to all ranks of the job."""
-        self._send(messages.Deal(self.token, self.id, epoch, self.client.cluster, *deal))
+        if deal.among is not None and deal.among is not self._among:
+            for first in range(0, deal.samples, SAMPLES):
+                piece = deal.among.objects[first : first + SAMPLES]
+                self._send(messages.Samples(self.token, self.id, deal.samples, first), piece)
+            self._among = deal.among
+        who = self.token, self.id, epoch, self.client.cluster
+        counts = deal.samples, deal.world, deal.each, deal.batch
+        told = messages.Deal(*who, *counts, deal.seed, deal.remapped, deal.among is not None)
+        self._send(told)
 
     def follow(self) -> None:
         """Tell the daemon that the job's nodes should ask each other without a common plan."""

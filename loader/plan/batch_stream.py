@@ -163,10 +163,11 @@ class BatchStream:
         self._dealt = epoch.epoch
         try:
             deal = None if plan is None else plan.deal
-            if deal is not None and self.binding.one_to_one(deal.samples):
-                self.session.deal(epoch.epoch, deal)
-            else:
+            order = None if deal is None else self.binding.in_objects(deal)
+            if order is None:
                 self.session.follow()
+            else:
+                self.session.deal(epoch.epoch, order)
         except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
             _log.debug("the daemon was not told how an epoch is dealt to the ranks", exc_info=True)
 

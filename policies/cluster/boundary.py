@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -164,6 +164,9 @@ class ClusterBoundary:
 
     def plan(self) -> Placed:
         """Return which node holds what when the epoch ends; takes 1 s for a million objects."""
+        among = self.orders[0].among
+        if among is not None and all(order.among is among for order in self.orders):
+            return self._of_samples(among.objects)
         node_of = self.view.nodes.tolist()
         now = self._uses(self.orders[0].by_rank(node_of), self.orders[0])
         following = self.orders[1].by_rank(node_of)
@@ -187,6 +190,35 @@ class ClusterBoundary:
         when = (now.when[coming] >> _PART_BITS).astype(np.uint8)
         surplus = [vain.nonzero()[0].astype(np.int32)]
         return Placed(after, me, coming, when, lent, copies, surplus)
+
+    def _of_samples(self, objects: Ids) -> Placed:
+        """Return the plan for a part of a dataset: as if its samples were all objects."""
+        n = len(self.state)
+        sample = np.full(n, -1, np.int32)
+        sample[objects] = np.arange(len(objects), dtype=np.int32)
+        copies = sample[self.copies]
+        placed = replace(
+            self,
+            orders=[order._replace(among=None) for order in self.orders],
+            holder=None if self.holder is None else self.holder[objects],
+            copies=copies[copies >= 0],
+            size=self.size if len(self.size) == 1 else self.size[objects],
+            state=self.state[objects],
+        ).plan()
+        holder = np.full(n, nobody(placed.holder), placed.holder.dtype)
+        holder[objects] = placed.holder
+        coming = objects[placed.coming]
+        order = coming.argsort(kind="stable")
+        others = ((self.state == RESIDENT) & (sample < 0)).nonzero()[0].astype(np.int32)
+        return Placed(
+            holder,
+            placed.me,
+            coming[order],
+            placed.when[order],
+            objects[placed.lent],
+            objects[placed.copies],
+            [others, *(objects[ids] for ids in placed.surplus)],
+        )
 
     def _copies(self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]) -> Ids:
         """Return the objects to keep as second copies, in room that the plan leaves here."""

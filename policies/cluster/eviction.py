@@ -74,9 +74,9 @@ class ClusterEviction(PlannedEviction):
 
     @property
     def lacks(self) -> int | None:
-        """The seed of the epoch's order if a peer must say which node holds what, else None."""
+        """The mark of the epoch's order if a peer must say which node holds what, else None."""
         order = self.deals.orders.get(self.epoch)
-        return order.seed if self.astray and order is not None else None
+        return order.mark if self.astray and order is not None else None
 
     @property
     def digest(self) -> PlanDigest | None:
@@ -86,16 +86,16 @@ class ClusterEviction(PlannedEviction):
             return None
         if self._digested[0] is not self._holder:
             self._digested = self._holder, digest(self._holder)
-        return PlanDigest(self.deals.dataset, order.seed, self._digested[1])
+        return PlanDigest(self.deals.dataset, order.mark, self._digested[1])
 
     def doubt(self, seed: int) -> None:
         """Note that other nodes plan the epoch of this order from other inputs: ask them."""
         order = self.deals.orders.get(self.epoch)
-        self.astray |= order is not None and order.seed == seed
+        self.astray |= order is not None and order.mark == seed
         self.waits = self.astray
 
     def share(self, seed: int) -> SharedPlan | None:
-        """Return what this node knows of the epoch with this seed, or None if nothing."""
+        """Return what this node knows of the epoch with this mark, or None if nothing."""
         view, orders = self.deals.view, self.deals.orders
         if self.astray or view is None:
             return None
@@ -103,7 +103,7 @@ class ClusterEviction(PlannedEviction):
         if self._next is not None:
             held.append((self.epoch + 1, self._next.holder))
         for epoch, holder in held:
-            if epoch in orders and orders[epoch].seed == seed:
+            if epoch in orders and orders[epoch].mark == seed:
                 return SharedPlan(seed, len(view.capacity), holder)
         return None
 
@@ -147,11 +147,11 @@ class ClusterEviction(PlannedEviction):
         copies: Ids,
     ) -> ClusterBoundary:
         size = context.agreed_size
-        whole = max(dataset_nbytes(size, len(self._state)), 1)
+        samples, whole = self._read_nbytes(size)
         capacity = context.capacities(view.capacity, view.disk)
         depth = placement.useful_depth(len(view.capacity), int(capacity.sum()) / whole)
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
-        capacity -= self._in_use(view, orders[0].batch * whole // len(self._state), capacity, whole)
+        capacity -= self._in_use(view, orders[0].batch * whole // samples, capacity, whole)
         return ClusterBoundary(
             epoch=epoch,
             view=view,
@@ -165,14 +165,23 @@ class ClusterEviction(PlannedEviction):
             lead=placement.lead_of(orders[1].steps),
         )
 
+    def _read_nbytes(self, size: Ints) -> tuple[int, int]:
+        """Return how many objects an epoch reads, and their bytes, at least 1."""
+        among = self.deals.orders[self.epoch].among
+        if among is None:
+            return len(self._state), max(dataset_nbytes(size, len(self._state)), 1)
+        read = size if len(size) == 1 else size[among.objects]
+        return len(among.objects), max(dataset_nbytes(read, len(among.objects)), 1)
+
     def _in_use(self, view: ClusterView, step_nbytes: int, capacity: Ints, whole: int) -> Ints:
         """Return (nodes,) bytes to leave to steps in use, if memories exceed the dataset.
 
         Otherwise a node full of objects that stay would have to evict some of them in each step.
 
         Args:
-            step_nbytes: bytes of a rank's step; whole: bytes of all objects; capacity: (nodes,)
-                bytes.
+            step_nbytes: bytes of a rank's step.
+            capacity: (nodes,) bytes.
+            whole: bytes of all that an epoch reads.
         """
         beyond = max(int(capacity.sum()) - whole, 0) // len(capacity)
         ranks = np.bincount(view.nodes, minlength=len(capacity))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from creel.policies.arrays import Ids
+from creel.policies.arrays import Ids, Ints
 from creel.policies.order.dealing import Dealing
 from creel.policies.order.remap import Exchange
 from creel.policies.order.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
@@ -25,6 +28,26 @@ def by_rank(order: Ids, world: int) -> list[Ids]:
     return [order[rank::world] for rank in range(world)]
 
 
+@dataclass(frozen=True, eq=False)
+class SampleObjects:
+    """Which object each sample is, where sample i is not object i: of a `Subset`, for example.
+
+    Args:
+        objects: (samples,) one object each.
+    """
+
+    objects: Ids
+
+    def are(self, samples: int, some: Ints, objects: Ids) -> bool:
+        """Return whether there are as many samples, and these (k,) some are these objects."""
+        return len(self.objects) == samples and np.array_equal(self.objects[some], objects)
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that differs between jobs that read other parts of a dataset."""
+        return zlib.crc32(self.objects.tobytes())
+
+
 class JobOrder(NamedTuple):
     """One epoch of a job, as torch's `DistributedSampler` deals it to the ranks (`Dealing`).
 
@@ -32,12 +55,13 @@ class JobOrder(NamedTuple):
     `each * world` items in all.
 
     Args:
-        samples: number of samples; sample i is object i.
+        samples: number of samples.
         world: number of ranks.
         each: samples per rank.
         batch: samples per step of a rank; the last step may have fewer.
         seed: of the permutation, or IN_ORDER.
         remapped: whether the ranks exchange samples within each step (`remap.Exchange`).
+        among: the object of each sample; None: sample i is object i.
     """
 
     samples: int
@@ -46,6 +70,7 @@ class JobOrder(NamedTuple):
     batch: int
     seed: int
     remapped: bool = False
+    among: SampleObjects | None = None
 
     def sound(self) -> bool:
         """Whether the numbers are possible."""
@@ -56,7 +81,13 @@ class JobOrder(NamedTuple):
             and dealt <= 2 * max(self.samples, self.world)
             and (self.seed == IN_ORDER or self.samples < SHUFFLE_LIMIT)
             and IN_ORDER <= self.seed < 1 << 63
+            and (self.among is None or len(self.among.objects) == self.samples)
         )
+
+    @property
+    def mark(self) -> int:
+        """A number by which nodes know this epoch of this job: its seed, if it reads all."""
+        return self.seed if self.among is None else self.seed ^ self.among.digest
 
     @property
     def steps(self) -> int:
@@ -64,14 +95,19 @@ class JobOrder(NamedTuple):
         return -(-self.each // self.batch)
 
     def permutation(self) -> Ids:
-        """Return (samples,) the order before its head is repeated or its tail cut off.
+        """Return (samples,) objects in order, before its head is repeated or its tail cut off.
 
         >>> JobOrder(3, 1, 3, 1, IN_ORDER).permutation().tolist()
         [0, 1, 2]
+        >>> among = SampleObjects(np.array([7, 9, 4], np.int32))
+        >>> JobOrder(3, 1, 3, 1, IN_ORDER, among=among).permutation().tolist()
+        [7, 9, 4]
         """
         if self.seed == IN_ORDER:
-            return np.arange(self.samples, dtype=np.int32)
-        return Shuffle(self.samples, TorchRandom.seeded(self.seed)).all()
+            order = np.arange(self.samples, dtype=np.int32)
+        else:
+            order = Shuffle(self.samples, TorchRandom.seeded(self.seed)).all()
+        return order if self.among is None else self.among.objects[order]
 
     def by_rank(self, node_of: Sequence[int]) -> list[Ids]:
         """Return for each rank (each,) the objects that it reads, in order.

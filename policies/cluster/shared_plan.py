@@ -21,7 +21,7 @@ class SharedPlan:
     """Which node held each object when an epoch began, according to one node.
 
     Args:
-        seed: of the epoch's order, by which nodes identify an epoch.
+        seed: `JobOrder.mark` of the epoch, by which nodes identify it.
         nodes: number of nodes in the cluster.
         holder: (n,) node that held each object, or `placement.nobody`; None: no node held any.
     """

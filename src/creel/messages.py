@@ -15,6 +15,7 @@ numbers are per session, start at 0 and never restart at an epoch's end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -261,6 +262,8 @@ class Deal(Message, frozen=True):
     """Say how an epoch of the session is dealt to all ranks (`policies.cluster.job_order`).
 
     Only a hint: with it, the nodes of `cluster` compute the same plan of what each keeps. No reply.
+
+    `among`: sample i is the object that `Samples` said last; else it is object i.
     """
 
     token: str
@@ -273,6 +276,19 @@ class Deal(Message, frozen=True):
     batch: int
     seed: int
     remapped: bool = False
+    among: bool = False
+
+
+class Samples(Message, frozen=True):
+    """Say which object each of `samples` samples is, a piece at a time, the first one first.
+
+    Array: `objects` (k,) int32, those of samples `first, first + 1, ...`. No reply.
+    """
+
+    token: str
+    session: int
+    samples: int
+    first: int
 
 
 class Follow(Message, frozen=True):
@@ -350,8 +366,11 @@ class Failed(Message, frozen=True):
 
 ControlRequest: TypeAlias = Hello | Register | Renew | Attach | Open | Host | Join | Close
 ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | Refused
-RequestMessage: TypeAlias = Extend | Deal | Follow | Begin | Truncate | Wait | Command
+RequestMessage: TypeAlias = Extend | Deal | Samples | Follow | Begin | Truncate | Wait | Command
 RequestReply: TypeAlias = Ready | CommandReply | Failed
+
+#: The types of the arrays that follow a message.
+_ARRAYS: dict[type[Message], tuple[str, ...]] = {Extend: ("<i4", "<i8"), Samples: ("<i4",)}
 
 M = TypeVar("M", bound=Message)
 
@@ -397,15 +416,20 @@ def decode(body: bytes | memoryview, union: Any) -> Any:
         raise MalformedError(str(e)) from e
 
 
-def extend_arrays(frames: list[memoryview]) -> list[NDArray[Any]]:
-    """Return `objects` and `ends` of an `Extend` as read-only views of the frames after its body.
+def arrays_of(
+    message: Extend | Samples, frames: Sequence[memoryview]
+) -> list[NDArray[np.integer[Any]]]:
+    """Return the arrays of a message as read-only views of the frames after its body.
 
     Raises:
-        MalformedError: there are not two frames, or a length is no multiple of the item size.
+        MalformedError: there are more or fewer, or a length is no multiple of the item size.
     """
-    if len(frames) != 2:
-        raise MalformedError(f"Extend has 2 arrays, {len(frames)} came")
+    kinds = _ARRAYS[type(message)]
+    if len(frames) != len(kinds):
+        raise MalformedError(
+            f"{type(message).__name__} has {len(kinds)} arrays, {len(frames)} came"
+        )
     try:
-        return [np.frombuffer(frames[0], "<i4"), np.frombuffer(frames[1], "<i8")]
+        return [np.frombuffer(frame, kind) for frame, kind in zip(frames, kinds, strict=True)]
     except ValueError as e:
-        raise MalformedError(f"Extend: {e}") from e
+        raise MalformedError(f"{type(message).__name__}: {e}") from e

@@ -14,10 +14,11 @@ import pytest
 
 from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.eviction import ClusterEviction
-from creel.policies.cluster.job_order import JobOrder, by_rank
+from creel.policies.cluster.job_order import JobOrder, SampleObjects, by_rank
 from creel.policies.cluster.placement import (
     lead_of,
     next_holders,
+    nobody,
     node_type,
     replicas,
     uses_of,
@@ -192,6 +193,38 @@ def test_bytes_that_a_node_keeps_of_the_plans(nodes: int, f: float, most: float)
         tracemalloc.stop()
     assert kept <= most
     assert kept <= Scenario(nodes, n, 1, int(capacity[0]), batch=8).plan_nbytes / n + 0.1
+
+
+def holders(order: JobOrder, n: int, nodes: int, capacity: int) -> list[np.ndarray]:
+    """Return (n,) the planned holders at the ends of three epochs."""
+    view = cluster_view(np.arange(nodes) - 1, capacity)
+    deals, context = Deals(view), Context(np.full(nodes, capacity), n)
+    uses = NextUses(n)
+    policy = ClusterEviction(np.zeros(n, np.uint8), np.zeros(n, np.int32), uses, 0, deals)
+    found = []
+    for epoch in range(3):
+        deals.orders |= {e: order._replace(seed=100 + e) for e in range(epoch, epoch + 4)}
+        policy.epoch_began(uses, epoch)
+        task = policy.planning_task(context)
+        assert task is not None
+        policy.retention_planned(task, placed := task.plan())
+        found.append(placed.holder)  # type: ignore[attr-defined]  # a `Placed`
+    return found
+
+
+@pytest.mark.parametrize("f", [0.4, 0.8])
+def test_a_part_of_a_dataset_is_placed_as_if_it_were_all(f: float) -> None:
+    """Whoever reads every third object, in the same order, holds the same ones of them."""
+    n, nodes = 3000, 4
+    capacity = int(f * n / nodes)
+    among = SampleObjects(np.arange(0, 3 * n, 3, dtype=np.int32))
+    order = JobOrder(n, nodes, n // nodes, 8, 100)
+    alone = holders(order, n, nodes, capacity)
+    part = holders(order._replace(among=among), 3 * n, nodes, capacity)
+    for whole, some in zip(alone, part, strict=True):
+        assert np.array_equal(some[::3], whole)
+        assert (some[1::3] == nobody(some)).all()
+        assert (whole != nobody(whole)).any()
 
 
 def test_the_simulator_counts_the_same() -> None:

@@ -29,11 +29,13 @@ from creel.messages import (
     Attach,
     Close,
     Command,
+    Deal,
     Extend,
     Hello,
     Open,
     Register,
     Registered,
+    Samples,
     Truncate,
     Wait,
     Welcome,
@@ -200,6 +202,35 @@ def test_an_impossible_plan_costs_its_sender_the_connection(
         client.send(where, np.array(ids, "<i4"), np.array(ends, "<i8"))
         until(lambda: not client.alive, what="the daemon hangs up")
     assert status(daemon)["sessions"] == 0
+
+
+@pytest.mark.parametrize(
+    "samples, first, ids",
+    [(3, 0, []), (3, 0, [10]), (3, 0, [-1]), (3, -1, [1]), (3, 2, [1, 2]), (1 << 40, 0, [1])],
+)
+def test_impossible_samples_cost_their_sender_the_connection(
+    daemon: Running, tmp_path: Path, samples: int, first: int, ids: list[int]
+) -> None:
+    manifest = folder(tmp_path, [100] * 10)
+    with daemon.client() as client:
+        session = opened(client, manifest)
+        client.send(Samples(client.token, session.id, samples, first), np.array(ids, "<i4"))
+        until(lambda: not client.alive, what="the daemon hangs up")
+
+
+def test_samples_that_leave_a_gap_or_take_too_much_memory_are_forgotten(
+    daemon: Running, tmp_path: Path
+) -> None:
+    """Its order is then unknown to the other nodes; the session goes on."""
+    manifest = folder(tmp_path, [100] * 10)
+    ids = np.arange(3, dtype="<i4")
+    with daemon.client() as client:
+        session = opened(client, manifest)
+        for samples, first in ((3, 0), (6, 0), (6, 1), ((1 << 31) - 1, 0), ((1 << 31) - 1, 3)):
+            client.send(Samples(client.token, session.id, samples, first), ids)
+        client.send(Deal(client.token, session.id, 0, "", 6, 1, 6, 1, 0, among=True))
+        plan(session, np.arange(10, dtype=np.int32), 5)
+        assert read_steps(session, manifest, np.arange(10), 5) == 10
 
 
 def test_arrays_where_none_belong_cost_their_sender_the_connection(daemon: Running) -> None:

@@ -170,6 +170,26 @@ def test_nodes_share_what_they_read_by_samplers_of_which_they_know_nothing(kind:
     assert reads[2] - reads[1] <= 0.2 * FILES
 
 
+def test_hosts_plan_together_for_a_part_of_a_dataset() -> None:
+    """Half of all files, of which both memories hold nine in ten: the others are read again."""
+    cores = Cores()
+    epochs, world, part = 3, 2, FILES // 2
+    memory = int(0.9 * part * jobs.HELD_NBYTES / world)
+    reads = []
+    with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, "8", str(epochs), "subset"]
+        with jobs.job(cluster, world, words, memory, script=jobs.READS) as ranks:
+            for _ in range(epochs):
+                for one in ranks:
+                    said = one.next("epoch")["epoch"]
+                    assert said["digest"] == said["expected"]
+                reads.append(storage.totals()["opens"])
+            told = [one.next("stats")["stats"]["core"]["datasets"] for one in ranks]
+    assert [[one["policy"] for one in datasets.values()] for datasets in told] == [["cluster"]] * 2
+    if cores.spare():
+        assert reads[2] - reads[1] <= 0.15 * part
+
+
 def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
     """One on n0 and n1, one on n1 and n2, whose daemon serves both: .8 of the data for each."""
     cores = Cores()

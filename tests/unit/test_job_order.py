@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Subset
 
-from creel.policies.cluster.job_order import IN_ORDER, JobOrder
+from creel.policies.cluster.job_order import IN_ORDER, JobOrder, SampleObjects
 
 
 @pytest.mark.parametrize("samples, world", [(1, 1), (2, 3), (101, 4), (1000, 7), (40_000, 2)])
@@ -30,6 +30,26 @@ def test_every_rank_reads_what_torchs_sampler_deals(
         order = JobOrder(samples, world, len(sampler), 16, seed)
         assert order.sound()
         assert order.by_rank(range(world))[rank].tolist() == list(sampler)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ranks_read_the_objects_of_a_subset(shuffle: bool) -> None:
+    objects = np.random.default_rng(0).permutation(400)[:101].astype(np.int32)
+    subset: Subset[int] = Subset(range(400), objects.tolist())  # type: ignore[arg-type]
+    seed = 5 if shuffle else IN_ORDER
+    order = JobOrder(101, 3, 34, 16, seed, among=SampleObjects(objects))
+    assert order.sound()
+    for rank in range(3):
+        sampler: DistributedSampler[int] = DistributedSampler(subset, 3, rank, shuffle, 5)
+        assert order.by_rank(range(3))[rank].tolist() == [subset[i] for i in sampler]
+    assert not order._replace(samples=100).sound()
+
+
+def test_jobs_that_read_other_parts_are_told_apart() -> None:
+    parts = [SampleObjects(np.arange(k, k + 10, dtype=np.int32)) for k in (0, 0, 10)]
+    one, same, other = (JobOrder(10, 1, 10, 1, 7, among=part).mark for part in parts)
+    assert one == same != other
+    assert JobOrder(10, 1, 10, 1, 7).mark == 7
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32 + 7, 10**15])

@@ -15,16 +15,18 @@ from creel.errors import MalformedError
 from creel.messages import (
     ControlReply,
     ControlRequest,
+    Extend,
     Grant,
     Grants,
     Member,
     Message,
     RequestMessage,
     RequestReply,
+    Samples,
     Wait,
+    arrays_of,
     decode,
     encode,
-    extend_arrays,
 )
 from kit import seeds
 
@@ -174,19 +176,22 @@ def test_hostile_bodies_are_malformed(body: bytes) -> None:
         decode(body, RequestReply)
 
 
+@pytest.mark.parametrize("message", [Extend("", 1, 0, 0), Samples("", 1, 9, 0)])
 @pytest.mark.parametrize("seed", seeds(50))
-def test_frames_are_views_or_malformed(seed: int) -> None:
+def test_frames_are_views_or_malformed(seed: int, message: Extend | Samples) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.choice([0, 1, 3, 4, 8, 12, 16, 4000], int(rng.integers(0, 5)))
     frames = [memoryview(rng.bytes(int(n))) for n in sizes]
-    fits = len(sizes) == 2 and sizes[0] % 4 == 0 and sizes[1] % 8 == 0
+    kinds = ("<i4", "<i8") if isinstance(message, Extend) else ("<i4",)
+    fits = len(sizes) == len(kinds)
+    fits = fits and all(n % np.dtype(k).itemsize == 0 for n, k in zip(sizes, kinds, strict=True))
     try:
-        arrays = extend_arrays(frames)
+        arrays = arrays_of(message, frames)
     except MalformedError:
         assert not fits
         return
     assert fits
-    for array, frame, dtype in zip(arrays, frames, ("<i4", "<i8"), strict=True):
+    for array, frame, dtype in zip(arrays, frames, kinds, strict=True):
         assert array.dtype == np.dtype(dtype)
         assert array.tobytes() == bytes(frame)
         assert not array.flags.writeable

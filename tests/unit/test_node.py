@@ -17,13 +17,14 @@ from creel.cache.memory.shared_words import DONE, HEARTBEAT, KNOWN, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config
-from creel.daemon.core.events import Publish, Tick
+from creel.daemon.core.events import SOURCE, EpochDealt, EpochFollowed, Publish, Tick
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
-from creel.messages import Command, Extend, Open
+from creel.messages import Command, Deal, Extend, Open, Samples
+from creel.policies.cluster.job_order import JobOrder
 from creel.settings import MemorySettings
-from kit import until
+from kit import cluster_view, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -148,4 +149,31 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
             session.words[HEARTBEAT] = 0
             node.handle_event(Tick())
             assert session.words[HEARTBEAT] > 0
+    node.close()
+
+
+def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
+    """Until then the nodes ask each other without a plan."""
+    node = node_of(lambda job: job())
+    manifest = Manifest.of_files([f"/{k}" for k in range(10)])
+    node.registry.add(DatasetRecord.create(manifest, Source(manifest), 0, 0))
+    session = node.registry.open("t", Open(manifest.key, "job", 0, 2, "never"))
+    view = cluster_view([SOURCE, 7], 1 << 20)
+    deal = Deal("t", session.id, 0, "c", 5, 2, 3, 1, seed=3, among=True)
+    events: list[Any] = []
+    with (
+        mock.patch.object(node, "handle_event", events.append),
+        mock.patch.object(node.clusters, "view", return_value=view),
+    ):
+        node.dealt(session, deal)
+        for first, ids in ((0, [9, 8, 7]), (3, [6, 5])):
+            assert isinstance(events[-1], EpochFollowed)
+            message = Samples("t", session.id, 5, first)
+            node.sampled(session, message, np.array(ids, np.int32))
+            node.dealt(session, deal)
+    (dealt,) = [e for e in events if isinstance(e, EpochDealt)]
+    assert dealt is events[-1]
+    expected = JobOrder(5, 2, 3, 1, 3).permutation()
+    assert dealt.order.permutation().tolist() == [9 - i for i in expected.tolist()]
+    assert node.quota.used() >= session.samples.nbytes == 20
     node.close()

@@ -25,7 +25,7 @@ class _Question:
     """A plan that this node asks its peers for, one after the other.
 
     Args:
-        seed: of the epoch's order.
+        seed: `JobOrder.mark` of the epoch.
         since: time of the first request; again: time before which nobody is asked.
         vain: peers that were asked in vain.
         pending: whether a peer is being asked.

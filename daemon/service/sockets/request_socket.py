@@ -33,11 +33,12 @@ from creel.messages import (
     Failed,
     Follow,
     RequestMessage,
+    Samples,
     Truncate,
     Wait,
+    arrays_of,
     decode,
     encode,
-    extend_arrays,
     request_address,
 )
 
@@ -123,7 +124,7 @@ class RequestSocket:
         return message
 
     def _request(self, who: bytes, message: Any, frames: list[memoryview]) -> None:
-        if frames and not isinstance(message, Extend):
+        if frames and not isinstance(message, Extend | Samples):
             raise MalformedError(f"{type(message).__name__} has no arrays")
         if isinstance(message, Command):
             self._answer_command(who, message)
@@ -145,6 +146,8 @@ class RequestSocket:
         if isinstance(message, Extend):
             objects = len(session.dataset.manifest)
             self._node.extended(session, message, _checked(message, frames, steps, objects))
+        elif isinstance(message, Samples):
+            self._node.sampled(session, message, _samples(message, frames, session))
         elif isinstance(message, Deal | Follow):
             self._node.dealt(session, message)
         elif isinstance(message, Begin):
@@ -176,7 +179,7 @@ def _checked(message: Extend, frames: list[memoryview], steps: int, n: int) -> l
         MalformedError: there are not two arrays, the message is too long, its steps do not continue
             the plan, an id is out of range, or the ends are out of order.
     """
-    arrays = extend_arrays(frames)
+    arrays = arrays_of(message, frames)
     if max(map(len, arrays)) > _MAX_PIECE:
         raise MalformedError(f"a plan comes in pieces of {_MAX_PIECE} reads or steps at most")
     objects, ends = (np.array(a) for a in arrays)
@@ -187,3 +190,22 @@ def _checked(message: Extend, frames: list[memoryview], steps: int, n: int) -> l
     if len(objects) and (objects.min() < 0 or objects.max() >= n):
         raise MalformedError(f"object ids outside [0, {n})")
     return [objects, ends]
+
+
+def _samples(
+    message: Samples, frames: list[memoryview], session: SessionRecord
+) -> NDArray[np.int32]:
+    """Check which object each of some samples is; return an aligned copy.
+
+    Raises:
+        MalformedError: the piece is too long or not one of the samples, or an id is out of range.
+    """
+    (objects,) = (np.array(a, np.int32) for a in arrays_of(message, frames))
+    n, last = len(session.dataset.manifest), message.first + len(objects)
+    if not 0 < len(objects) <= _MAX_PIECE or not 0 <= message.first < last <= message.samples:
+        raise MalformedError(f"samples {message.first} to {last} of {message.samples}")
+    if message.samples >= 1 << 31:
+        raise MalformedError(f"{message.samples} samples")
+    if objects.min() < 0 or objects.max() >= n:
+        raise MalformedError(f"object ids outside [0, {n})")
+    return objects
