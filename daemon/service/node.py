@@ -45,6 +45,7 @@ from creel.messages import (
     Grants,
     Hosting,
     Joined,
+    JointJournal,
     Open,
     Opened,
     Ready,
@@ -71,7 +72,7 @@ _KEPT_FILES = 128
 class Answer:
     """An answer over the control socket: a message, and descriptors that the sender keeps open."""
 
-    message: Welcome | Registered | Opened | Hosting | Joined | Refused
+    message: Welcome | Registered | Opened | Hosting | Joined | JointJournal | Refused
     fds: tuple[int, ...] = ()
 
 
@@ -312,7 +313,6 @@ class Node:
         def look(manifest: Manifest) -> None:
             known = self.registry.datasets.get(manifest.key)
             if known is not None:
-                known.source.adopt(manifest.copies)
                 known.source.grants = grants
                 enter(known)
                 return
@@ -382,7 +382,6 @@ class Node:
             if found is not None:
                 self.handle_event(found)
         elif known is not dataset:  # two clients registered the same dataset at once
-            known.source.adopt(dataset.source.copies)
             dataset.close()
             dataset = known
         dataset.claim(token)

@@ -26,7 +26,7 @@ from creel.errors import MalformedError
 #: Increased whenever an old client could misread a new daemon, or vice versa. From the first
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
-PROTOCOL = 10
+PROTOCOL = 11
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -98,11 +98,7 @@ Grants: TypeAlias = list[dict[str, Grant]]
 
 
 class Register(Message, frozen=True):
-    """Register a dataset; its descriptor is a sealed memfd, `Manifest.to_arrow()` of `nbytes`.
-
-    A second descriptor may hold copies of files that the manifest names
-    (`creel.cache.storage.copies`).
-    """
+    """Register a dataset; its descriptor is a sealed memfd, `Manifest.to_arrow()` of `nbytes`."""
 
     nbytes: int
     grants: Grants = []
@@ -190,6 +186,21 @@ class Join(Message, frozen=True):
     again: bool = False
 
 
+class OfferJournal(Message, frozen=True):
+    """Offer the memfd in which this rank would record what it reads.
+
+    The answer is `JointJournal`, with the memfd that the first client offered under this name.
+    """
+
+    name: str
+
+
+class WithdrawJournal(Message, frozen=True):
+    """Let no further rank join the journal of this name that this client has offered. No reply."""
+
+    name: str
+
+
 # --- control socket: daemon to client ---------------------------------------------------------
 
 
@@ -231,6 +242,10 @@ class Joined(Message, frozen=True):
     """Answer to `Join`; `ready`: each node has answered or was given up. If not, ask again."""
 
     ready: bool
+
+
+class JointJournal(Message, frozen=True):
+    """Answer to `OfferJournal`, with the descriptor of a memfd."""
 
 
 class Refused(Message, frozen=True):
@@ -348,8 +363,10 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-ControlRequest: TypeAlias = Hello | Register | Renew | Attach | Open | Host | Join | Close
-ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | Refused
+ControlRequest: TypeAlias = (
+    Hello | Register | Renew | Attach | Open | Host | Join | OfferJournal | WithdrawJournal | Close
+)
+ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | JointJournal | Refused
 RequestMessage: TypeAlias = Extend | Deal | Follow | Begin | Truncate | Wait | Command
 RequestReply: TypeAlias = Ready | CommandReply | Failed
 
@@ -366,7 +383,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=10, role='cli', token='')
+    Hello(protocol=11, role='cli', token='')
     """
     return _encoder.encode(message)
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.reading.observed import ObservedReads
+from creel.loader.tracing.observed import ObservedReads
 from daemons import Running
 from testbed.same import same
 
