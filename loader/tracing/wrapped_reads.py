@@ -230,7 +230,10 @@ class WrappedReads:
         return recorder_on(place, self.dataset, self.wrapping, joint=self._joint)
 
     def prepare(self) -> None:
-        """Bind before workers are made, so that they need not; does not contact a daemon."""
+        """Bind before workers are made, so that they need not.
+
+        Contacts the daemon only if ranks of a job record together (`journal_of_ranks`).
+        """
         link = self._link
         if link is not None and not link.binding.still():
             self._unbind(link)
