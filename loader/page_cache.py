@@ -1,7 +1,7 @@
 """Find files in the page cache, where reading costs no more than from creel's cache.
 
 A loader asks before each epoch (`loader.iterators.state`, `page_cached`). A wrapped dataset below
-torch's own loader asks before it connects (`loader.binding.wrapped_reads`, likewise).
+torch's own loader asks before it connects (`needless` in `loader.binding.daemon_link`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _WORK = ("decode", "collate")
 
 
 @dataclass(frozen=True)
-class Window:
+class RankWindow:
     """What one rank did in some seconds: differences of its counters.
 
     Attributes:
@@ -87,14 +87,14 @@ class Forecast:
     cause: str
 
 
-def forecast(ranks: Sequence[Window], cores: float = math.inf) -> list[Forecast]:
+def forecast(ranks: Sequence[RankWindow], cores: float = math.inf) -> list[Forecast]:
     """Return what each rank that trains together with the others does next.
 
     Args:
         ranks: one window each, with a batch at least.
         cores: of the node on which all of them run.
 
-    >>> one = Window(16.0, 64, 2, {"decode": 32.0}, {"decode": 8.0})
+    >>> one = RankWindow(16.0, 64, 2, {"decode": 32.0}, {"decode": 8.0})
     >>> forecast([one])[0]
     Forecast(supply_s=0.25, step_s=0.25, wait_s=0.125, in_steps=0.0, cause='decode')
     """
@@ -111,7 +111,7 @@ def forecast(ranks: Sequence[Window], cores: float = math.inf) -> list[Forecast]
     ]
 
 
-def supply_s(one: Window) -> float:
+def supply_s(one: RankWindow) -> float:
     """Return the seconds between two batches that a rank's workers can make.
 
     Where training waited, the pace was seen. It is slower than the law says if workers take
@@ -122,23 +122,23 @@ def supply_s(one: Window) -> float:
     return max(computed, one.seconds / one.batches) if short else computed
 
 
-def node_s(ranks: Sequence[Window], cores: float) -> float:
+def node_s(ranks: Sequence[RankWindow], cores: float) -> float:
     """Return the least seconds of a step for which the node's cores suffice; 0 if unknown."""
     known = [one.cpu_s / one.batches for one in ranks if one.cpu_s > 0]
     return sum(known) / cores if known else 0.0
 
 
-def _lasts(one: Window, train: float, supply: float) -> float:
+def _lasts(one: RankWindow, train: float, supply: float) -> float:
     """Return how many steps finished batches last if each takes `train` and they come slower."""
     if not one.workers:
         return 0.0
     return one.made / (1 - train / supply) if supply > train else math.inf
 
 
-def cause(one: Window) -> str:
+def cause(one: RankWindow) -> str:
     """Return the stage of a batch that takes longest, "" if none takes any time.
 
-    >>> cause(Window(1.0, 10, 1, {"source": 0.1, "decode": 0.8}, {}, cpu_s=0.1))
+    >>> cause(RankWindow(1.0, 10, 1, {"source": 0.1, "decode": 0.8}, {}, cpu_s=0.1))
     'waiting'
     """
     stage = max(one.busy_s, key=lambda name: one.busy_s[name], default="")
@@ -171,17 +171,17 @@ def straggler(forecasts: Sequence[Forecast]) -> int | None:
 # --- what if: each returns the window as it would have been -------------------------------------
 
 
-def with_workers(one: Window, workers: int) -> Window:
+def with_workers(one: RankWindow, workers: int) -> RankWindow:
     """Return the window with another number of workers, whose waits are not known yet."""
     return _unseen(replace(one, workers=workers))
 
 
-def with_memory(one: Window, hits: float) -> Window:
+def with_memory(one: RankWindow, hits: float) -> RankWindow:
     """Return the window if this share of what is read now were in memory."""
     return _without(one, "source", hits)
 
 
-def with_decoded(one: Window, share: float, copy_s: float = 0.0) -> Window:
+def with_decoded(one: RankWindow, share: float, copy_s: float = 0.0) -> RankWindow:
     """Return the window if this share of the samples were kept decoded.
 
     Args:
@@ -193,7 +193,7 @@ def with_decoded(one: Window, share: float, copy_s: float = 0.0) -> Window:
     return replace(less, busy_s=busy)
 
 
-def _without(one: Window, stage: str, share: float) -> Window:
+def _without(one: RankWindow, stage: str, share: float) -> RankWindow:
     """Return the window without a share of one stage's time."""
     saved = share * one.busy_s.get(stage, 0.0)
     busy = {**one.busy_s, stage: one.busy_s.get(stage, 0.0) - saved}
@@ -203,7 +203,7 @@ def _without(one: Window, stage: str, share: float) -> Window:
     return _unseen(replace(one, busy_s=busy, cpu_s=one.cpu_s * (1 - saved / own) if own else 0.0))
 
 
-def _unseen(one: Window) -> Window:
+def _unseen(one: RankWindow) -> RankWindow:
     """Return the window as if training had not waited: the pace that was seen holds no more."""
     left = max(one.seconds - one.waited_s, 1e-9)
     return replace(one, seconds=left, stall_s={})

@@ -12,9 +12,8 @@ Only the loader knows which samples need which objects; plans contain object ids
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from mmap import mmap
@@ -24,9 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import Descriptor
 from creel.cache.memory.pools.allocator import Lengths
-from creel.cache.storage.copies import Copies
 from creel.cache.storage.stores.access import Access, StorageOptions
 from creel.errors import ConfigError, MalformedError
 from creel.messages import Grants
@@ -35,7 +32,7 @@ from creel.policies.arrays import Index, Ints, Mask
 if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
     import pyarrow as pa
 
-_ROOT, _SALT, _COPIES = b"creel.root", b"creel.salt", b"creel.copies"
+_ROOT = b"creel.root"
 _ACCESS = b"creel.access"
 UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
@@ -60,15 +57,11 @@ class Manifest:
         table: columns uri (large_string, relative to `root` where `root` is not empty), offset,
             length, count (int64), without nulls.
         root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
-        salt: distinguishes datasets of the same objects.
-        copies: copies of some of the files, for the daemon.
         access: how remote addresses are reached: (first row, access), in order; () without any.
     """
 
     table: pa.Table
     root: str = ""
-    salt: str = ""
-    copies: Copies | None = field(default=None, compare=False)
     access: tuple[tuple[int, Access], ...] = ()
 
     @classmethod
@@ -313,7 +306,6 @@ class Manifest:
         """Content identity (XXH3-128): equal for equal manifests, in all processes."""
         root = self.root.encode()
         digest = xxhash.xxh3_128(f"{len(root)} {self.table.num_rows} ".encode() + root)
-        digest.update(self.salt.encode())
         for row, access in self.access:
             digest.update(f"{row} {access.identity}".encode())
         for name in ("offset", "length", "count"):
@@ -339,30 +331,24 @@ class Manifest:
         return bounds, memoryview(b"" if text is None else text)
 
     def to_arrow(self) -> bytes:
-        """Return an Arrow IPC file, without the copies."""
+        """Return an Arrow IPC file."""
         file = io.BytesIO()
-        self.write_arrow(file, copies=False)
+        self.write_arrow(file)
         return file.getvalue()
 
-    def write_arrow(self, file: BinaryIO, *, copies: bool) -> None:
-        """Write an Arrow IPC file (70 MB for a million files); `copies`: with their entries."""
+    def write_arrow(self, file: BinaryIO) -> None:
+        """Write an Arrow IPC file (70 MB for a million files)."""
         import pyarrow as pa
 
-        also = {_ROOT: self.root.encode(), _SALT: self.salt.encode()}
-        also[_ACCESS] = " ".join(f"{row} {one.identity}" for row, one in self.access).encode()
-        if copies and self.copies is not None:
-            also[_COPIES] = self.copies.entries.astype("<i8").tobytes()
+        access = " ".join(f"{row} {one.identity}" for row, one in self.access)
+        also = {_ROOT: self.root.encode(), _ACCESS: access.encode()}
         table = self.table.replace_schema_metadata(also)
         with pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
 
     @classmethod
-    def from_arrow(
-        cls, data: bytes | memoryview | mmap | pa.Buffer, fd: int | None = None
-    ) -> Manifest:
+    def from_arrow(cls, data: bytes | memoryview | mmap | pa.Buffer) -> Manifest:
         """Read a manifest from an Arrow file and check everything that a hostile sender can change.
-
-        `fd`: descriptor of the copies that the file names, which is duplicated.
 
         Raises:
             MalformedError: no such file, another schema, nulls, negative or overflowing numbers.
@@ -374,7 +360,7 @@ class Manifest:
                 table = reader.read_all().combine_chunks()
             table.validate(full=True)
             also = table.schema.metadata or {}
-            root, salt = also.get(_ROOT, b"").decode(), also.get(_SALT, b"").decode()
+            root = also.get(_ROOT, b"").decode()
         except (pa.ArrowException, OSError, ValueError) as e:
             raise MalformedError(f"not a manifest: {e}") from e
         if not table.schema.equals(_schema()):
@@ -383,15 +369,9 @@ class Manifest:
         if any(column.null_count for column in table.columns):
             raise MalformedError("a manifest must not have nulls")
         access = _parsed_access(also.get(_ACCESS, b""), table.num_rows)
-        manifest = cls(table.replace_schema_metadata(None), root, salt, access=access)
+        manifest = cls(table.replace_schema_metadata(None), root, access)
         manifest.check()
-        if fd is None:
-            return manifest
-        entries = Copies.parsed(also.get(_COPIES, b""), table.num_rows)
-        copies = Copies(Descriptor(os.dup(fd)), entries)
-        if copies.salt != salt:  # else other jobs would trust them
-            raise MalformedError("the copies belong to another manifest")
-        return replace(manifest, copies=copies)
+        return manifest
 
     def check(self) -> None:
         """Raise MalformedError for impossible numbers, ConfigError for too many objects."""

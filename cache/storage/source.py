@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
-from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote, scheme_of
 from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.cache.storage.stores.access import options_of
@@ -89,8 +88,6 @@ class Source:
         self.manifest = manifest
         #: May be replaced at any time; the next read uses it.
         self.grants = grants
-        #: Copies of some files, each of which can be taken once instead of a read.
-        self.copies = manifest.copies
         self.counters = Counters()
         self._settings = settings or FetchSettings()
         self._relative = relative
@@ -100,11 +97,6 @@ class Source:
         self._access_rows = [row for row, _ in manifest.access]
         self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
-
-    def adopt(self, copies: Copies | None) -> None:
-        """Use copies that came with an equal manifest, unless there are some already."""
-        if self.copies is None:
-            self.copies = copies
 
     def close(self) -> None:
         """Close kept descriptors; later reads open the files again."""

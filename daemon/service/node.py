@@ -41,17 +41,18 @@ from creel.errors import CreelError, UnavailableError
 from creel.messages import (
     PROTOCOL,
     Deal,
+    DealtSamples,
     Extend,
     Follow,
     Grants,
     Hosting,
     Joined,
+    JointJournal,
     Open,
     Opened,
     Ready,
     Refused,
     Registered,
-    Samples,
     Welcome,
 )
 from creel.policies.cluster.job_order import JobOrder
@@ -73,7 +74,7 @@ _KEPT_FILES = 128
 class Answer:
     """An answer over the control socket: a message, and descriptors that the sender keeps open."""
 
-    message: Welcome | Registered | Opened | Hosting | Joined | Refused
+    message: Welcome | Registered | Opened | Hosting | Joined | JointJournal | Refused
     fds: tuple[int, ...] = ()
 
 
@@ -314,7 +315,6 @@ class Node:
         def enter_manifest(manifest: Manifest) -> None:
             known = self.registry.datasets.get(manifest.key)
             if known is not None:
-                known.source.adopt(manifest.copies)
                 known.source.grants = grants
                 enter(known)
                 return
@@ -384,7 +384,6 @@ class Node:
             if found is not None:
                 self.handle_event(found)
         elif known is not dataset:  # two clients registered the same dataset at once
-            known.source.adopt(dataset.source.copies)
             dataset.close()
             dataset = known
         dataset.claim(token)
@@ -499,7 +498,9 @@ class Node:
             session.words[KNOWN] = self.core.planned(session.id)[1]
             self.waiting(session)
 
-    def sampled(self, session: SessionRecord, message: Samples, objects: NDArray[np.int32]) -> None:
+    def sampled(
+        self, session: SessionRecord, message: DealtSamples, objects: NDArray[np.int32]
+    ) -> None:
         """Take which object each of the next samples is; without room for all, none is known."""
         if message.first == 0:
             session.forget_samples()

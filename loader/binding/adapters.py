@@ -9,7 +9,6 @@ import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -18,8 +17,6 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import Descriptor
-from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import ConfigError
@@ -67,9 +64,8 @@ def _warn_of_folder(why: str) -> None:
 class Addressed(CreelDataset):
     """Whole-file objects, found by address when user code reads them."""
 
-    volatile = (*CreelDataset.volatile, "_index", "_copies")
+    volatile = (*CreelDataset.volatile, "_index")
     whole_files = True
-    _copies: Copies | None = None
     #: (n,) the version of each file when it was recorded, UNKNOWN for remote ones. None: the files
     #: were declared, or their versions are not to be checked.
     versions: Ints | None = None
@@ -99,19 +95,8 @@ class Addressed(CreelDataset):
     def _index(self) -> _StringIndex:
         return _StringIndex(self._uris)
 
-    def keep(self, own: Descriptor, copied: dict[str, tuple[int, int, int]]) -> None:
-        """Keep copies of files for the daemon: (first byte in the memfd, bytes, version)."""
-        rows = [
-            (row, *copied[uri]) for row, uri in enumerate(self._uris.to_pylist()) if uri in copied
-        ]
-        self._copies = Copies(own, np.array(rows, np.int64).reshape(-1, 4))
-        self._manifest = None
-
     def _build_manifest(self) -> Manifest:
-        manifest = Manifest.of_files(self._uris)
-        if self._copies is None:
-            return manifest
-        return replace(manifest, salt=self._copies.salt, copies=self._copies)
+        return Manifest.of_files(self._uris)
 
 
 class _StringIndex:

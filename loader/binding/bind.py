@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable
+from creel.loader.binding.wrapped import Trace
 from creel.loader.datasets.base import CreelDataset, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
 from creel.loader.page_cache import in_page_cache
@@ -32,7 +33,6 @@ from creel.policies.arrays import Ids, Ints
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 
 if TYPE_CHECKING:
-    from creel.loader.binding.access_trace import AccessTrace
     from creel.loader.client.session import Session
 
 #: Samples or files that `Binding.in_objects` and `in_page_cache` check.
@@ -246,7 +246,7 @@ def bind(dataset: object) -> Binding | None:
     return Binding(root, tree.leaves)
 
 
-def bound(dataset: Dataset[Sample], trace: AccessTrace) -> Binding:
+def bound(dataset: Dataset[Sample], trace: Trace) -> Binding:
     """Bind a dataset that declares nothing by its trace."""
     tree = Tree()
-    return Binding(trace.build(dataset, tree.place), tree.leaves)
+    return Binding(tree.traced(dataset, trace), tree.leaves)

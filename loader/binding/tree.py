@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from creel.loader.binding.adapters import cacheable, leaf_of
-from creel.loader.binding.wrapped import Wrapped, is_wrapped, trace_of, unwrap
+from creel.loader.binding.wrapped import Trace, Wrapped, is_wrapped, trace_of, unwrap
 from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
 from creel.policies.arrays import Ids, Ints
-
-if TYPE_CHECKING:
-    from creel.loader.binding.access_trace import AccessTrace
 
 D = TypeVar("D")
 Objects = tuple[Ids, Ints]
@@ -178,7 +175,7 @@ class LeafNode(TreeNode):
 class WrappedNode(TreeNode):
     """A wrapped dataset, with the trace of what it wraps, if there is one."""
 
-    def __init__(self, dataset: object, child: TreeNode, trace: AccessTrace | None) -> None:
+    def __init__(self, dataset: object, child: TreeNode, trace: Trace | None) -> None:
         super().__init__(dataset, [child])
         self._trace = trace
 
@@ -191,6 +188,30 @@ class WrappedNode(TreeNode):
 
     def raw(self) -> Raw | None:
         return self.children[0].raw()
+
+
+class TracedNode(TreeNode):
+    """A dataset whose reads were traced; `place` is that of its `Tree`."""
+
+    def __init__(
+        self, dataset: Dataset[Sample], trace: Trace, place: Callable[[CreelDataset], int]
+    ) -> None:
+        super().__init__(dataset)
+        self._leaves = trace.leaves
+        self._was = [leaf.layout for leaf in self._leaves]
+        self._counts = trace.counts
+        self._ends = np.cumsum(trace.counts)
+        self._numbers = trace.numbers(np.array([place(leaf) for leaf in self._leaves], np.int64))
+
+    def _same(self) -> bool:
+        pairs = zip(self._leaves, self._was, strict=True)
+        return all(leaf.layout is was for leaf, was in pairs)
+
+    def objects(self, indices: Ints) -> Objects:
+        """As `TreeNode.objects`; no objects for a sample that was not traced."""
+        at = positions(indices, len(self._counts))
+        counts = self._counts[at]
+        return self._numbers[stretches(self._ends[at] - counts, counts)], counts
 
 
 class SubsetNode(TreeNode):
@@ -288,6 +309,16 @@ def _merge(n: int, parts: Sequence[tuple[NDArray[np.intp] | None, Ids, Ints]]) -
     return ids, counts
 
 
+def stretches(begin: Ints, counts: Ints) -> Ints:
+    """Concatenate the ranges of `counts[i]` integers from `begin[i]` on.
+
+    >>> stretches(np.array([7, 2]), np.array([2, 3])).tolist()
+    [7, 8, 2, 3, 4]
+    """
+    before = counts.cumsum() - counts
+    return np.repeat(begin - before, counts) + np.arange(int(counts.sum()))
+
+
 # --- building ---------------------------------------------------------------------------------
 
 
@@ -304,7 +335,7 @@ class Tree:
         """Return the node of a dataset, with all nodes below it."""
         if is_wrapped(dataset):
             trace, inner = trace_of(dataset), unwrap(dataset)
-            child = self.build(inner) if trace is None else trace.build(inner, self.place)
+            child = self.build(inner) if trace is None else self.traced(inner, trace)
             return WrappedNode(dataset, child, trace)
         below = inside(dataset)
         if below is None:
@@ -318,6 +349,10 @@ class Tree:
         if isinstance(dataset, ConcatDataset):
             return ConcatNode(dataset, children)
         return TreeNode(dataset, children)  # Transformed or a StackDataset
+
+    def traced(self, dataset: Dataset[Sample], trace: Trace) -> TreeNode:
+        """Return the node of a dataset that declares nothing, by its trace."""
+        return TracedNode(dataset, trace, self.place)
 
     def place(self, leaf: CreelDataset) -> int:
         """Add a leaf to the tree, if it is new, and return its first object id."""

@@ -1,14 +1,23 @@
-"""Wrapped: what the rest of creel knows of an object that `creel.wrap` returned."""
+"""Wrapped: what the rest of creel knows of an object that `creel.wrap` returned.
+
+`creel.loader.tracing` implements it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, TypeVar
+
+from torch.utils.data import Dataset
+
+from creel.policies.arrays import Ids, Ints
 
 if TYPE_CHECKING:
     from creel.config import Config
-    from creel.loader.binding.access_trace import AccessTrace
-    from creel.loader.binding.wrapped_reads import WrappedReads
+    from creel.loader.datasets.base import CreelDataset, Sample
     from creel.loader.reading.storage import Options
+
+T = TypeVar("T")
 
 
 class Wrapping(NamedTuple):
@@ -21,14 +30,52 @@ class Wrapping(NamedTuple):
 AS_IT_IS = Wrapping()
 
 
+class Trace(Protocol):
+    """What each sample of a wrapped dataset reads.
+
+    leaves: the datasets with the objects. counts: (size,) the number of objects of each sample.
+    """
+
+    leaves: list[CreelDataset]
+    counts: Ints
+
+    def numbers(self, bases: Ints) -> Ids:
+        """Return (counts.sum(),) ids of the objects, sample by sample.
+
+        `bases`: (len(leaves),) the first id of each leaf.
+        """
+        ...
+
+
+class Reading(Protocol):
+    """How a wrapped dataset is read."""
+
+    dataset: Dataset[Sample]
+    wrapping: Wrapping
+    #: Settings and their origins; None: those of the process.
+    config: tuple[Config, dict[str, str]] | None
+
+    def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
+        """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
+        ...
+
+    def trace(self) -> Trace | None:
+        """Return the trace, if there is one so far; the first call may begin to record it."""
+        ...
+
+    def recorded(self) -> bool:
+        """Whether reads were recorded that had to wait for their source."""
+        ...
+
+
 class Wrapped:
-    """Base of the classes of wrapped datasets (see `creel.loader.binding.wrap`)."""
+    """Base of the classes of wrapped datasets (see `creel.loader.tracing.wrap`)."""
 
     __slots__ = ()
     #: In a slot; unset in an object that was made by `type(wrapped)(...)`.
-    _creel_reads: WrappedReads
+    _creel_reads: Reading
 
-    def _creel_begin(self) -> WrappedReads:
+    def _creel_begin(self) -> Reading:
         """Set `_creel_reads` in such an object, and return it."""
         raise NotImplementedError
 
@@ -38,10 +85,10 @@ def is_wrapped(dataset: object) -> TypeGuard[Wrapped]:
     return issubclass(type(dataset), Wrapped)
 
 
-def reads_of(wrapped: Wrapped) -> WrappedReads:
+def reads_of(wrapped: Wrapped) -> Reading:
     """Return how a wrapped dataset is read."""
     try:
-        reads: WrappedReads = object.__getattribute__(wrapped, "_creel_reads")
+        reads: Reading = object.__getattribute__(wrapped, "_creel_reads")
         return reads  # noqa: TRY300  runs for each sample
     except AttributeError:
         return type(wrapped)._creel_begin(wrapped)  # noqa: SLF001  not by the dataset's own lookup
@@ -52,7 +99,7 @@ def unwrap(dataset: Any) -> Any:
     return reads_of(dataset).dataset if is_wrapped(dataset) else dataset
 
 
-def trace_of(dataset: object) -> AccessTrace | None:
+def trace_of(dataset: object) -> Trace | None:
     """Return the trace of a wrapped dataset; None if it has none so far, or is not wrapped."""
     return reads_of(dataset).trace() if is_wrapped(dataset) else None
 

@@ -20,7 +20,6 @@ import threading
 import time
 import warnings
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
@@ -175,13 +174,10 @@ class Client:
                 addresses.
         """
         grants = manifest.grants()
-        copies = manifest.copies if manifest.copies is not None and manifest.copies.give() else None
-        write = partial(manifest.write_arrow, copies=copies is not None)
         with self._control_lock:  # threads that wait hold no memory and no descriptor
-            own = Descriptor(sealed_file("creel-manifest", write))
-            fds = (own.fd,) if copies is None else (own.fd, copies.fd)
+            own = Descriptor(sealed_file("creel-manifest", manifest.write_arrow))
             request = messages.Register(os.fstat(own.fd).st_size, grants)
-            reply, _ = self._call(request, messages.Registered, fds, _REGISTER_TIMEOUT_S)
+            reply, _ = self._call(request, messages.Registered, (own.fd,), _REGISTER_TIMEOUT_S)
             self._granted[reply.dataset] = grants
             return reply.dataset
 
@@ -208,10 +204,9 @@ class Client:
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        if manifest.copies is None or manifest.copies.given:
-            with contextlib.suppress(UnavailableError):
-                self.renew(manifest)
-                return self.open(manifest.key, job, rank, world, recheck)
+        with contextlib.suppress(UnavailableError):
+            self.renew(manifest)
+            return self.open(manifest.key, job, rank, world, recheck)
         return self.open(self.register(manifest), job, rank, world, recheck)
 
     def open(
@@ -258,6 +253,18 @@ class Client:
         if ready:
             self.cluster = request.cluster
         return ready
+
+    def join_journal(self, name: str, own: int) -> int:
+        """Offer a memfd; return a descriptor, for the caller, of the joint journal of this name.
+
+        Raises:
+            UnavailableError: refused, or the daemon is lost.
+        """
+        _, fds = self._call(messages.OfferJournal(name), messages.JointJournal, (own,))
+        if len(fds) != 1:
+            close_all(fds)
+            raise DaemonLostError(f"the daemon sent {len(fds)} descriptors with a journal, not 1")
+        return fds[0]
 
     def ask(self, what: str, *, timeout_s: float = 10.0, **args: object) -> dict[str, Any]:
         """Return the daemon's reply to a command (see `messages.Command`).
@@ -374,7 +381,8 @@ class Client:
                 self._lost = True
                 raise
 
-    def notify(self, request: messages.Close) -> None:
+    def notify(self, request: messages.Close | messages.WithdrawJournal) -> None:
+        """Send a request that has no reply."""
         with self._control_lock:
             if self.alive:
                 try:

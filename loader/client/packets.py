@@ -15,7 +15,13 @@ from creel.system.limits import may_map
 from creel.system.unix_peers import known_apart, peer_of
 
 M = TypeVar(
-    "M", messages.Welcome, messages.Registered, messages.Opened, messages.Hosting, messages.Joined
+    "M",
+    messages.Welcome,
+    messages.Registered,
+    messages.Opened,
+    messages.Hosting,
+    messages.Joined,
+    messages.JointJournal,
 )
 
 

@@ -280,7 +280,7 @@ class Session:
         if deal.among is not None and deal.among is not self._among:
             for first in range(0, deal.samples, SAMPLES):
                 piece = deal.among.objects[first : first + SAMPLES]
-                self._send(messages.Samples(self.token, self.id, deal.samples, first), piece)
+                self._send(messages.DealtSamples(self.token, self.id, deal.samples, first), piece)
             self._among = deal.among
         who = self.token, self.id, epoch, self.client.cluster
         counts = deal.samples, deal.world, deal.each, deal.batch

@@ -2,5 +2,5 @@
 
 Every read goes through `observer`, whose `Lease` says which objects of the step are in the arena.
 The readers are `creel.open` and `creel.read` (`opened`), a plain `open` below `creel.wrap`
-(`intercept`, and `libraries` for those in C), and creel's own datasets.
+(`creel.loader.tracing`), and creel's own datasets.
 """

@@ -8,24 +8,14 @@ from __future__ import annotations
 import errno
 import io
 import os
-import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.memory.memfd import sealed_file
 from creel.cache.storage.manifest import scheme_of
-from creel.loader.reading.observed import (
-    MAX_IN_C_NBYTES,
-    PartialRead,
-    left_to_c,
-    os_open,
-    reads_for_c,
-)
+from creel.loader.reading.read_counts import PartialRead, os_open
 from creel.loader.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
-    from creel.loader.reading.file_copies import FileCopy
-
     _Reader = io.BufferedReader
 else:
     _Reader = object
@@ -140,52 +130,19 @@ class _Observed(_Reader):
     """Counts how many bytes of a real file are read; above one of Python's classes of files."""
 
     _part: PartialRead | None = None  # counts the bytes read
-    _copy: FileCopy | None = None  # receives them
-    _at: int | None = 0  # the position, for the copy; None: ask the file
-    _thread = 0  # the thread that opened the file
     _handed_on: int | None = None  # position when the descriptor was given out
 
-    def observe(self, part: PartialRead, copy: FileCopy | None) -> None:
+    def observe(self, part: PartialRead) -> None:
         """Begin to count. A file that a library makes by `type(file)(...)` does not."""
-        self._part, self._copy = part, copy
-        self._thread = threading.get_ident()
+        self._part = part
 
     def fileno(self) -> int:
         """Return the descriptor. Its position later shows the reads made through it."""
         self._count_moved()
-        if self._handed_on is None and self._copy is not None and not self._moved_to_memory():
-            left_to_c(self._part)
         fd = super().fileno()
         if self._part is not None:
-            self._at = None
             self._handed_on = os.lseek(fd, 0, os.SEEK_CUR) if self.seekable() else None
         return fd
-
-    def _moved_to_memory(self) -> bool:
-        """Read a whole file that C code would read by its descriptor, if useful (`read_for_c`)."""
-        observed, part, copy = this_thread.observed, self._part, self._copy
-        if observed is None or part is None or copy is None or part.nbytes > MAX_IN_C_NBYTES:
-            return False
-        if not reads_for_c(observed.copies):
-            return False
-        at = super().seek(self.tell())  # the position, without Python's buffer
-        data = os.pread(super().fileno(), part.nbytes, 0)
-        if len(data) < part.nbytes:
-            return False
-        with suppress(OSError):  # no memory for the file
-            fd = memory_file(data)
-            copy.add(0, data)
-            copy.finish(self)
-            part.count(len(data))
-            self._copy = None
-            self._continue_on(fd)
-            super().seek(at)
-            return True
-        return False
-
-    def _continue_on(self, fd: int) -> None:
-        """Close the real file, and continue at the start of the file that `fd` belongs to."""
-        raise NotImplementedError
 
     def _count_moved(self) -> None:
         """Count the bytes read through the descriptor since it was given out."""
@@ -196,56 +153,37 @@ class _Observed(_Reader):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self._count_moved()
-        self._at = super().seek(offset, whence)
-        return self._at
+        return super().seek(offset, whence)
 
     def close(self) -> None:
         if self._part is not None and not self.closed:
             self._count_moved()
-            copy, self._copy = self._copy, None
-            with suppress(OSError, ValueError):  # other code has closed the descriptor
-                # else another thread has moved it
-                if copy is not None and self._at in {None, self.tell()}:
-                    copy.finish(self)
-            self._part.got()
         super().close()
 
     def read(self, size: int | None = -1, /) -> bytes:
         return self._counted(super().read(size))
 
     def readinto(self, buffer: Any, /) -> int:
-        return self._counted_in(buffer, super().readinto(buffer))
+        return self._counted_in(super().readinto(buffer))
 
     def _counted(self, data: bytes) -> bytes:
-        if self._copy is not None:
-            self._count(data)
-        elif self._part is not None:
-            self._part.count(len(data))
-            self._handed_on = None  # Python's buffer moves the position too
+        self._count(len(data))
         return data
 
-    def _counted_in(self, buffer: Any, got: int) -> int:
-        if self._part is not None:
-            self._count(memoryview(buffer).cast("B")[:got] if got else b"")
+    def _counted_in(self, got: int) -> int:
+        self._count(got or 0)
         return got
 
-    def _count(self, data: bytes | memoryview) -> None:
+    def _count(self, nbytes: int) -> None:
         if self._part is not None:
-            self._part.count(len(data))
-        self._handed_on = None
-        if self._thread != threading.get_ident():  # another thread's reads would be interleaved
-            self._copy = None
-        if self._copy is not None:
-            at = self.tell() - len(data) if self._at is None else self._at
-            self._copy.add(at, data)
-            self._at = None if self._at is None else at + len(data)
+            self._part.count(nbytes)
+            self._handed_on = None  # Python's buffer moves the position too
 
     def _left(self) -> None:
         """Count this thread's reads from now on, since the file is read by other means."""
         observed = this_thread.observed
         if self._part is not None and observed is not None:
             self._part.count_thread(observed.thread)
-        self._copy = None
 
 
 _read = io.BufferedReader.read
@@ -256,9 +194,7 @@ class ObservedFile(_Observed, io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = _read(self, size)  # `super()` takes longer than the read of a few bytes
-        if self._copy is not None:
-            self._count(data)
-        elif self._part is not None:
+        if self._part is not None:
             self._part.count(len(data))
             self._handed_on = None
         return data
@@ -270,14 +206,7 @@ class ObservedFile(_Observed, io.BufferedReader):
         return self._counted(super().readline(size))
 
     def readinto1(self, buffer: Any, /) -> int:
-        return self._counted_in(buffer, super().readinto1(buffer))
-
-    def _continue_on(self, fd: int) -> None:
-        name, real = self.name, super().detach()
-        raw = io.FileIO(fd)
-        raw.name = name
-        io.BufferedReader.__init__(self, raw)
-        real.close()
+        return self._counted_in(super().readinto1(buffer))
 
     @property
     def raw(self) -> Any:  # type: ignore[override]  # read-only for a BufferedReader too
@@ -302,11 +231,6 @@ class ObservedRaw(_Observed, io.FileIO):  # type: ignore[misc]  # `_Reader` is n
 
     def readall(self) -> bytes:
         return self._counted(super().readall())
-
-    def _continue_on(self, fd: int) -> None:
-        name = self.name
-        io.FileIO.__init__(self, fd)  # closes the real file
-        self.name = name
 
     def __repr__(self) -> str:
         return _shown(self)

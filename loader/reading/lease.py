@@ -15,25 +15,52 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.storage.version import UNKNOWN
-from creel.loader.reading.observed import is_local, version_at
+from creel.loader.reading.storage import Options, is_local, version_at
 from creel.loader.reading.this_thread import this_thread, usage
 
 if TYPE_CHECKING:
-    from creel.loader.binding.adapters import Addressed
     from creel.loader.client.session import Session
-    from creel.loader.datasets.base import CreelDataset
-    from creel.loader.reading.storage import Options
 
 Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
 Buffer = bytes | memoryview
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+class Leaf(Protocol):
+    """A dataset that has objects (`creel.loader.datasets`)."""
+
+    @property
+    def object_count(self) -> int:
+        """Number of objects."""
+        ...
+
+    def address(self, object_id: int) -> str | None:
+        """Return the address of an object that is a whole file, None for a part of a file."""
+        ...
+
+
+class Files(Leaf, Protocol):
+    """One whose objects are whole files (`creel.loader.binding.adapters`)."""
+
+    @property
+    def storage_options(self) -> Options:
+        """With which remote ones are read."""
+        ...
+
+    def addresses(self, ids: NDArray[np.integer]) -> list[str]:
+        """Return the addresses of (k,) objects."""
+        ...
+
+    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
+        """Return the versions in which (k,) files may be served; UNKNOWN: in any."""
+        ...
 
 
 class Lease:
@@ -68,7 +95,7 @@ class Lease:
         ids: NDArray[np.integer] = _NONE,
         stamp: int = -1,
         bases: Mapping[int, int] | None = None,
-        named: Sequence[Addressed] = (),
+        named: Sequence[Files] = (),
     ) -> None:
         """Make a lease.
 
@@ -88,7 +115,7 @@ class Lease:
         self._bases = bases or {}
         self._named = named
         #: address -> (number, version, the leaf)
-        self._numbers: dict[str, tuple[int, int, Addressed | None]] | None = None
+        self._numbers: dict[str, tuple[int, int, Files | None]] | None = None
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -108,7 +135,7 @@ class Lease:
         if self._session is None:
             self.blocked += usage().ru_nvcsw
 
-    def number(self, leaf: CreelDataset, object_id: int) -> int | None:
+    def number(self, leaf: Leaf, object_id: int) -> int | None:
         """Return the session's number of an object of `leaf`; None if the lease does not cover it.
 
         A leaf that is not in `bases` may still have files that the lease finds by address.
@@ -143,8 +170,8 @@ class Lease:
             pieces = self._pieces = session.pieces(self._ids)
         return pieces
 
-    def _by_address(self) -> dict[str, tuple[int, int, Addressed | None]]:
-        numbers: dict[str, tuple[int, int, Addressed | None]] = {}
+    def _by_address(self) -> dict[str, tuple[int, int, Files | None]]:
+        numbers: dict[str, tuple[int, int, Files | None]] = {}
         for leaf in self._named:
             base = self._bases[id(leaf)]
             own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
@@ -176,7 +203,7 @@ class Lease:
 
     def take_rows(
         self,
-        leaf: CreelDataset,
+        leaf: Leaf,
         ids: NDArray[np.int64],
         out: NDArray[np.uint8],
         direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],

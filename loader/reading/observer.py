@@ -17,19 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.reading.lease import Buffer, Copied
-from creel.loader.reading.observed import is_local
+from creel.loader.reading.storage import is_local
 from creel.loader.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
-    from creel.loader.datasets.base import CreelDataset
+    from creel.loader.reading.lease import Leaf
     from creel.loader.reading.storage import Options
 
 T = TypeVar("T")
 
 
-def take(
-    leaf: CreelDataset, object_id: int, direct: Callable[[int], bytes], kind: type[Copied]
-) -> Copied:
+def take(leaf: Leaf, object_id: int, direct: Callable[[int], bytes], kind: type[Copied]) -> Copied:
     """Return a copy of the bytes of an object of `leaf`: from the arena, else by `direct`.
 
     Args:
@@ -49,7 +47,7 @@ def take(
 
 
 def take_rows(
-    leaf: CreelDataset,
+    leaf: Leaf,
     ids: NDArray[np.int64],
     out: NDArray[np.uint8],
     direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],

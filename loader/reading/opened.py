@@ -14,19 +14,18 @@ import os
 import stat
 import time
 from functools import partial
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from creel.cache.storage.manifest import scheme_of
 from creel.cache.storage.stores.store import read_ahead
-from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_objects import in_memory, taken_over
-from creel.loader.reading.observed import SMALL, PartialRead
 from creel.loader.reading.observer import find, take_address, timed
 from creel.loader.reading.storage import Options, absolute, absolute_path, read_all
 from creel.loader.reading.this_thread import this_thread
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from creel.loader.reading.read_counts import PartialRead
 
 #: Python's own open, even while `intercept` has replaced it.
 _python_open = io.open
@@ -91,8 +90,7 @@ def open_local(path: str) -> IO[bytes]:
 def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -1) -> Any:
     """Wrap a file just opened so that its reads are counted, if this thread is being recorded.
 
-    `waited_ns`: how long the storage made the thread wait. If it did, the bytes read are kept.
-    `buffering`: as given to `open`.
+    `waited_ns`: how long the storage made the thread wait. `buffering`: as given to `open`.
     """
     observed = this_thread.observed
     if observed is None:
@@ -101,30 +99,21 @@ def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -
     status = os.fstat(fd)
     if not _cacheable(status, address):
         return real
-    nbytes = status.st_size
-    read_ahead(fd, min(nbytes, _AHEAD_NBYTES), status.st_dev)  # the kernel reads meanwhile
-    if nbytes <= SMALL and not waited_ns:
-        observed.opened_small(address, status, now_ns)
-        return real
-    of = of_stat(status, now_ns)
-    part, copy = observed.opened(address, nbytes, of, waited_ns), None
-    if waited_ns and observed.copies is not None:
-        copy = observed.copies.begin(address, nbytes, of)
-    if copy is not None and part is None:
-        part = PartialRead(nbytes, waited_ns)
+    read_ahead(fd, min(status.st_size, _AHEAD_NBYTES), status.st_dev)  # the kernel reads meanwhile
+    part = observed.opened(address, status, now_ns, waited_ns)
     if part is None:
         return real
     file = taken_over(real, buffering)
-    file.observe(part, copy)
+    file.observe(part)
     return file
 
 
-#: Status of a file, and its version.
+#: Status of a file, and when it was asked for (`time.time_ns`).
 Look = tuple[os.stat_result, int]
 
 
 def look(file: int | str) -> Look | None:
-    """Return status and version of a file, by descriptor or path; None if unreadable or unrecorded.
+    """Return the status of a file, by descriptor or path; None if unreadable or unrecorded.
 
     Called just before a library opens the file: a network file system then answers the library from
     its cache.
@@ -133,10 +122,9 @@ def look(file: int | str) -> Look | None:
         return None
     now_ns = time.time_ns()
     try:
-        status = os.stat(file)  # noqa: PTH116
+        return os.stat(file), now_ns  # noqa: PTH116
     except OSError:
         return None
-    return status, of_stat(status, now_ns)
 
 
 def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> PartialRead | None:
@@ -147,7 +135,7 @@ def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> Partial
     observed = this_thread.observed
     if observed is None or found is None or not _cacheable(found[0], address):
         return None
-    return observed.opened(address, found[0].st_size, found[1], waited_ns)
+    return observed.opened(address, *found, waited_ns)
 
 
 def _cacheable(status: os.stat_result, address: str) -> bool:

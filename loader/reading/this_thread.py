@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from creel.policies.bypass import ThreadUse
 
 if TYPE_CHECKING:
+    import os
     from resource import struct_rusage
 
     from creel.loader.reading.lease import Lease
-    from creel.loader.reading.observed import ObservedReads
+    from creel.loader.reading.read_counts import PartialRead, ThreadReads
+    from creel.loader.reading.storage import Options
+
+
+class ReadRecord(Protocol):
+    """What records a thread's reads (`creel.loader.tracing.observed`)."""
+
+    options: Options
+    thread: ThreadReads
+
+    def add(self, asked: str | tuple[int, int], /) -> None:
+        """Record the read of an address, or of an object of a leaf by (id(leaf), number)."""
+        ...
+
+    def opened(
+        self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
+    ) -> PartialRead | None:
+        """Record an opened file; return where its reads are counted, None if nowhere."""
+        ...
+
+    def waited(self, took: int) -> bool:
+        """Whether the storage made this thread wait in an open of `took` ns."""
+        ...
 
 
 class ThisThread(threading.local):
     """State of each thread."""
 
     lease: Lease | None = None
-    observed: ObservedReads | None = None
+    observed: ReadRecord | None = None
     intercepts = False  # whether opens by code other than creel's are intercepted
 
 

@@ -27,7 +27,7 @@ from creel.errors import MalformedError
 #: Increased whenever an old client could misread a new daemon, or vice versa. From the first
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
-PROTOCOL = 10
+PROTOCOL = 11
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -99,11 +99,7 @@ Grants: TypeAlias = list[dict[str, Grant]]
 
 
 class Register(Message, frozen=True):
-    """Register a dataset; its descriptor is a sealed memfd, `Manifest.to_arrow()` of `nbytes`.
-
-    A second descriptor may hold copies of files that the manifest names
-    (`creel.cache.storage.copies`).
-    """
+    """Register a dataset; its descriptor is a sealed memfd, `Manifest.to_arrow()` of `nbytes`."""
 
     nbytes: int
     grants: Grants = []
@@ -191,6 +187,21 @@ class Join(Message, frozen=True):
     again: bool = False
 
 
+class OfferJournal(Message, frozen=True):
+    """Offer the memfd in which this rank would record what it reads.
+
+    The answer is `JointJournal`, with the memfd that the first client offered under this name.
+    """
+
+    name: str
+
+
+class WithdrawJournal(Message, frozen=True):
+    """Let no further rank join the journal of this name that this client has offered. No reply."""
+
+    name: str
+
+
 # --- control socket: daemon to client ---------------------------------------------------------
 
 
@@ -234,6 +245,10 @@ class Joined(Message, frozen=True):
     ready: bool
 
 
+class JointJournal(Message, frozen=True):
+    """Answer to `OfferJournal`, with the descriptor of a memfd."""
+
+
 class Refused(Message, frozen=True):
     """A refusal, with one sentence that says what to do. The connection stays usable."""
 
@@ -263,7 +278,7 @@ class Deal(Message, frozen=True):
 
     Only a hint: with it, the nodes of `cluster` compute the same plan of what each keeps. No reply.
 
-    `among`: sample i is the object that `Samples` said last; else it is object i.
+    `among`: sample i is the object that `DealtSamples` said last; else it is object i.
     """
 
     token: str
@@ -279,7 +294,7 @@ class Deal(Message, frozen=True):
     among: bool = False
 
 
-class Samples(Message, frozen=True):
+class DealtSamples(Message, frozen=True):
     """Say which object each of `samples` samples is, a piece at a time, the first one first.
 
     Array: `objects` (k,) int32, those of samples `first, first + 1, ...`. No reply.
@@ -364,13 +379,17 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-ControlRequest: TypeAlias = Hello | Register | Renew | Attach | Open | Host | Join | Close
-ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | Refused
-RequestMessage: TypeAlias = Extend | Deal | Samples | Follow | Begin | Truncate | Wait | Command
+ControlRequest: TypeAlias = (
+    Hello | Register | Renew | Attach | Open | Host | Join | OfferJournal | WithdrawJournal | Close
+)
+ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | JointJournal | Refused
+RequestMessage: TypeAlias = (
+    Extend | Deal | DealtSamples | Follow | Begin | Truncate | Wait | Command
+)
 RequestReply: TypeAlias = Ready | CommandReply | Failed
 
 #: The types of the arrays that follow a message.
-_ARRAYS: dict[type[Message], tuple[str, ...]] = {Extend: ("<i4", "<i8"), Samples: ("<i4",)}
+_ARRAYS: dict[type[Message], tuple[str, ...]] = {Extend: ("<i4", "<i8"), DealtSamples: ("<i4",)}
 
 M = TypeVar("M", bound=Message)
 
@@ -385,7 +404,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=10, role='cli', token='')
+    Hello(protocol=11, role='cli', token='')
     """
     return _encoder.encode(message)
 
@@ -417,7 +436,7 @@ def decode(body: bytes | memoryview, union: Any) -> Any:
 
 
 def arrays_of(
-    message: Extend | Samples, frames: Sequence[memoryview]
+    message: Extend | DealtSamples, frames: Sequence[memoryview]
 ) -> list[NDArray[np.integer[Any]]]:
     """Return the arrays of a message as read-only views of the frames after its body.
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.reading.observed import ObservedReads
+from creel.loader.tracing import observed
 from daemons import Running
 from testbed.same import same
 
@@ -255,7 +255,7 @@ def test_batches_are_torchs_whatever_the_format(
 ) -> None:
     make, cached = KINDS[name]
     # A file that opens slowly is cached even if little of it is read; a busy machine is no reason.
-    monkeypatch.setattr(ObservedReads, "QUICK_OPEN_NS", sys.maxsize)
+    monkeypatch.setattr(observed, "QUICK_OPEN_NS", sys.maxsize)
 
     def made(kind: str) -> Any:
         """Return a new dataset each time, as it may keep files open."""

@@ -30,12 +30,12 @@ from creel.messages import (
     Close,
     Command,
     Deal,
+    DealtSamples,
     Extend,
     Hello,
     Open,
     Register,
     Registered,
-    Samples,
     Truncate,
     Wait,
     Welcome,
@@ -214,7 +214,7 @@ def test_impossible_samples_cost_their_sender_the_connection(
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as client:
         session = opened(client, manifest)
-        client.send(Samples(client.token, session.id, samples, first), np.array(ids, "<i4"))
+        client.send(DealtSamples(client.token, session.id, samples, first), np.array(ids, "<i4"))
         until(lambda: not client.alive, what="the daemon hangs up")
 
 
@@ -227,7 +227,7 @@ def test_samples_that_leave_a_gap_or_take_too_much_memory_are_forgotten(
     with daemon.client() as client:
         session = opened(client, manifest)
         for samples, first in ((3, 0), (6, 0), (6, 1), ((1 << 31) - 1, 0), ((1 << 31) - 1, 3)):
-            client.send(Samples(client.token, session.id, samples, first), ids)
+            client.send(DealtSamples(client.token, session.id, samples, first), ids)
         client.send(Deal(client.token, session.id, 0, "", 6, 1, 6, 1, 0, among=True))
         plan(session, np.arange(10, dtype=np.int32), 5)
         assert read_steps(session, manifest, np.arange(10), 5) == 10

@@ -19,9 +19,8 @@ from test_wrap import BATCH, HOW, N, batches, folder
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
-from creel.cache.storage.copies import COPIES
-from creel.loader.binding import access_recorder
-from creel.loader.binding.journal import JOURNAL
+from creel.loader.tracing import recorder
+from creel.loader.tracing.journal import JOURNAL
 from daemons import Running
 from folders import folder as torchvision
 from kit import descriptors
@@ -412,7 +411,7 @@ def test_a_journal_that_is_long_is_over(
 ) -> None:
     bare = Own(folder(tmp_path / "data"))
     ours, theirs = batches(creel.wrap(bare)), batches(bare)
-    monkeypatch.setattr(access_recorder, "MAX_JOURNAL_NBYTES", 1)
+    monkeypatch.setattr(recorder, "MAX_JOURNAL_NBYTES", 1)
     for _ in range(3):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [BATCH + 1]
@@ -450,12 +449,12 @@ def test_nothing_is_kept_open(tmp_path: Path) -> None:
     def kept() -> list[str]:
         """Return only these: a thread of an earlier test may be connecting to its daemon."""
         what = [name for _, name in descriptors() - before]
-        return [name for name in what if any(x in name for x in (JOURNAL, COPIES, str(tmp_path)))]
+        return [name for name in what if any(x in name for x in (JOURNAL, str(tmp_path)))]
 
     dataset: Any = creel.wrap(Own(folder(tmp_path / "data")))
     with pytest.raises(IndexError):
         dataset[N]
     assert len(dataset[3]) > 0
-    assert len(kept()) == 2  # the journal, and copies of files
+    assert len(kept()) == 1  # the journal
     del dataset
     assert not kept()

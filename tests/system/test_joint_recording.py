@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
+from creel.addresses import first_address
+from creel.cache.memory.memfd import Descriptor
+from creel.loader.client.client import Client
+from creel.loader.tracing.journal import new_journal
+from creel.messages import WithdrawJournal
+from creel.system.unix_peers import listener_at
+from daemons import Running
+from kit import until
 from testbed.ranks import ranks
 from testbed.same import needs_fuse, same
 from testbed.slow_files import N, OpaqueFiles, SlowFiles
@@ -91,22 +102,74 @@ def by_sampler(slow: SlowFiles, rank: int, **more: Any) -> tuple[Any, Any]:
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_each_file_is_opened_once_by_all_ranks_together(
+def test_the_daemon_reads_from_the_second_epoch_on_what_any_rank_has_read(
     slow: SlowFiles, tmp_path: Path, workers: int, *, persistent: bool
 ) -> None:
     more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
     found = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank, **more))
-    assert found == [N, 0, 0, 0]
-
-
-@pytest.mark.usefixtures("daemon")
-def test_where_other_nodes_read_too_the_daemon_reads_once_more(
-    slow: SlowFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their daemons identify files by content, and ask this one."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    found = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank))
     assert found == [N, N, 0, 0]
+
+
+def test_without_a_daemon_each_rank_reads_as_with_torch(
+    slow: SlowFiles, tmp_path: Path, daemon_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert daemon_name
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    assert each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank)) == [N, N, N, N]
+
+
+def test_a_journal_outlives_the_daemon_by_which_the_ranks_share_it(
+    slow: SlowFiles, tmp_path: Path, daemon: Running
+) -> None:
+    """It is killed in the first epoch, and another begins."""
+
+    def read(rank: int) -> list[int]:
+        torch.set_num_threads(1)
+        ours, theirs = by_sampler(slow, rank)
+        batches = iter(ours)
+        got, opens = [next(batches)], []
+        dist.barrier()
+        with ExitStack() as stack:
+            if not rank:
+                daemon.signal(signal.SIGKILL)
+                until(lambda: listener_at(first_address(daemon.name)) is None)
+                stack.enter_context(Running(daemon.name, fresh=True))
+            dist.barrier()
+            assert same([*got, *batches], list(theirs))
+            for _ in range(3):
+                before = slow.opens()
+                dist.barrier()
+                got = list(ours)
+                dist.barrier()
+                opens.append(slow.opens() - before)
+                assert same(got, list(theirs))
+                dist.barrier()
+        return opens
+
+    one, other = ranks(read, tmp_path)
+    assert one == other == [N, 0, 0]
+
+
+def test_a_journal_is_given_on_as_long_as_the_client_that_offered_it(daemon: Running) -> None:
+    own = [new_journal() for _ in range(3)]
+
+    def joint(client: Client, i: int) -> int:
+        """Return the inode of the journal that a client gets."""
+        given = Descriptor(client.join_journal("name", own[i].fd))
+        return os.fstat(given.fd).st_ino
+
+    inodes = [os.fstat(one.fd).st_ino for one in own]
+    with daemon.client() as other:
+        with daemon.client() as first:
+            before = daemon.fds()
+            assert [joint(first, 0), joint(other, 1)] == [inodes[0]] * 2
+            other.notify(WithdrawJournal("name"))  # not its own
+            assert joint(other, 1) == inodes[0]
+            assert daemon.fds() == before + 1
+        until(lambda: daemon.fds() == before - 1)  # nor the connection of the first
+        assert joint(other, 2) == inodes[2]
+        other.notify(WithdrawJournal("name"))
+        assert joint(other, 1) == inodes[1]
 
 
 @pytest.mark.usefixtures("daemon")

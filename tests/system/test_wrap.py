@@ -420,7 +420,8 @@ def test_a_plan_that_does_not_arrive_is_waited_for_once_in_a_while(
         assert sent
         files[2]
         assert send.call_count == sent
-    reads_of(files)._not_before = 0.0  # as after half a minute
+    reads: Any = reads_of(files)
+    reads._not_before = 0.0  # as after half a minute
     files[3]
     assert node.direct() == 2
 

@@ -21,11 +21,12 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 import creel
 from creel.cache.memory.memfd import Descriptor
 from creel.config import Config
-from creel.loader.binding.access_recorder import AccessRecorder
-from creel.loader.binding.access_trace import AccessTrace, parts_of
 from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.bind import bound
-from creel.loader.binding.journal import (
+from creel.loader.binding.wrapped import AS_IT_IS
+from creel.loader.datasets.base import CreelDataset, fetch_many
+from creel.loader.reading.file_objects import in_memory
+from creel.loader.tracing.journal import (
     EndOfTrace,
     JournalFile,
     TraceJournal,
@@ -33,11 +34,10 @@ from creel.loader.binding.journal import (
     new_journal,
     reads_of,
 )
-from creel.loader.binding.recording import KeptTrace
-from creel.loader.binding.wrapped import AS_IT_IS
-from creel.loader.datasets.base import CreelDataset, fetch_many
-from creel.loader.reading.file_objects import in_memory
-from creel.loader.reading.observed import ObservedReads
+from creel.loader.tracing.observed import ObservedReads
+from creel.loader.tracing.recorder import AccessRecorder
+from creel.loader.tracing.recording import KeptTrace
+from creel.loader.tracing.trace import AccessTrace, parts_of
 
 ADDRESSES = ["/a", "/b", "/c"]
 

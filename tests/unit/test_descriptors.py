@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from creel.cache.memory.memfd import Descriptor, mapped, memfd, sealed_memfd
-from creel.cache.storage.copies import Copies
-from creel.config import Config
-from creel.loader.binding import recording
-from creel.loader.binding.journal import EndOfTrace, JournalFile, TraceJournal, new_journal
-from creel.loader.binding.wrapped import AS_IT_IS
-from creel.loader.reading.file_copies import FileCopies
+from creel.loader.tracing.journal import EndOfTrace, JournalFile, TraceJournal, new_journal
 
 
 def open_fds() -> set[str]:
@@ -48,22 +40,12 @@ def lost(own: Descriptor, path: Path) -> int:
 def test_a_number_that_a_person_has_closed_is_neither_used_nor_closed(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     journal = JournalFile(new_journal())
-    copies, path = FileCopies(1 << 24), tmp_path / "file"
-    path.write_bytes(b"x" * 5000)
-    taken = [lost(journal.own, theirs), lost(copies.own, theirs)]
+    taken = lost(journal.own, theirs)
     assert not TraceJournal(journal, 1).append(EndOfTrace())
     assert list(TraceJournal(journal, 1).new()) == []
-    with path.open("rb") as file:
-        copy = copies.begin(str(path), 5000, 5)
-        assert copy is not None
-        copy.add(0, file.read())
-        copy.finish(file)
-    copies.flush()
-    assert list(copies.done) == []
-    del journal, copies, copy
-    for fd in taken:
-        assert os.fstat(fd).st_size == 0
-        os.close(fd)
+    del journal
+    assert os.fstat(taken).st_size == 0
+    os.close(taken)
 
 
 def test_a_mapping_holds_no_descriptor_and_is_the_file() -> None:
@@ -96,25 +78,3 @@ def test_what_cannot_be_mapped_raises(tmp_path: Path) -> None:
     only_read = Descriptor(os.open(path, os.O_RDONLY))
     with pytest.raises(PermissionError):
         mapped(only_read.fd, 5)
-
-
-def test_few_datasets_at_a_time_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes a descriptor, also after its trace is complete, as long as a manifest names it."""
-    monkeypatch.setattr(recording, "_kept", weakref.WeakSet())
-    config = Config.load({"daemon.name": "none"})[0]
-    dataset: Any = [1, 2]
-    before = open_fds()
-    recorders = [recording.recorder_on(None, dataset, config, AS_IT_IS) for _ in range(9)]
-    found = [one.copies for one in recorders if one is not None]
-    assert len(found) == 9
-    manifests = [Copies(one.own, np.zeros((0, 4), np.int64)) for one in found if one is not None]
-    assert len(manifests) == 4
-    assert len(open_fds() - before) <= 4 + 1  # and the journal
-    del recorders, found
-    again = recording.recorder_on(None, dataset, config, AS_IT_IS)
-    assert again is not None
-    assert again.copies is None
-    del manifests, again
-    last = recording.recorder_on(None, dataset, config, AS_IT_IS)
-    assert last is not None
-    assert last.copies is not None

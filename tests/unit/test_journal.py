@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
-from creel.errors import MalformedError
-from creel.loader.binding.journal import (
+from creel.loader.tracing.journal import (
     ALL,
     ALONE,
     FILE,
-    CopiedFiles,
     EndOfTrace,
     Item,
     JournalFile,
@@ -78,29 +75,42 @@ def test_what_samples_read_is_told_as_it_was(batches: list[Batch]) -> None:
 
 def test_a_record_is_longer_than_what_is_read_at_a_time() -> None:
     batch = [(i, [(f"/data/{i:060}", i + 1)]) for i in range(20_000)]
-    long, end = reads_of(batch), CopiedFiles({"/a": (1, 2, 3)})
-    assert written([end, long, long, end, EndOfTrace()]) == [end, long, long, end, EndOfTrace()]
+    long, end = reads_of(batch), EndOfTrace()
+    assert written([end, long, long, end]) == [end, long, long, end]
 
 
 @given(st.data())
-def test_what_was_cut_off_is_no_record_whatever_follows(data: st.DataObject) -> None:
+def test_only_the_record_that_was_cut_off_is_lost(data: st.DataObject) -> None:
+    """Those of other processes and datasets, before and after it, are read."""
     own = new_journal()
-
-    def journal() -> TraceJournal:
-        return TraceJournal(JournalFile(own), 7)
-
-    one = reads_of([(0, [("/a", 5)])])
-    assert journal().append(one)
+    file = JournalFile(own)
+    one, other = reads_of([(0, [("/a", 5)])]), reads_of([(1, [("/b", 6), ("/c", 7)])])
+    assert TraceJournal(JournalFile(own), 7).append(one)
     first = os.fstat(own.fd).st_size
-    assert journal().append(one)
-    os.ftruncate(own.fd, data.draw(st.integers(first + 1, 2 * first - 1)))
-    assert list(journal().new()) == [one]  # the rest may follow
+    assert TraceJournal(JournalFile(own), data.draw(st.sampled_from([7, 8]))).append(other)
+    whole = os.fstat(own.fd).st_size
+    os.ftruncate(own.fd, data.draw(st.integers(first + 1, whole - 1)))
+    look_between = data.draw(st.booleans())
+    if look_between:
+        assert list(file.records(7, 1)) == list(file.records(8, 0)) == []  # the rest may follow
+    for _ in range(3):
+        assert TraceJournal(JournalFile(own), 7).append(one)
+        assert TraceJournal(JournalFile(own), 8).append(other)
+    assert list(TraceJournal(file, 7).new()) == [one] * 4
+    assert list(TraceJournal(JournalFile(own), 8).new()) == [other] * 3
+
+
+@given(st.binary(max_size=200), st.data())
+def test_bytes_that_are_no_records_are_passed_over(junk: bytes, data: st.DataObject) -> None:
+    own = new_journal()
+    one = reads_of([(0, [("/a", 5)])])
+    heads = data.draw(st.lists(st.integers(0, len(junk)), max_size=3))
+    for at in heads:  # as if they began here
+        junk = junk[:at] + b"\xe1\x4e\x0c\x00" + junk[at:]
+    os.write(own.fd, junk)
     for _ in range(2):
-        assert journal().append(one)
-    taken = journal().new()
-    assert next(taken) == one
-    with suppress(MalformedError):
-        assert list(taken) == []
+        assert TraceJournal(JournalFile(own), 7).append(one)
+    assert list(TraceJournal(JournalFile(own), 7).new()) == [one] * 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), samples), max_size=12))

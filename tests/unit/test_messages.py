@@ -15,6 +15,7 @@ from creel.errors import MalformedError
 from creel.messages import (
     ControlReply,
     ControlRequest,
+    DealtSamples,
     Extend,
     Grant,
     Grants,
@@ -22,7 +23,6 @@ from creel.messages import (
     Message,
     RequestMessage,
     RequestReply,
-    Samples,
     Wait,
     arrays_of,
     decode,
@@ -176,9 +176,9 @@ def test_hostile_bodies_are_malformed(body: bytes) -> None:
         decode(body, RequestReply)
 
 
-@pytest.mark.parametrize("message", [Extend("", 1, 0, 0), Samples("", 1, 9, 0)])
+@pytest.mark.parametrize("message", [Extend("", 1, 0, 0), DealtSamples("", 1, 9, 0)])
 @pytest.mark.parametrize("seed", seeds(50))
-def test_frames_are_views_or_malformed(seed: int, message: Extend | Samples) -> None:
+def test_frames_are_views_or_malformed(seed: int, message: Extend | DealtSamples) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.choice([0, 1, 3, 4, 8, 12, 16, 4000], int(rng.integers(0, 5)))
     frames = [memoryview(rng.bytes(int(n))) for n in sizes]

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.policies.model import (
-    Window,
+    RankWindow,
     cause,
     forecast,
     straggler,
@@ -39,10 +39,10 @@ def simulated(cost: NDArray[np.float64], workers: int, train_s: float) -> NDArra
 
 def window(
     cost: NDArray[np.float64], waits: NDArray[np.float64], workers: int, train_s: float
-) -> Window:
+) -> RankWindow:
     """Return the counters of these batches."""
     waited = float(waits.sum())
-    return Window(
+    return RankWindow(
         len(cost) * train_s + waited,
         len(cost),
         workers,
@@ -78,7 +78,7 @@ def test_more_workers_bring_what_the_simulation_says(workers: int) -> None:
 
 def test_finished_batches_last_as_long_as_it_says() -> None:
     train_s, supply_s, made = 0.1, 0.125, 8
-    one = Window(10.0, 100, 1, {"decode": 100 * supply_s}, {}, made=made)
+    one = RankWindow(10.0, 100, 1, {"decode": 100 * supply_s}, {}, made=made)
     (told,) = forecast([one])
     steps = 0
     left, coming = float(made), 0.0
@@ -92,8 +92,8 @@ def test_finished_batches_last_as_long_as_it_says() -> None:
 
 def test_ranks_step_together_and_the_latest_is_named() -> None:
     """A quick rank waits for the slow one in its collective: that is no time of training."""
-    slow = Window(20.0, 100, 2, {"decode": 40.0}, {"decode": 10.0})
-    quick = Window(20.0, 100, 2, {"decode": 10.0}, {})
+    slow = RankWindow(20.0, 100, 2, {"decode": 40.0}, {"decode": 10.0})
+    quick = RankWindow(20.0, 100, 2, {"decode": 10.0}, {})
     told = forecast([quick, slow])
     assert [round(one.wait_s, 9) for one in told] == [0.0, 0.1]
     assert {one.step_s for one in told} == {0.2}
@@ -104,14 +104,14 @@ def test_ranks_step_together_and_the_latest_is_named() -> None:
 
 
 def test_cores_that_do_not_suffice_bound_the_step() -> None:
-    each = Window(10.0, 100, 4, {"decode": 10.0}, {}, cpu_s=10.0)
+    each = RankWindow(10.0, 100, 4, {"decode": 10.0}, {}, cpu_s=10.0)
     assert forecast([each] * 4, cores=8)[0].wait_s == 0
     assert forecast([each] * 4, cores=2)[0].step_s == pytest.approx(0.2)
 
 
 def test_without_workers_each_batch_is_waited_for() -> None:
     """Training makes its batches itself: no number of finished ones ever waits."""
-    alone = Window(10.0, 100, 0, {"source": 1.0, "decode": 3.0}, {"source": 1.0, "decode": 3.0})
+    alone = RankWindow(10.0, 100, 0, {"source": 1.0, "decode": 3.0}, {"source": 1.0, "decode": 3.0})
     (told,) = forecast([alone])
     assert (told.wait_s, told.step_s, told.in_steps) == pytest.approx((0.04, 0.1, 0.0))
     (helped,) = forecast([with_workers(alone, 1)])
@@ -120,7 +120,7 @@ def test_without_workers_each_batch_is_waited_for() -> None:
 
 
 def test_memory_and_decoded_samples_take_their_stages_away() -> None:
-    one = Window(20.0, 100, 2, {"source": 30.0, "decode": 10.0}, {"source": 10.0}, cpu_s=10.0)
+    one = RankWindow(20.0, 100, 2, {"source": 30.0, "decode": 10.0}, {"source": 10.0}, cpu_s=10.0)
     assert forecast([one])[0].cause == "source"
     (held,) = forecast([with_memory(one, 1.0)])
     assert (held.wait_s, held.cause) == (0.0, "decode")
@@ -146,11 +146,11 @@ def test_memory_and_decoded_samples_take_their_stages_away() -> None:
 def test_the_cause_tells_computing_from_waiting(
     busy: dict[str, float], cpu_s: float, told: str
 ) -> None:
-    assert cause(Window(10.0, 10, 2, busy, {}, cpu_s=cpu_s)) == told
+    assert cause(RankWindow(10.0, 10, 2, busy, {}, cpu_s=cpu_s)) == told
 
 
 def test_nothing_is_foretold_of_nothing() -> None:
     assert forecast([]) == []
     assert straggler([]) is None
-    (idle,) = forecast([Window(10.0, 1, 2, {}, {})])
+    (idle,) = forecast([RankWindow(10.0, 1, 2, {}, {})])
     assert (idle.wait_s, idle.in_steps, idle.cause) == (0.0, math.inf, "")

@@ -21,7 +21,7 @@ from creel.daemon.core.events import SOURCE, EpochDealt, EpochFollowed, Publish,
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
-from creel.messages import Command, Deal, Extend, Open, Samples
+from creel.messages import Command, Deal, DealtSamples, Extend, Open
 from creel.policies.cluster.job_order import JobOrder
 from creel.settings import MemorySettings
 from kit import cluster_view, until
@@ -168,7 +168,7 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
         node.dealt(session, deal)
         for first, ids in ((0, [9, 8, 7]), (3, [6, 5])):
             assert isinstance(events[-1], EpochFollowed)
-            message = Samples("t", session.id, 5, first)
+            message = DealtSamples("t", session.id, 5, first)
             node.sampled(session, message, np.array(ids, np.int32))
             node.dealt(session, deal)
     (dealt,) = [e for e in events if isinstance(e, EpochDealt)]

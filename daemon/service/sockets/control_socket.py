@@ -16,6 +16,7 @@ import secrets
 import select
 import socket
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.daemon.listener import Listener
 from creel.daemon.service.node import Answer, Node
 from creel.daemon.service.registry import SessionRecord
+from creel.daemon.service.sockets.journals import JointJournals
 from creel.daemon.service.sockets.keepalive import KeepAlive
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
@@ -40,6 +42,8 @@ from creel.messages import (
     Hosting,
     Join,
     Joined,
+    JointJournal,
+    OfferJournal,
     Open,
     Opened,
     Refused,
@@ -47,6 +51,7 @@ from creel.messages import (
     Registered,
     Renew,
     Welcome,
+    WithdrawJournal,
     decode,
     encode,
 )
@@ -88,6 +93,14 @@ class ControlSocket:
         self._connections: dict[int, _Connection] = {}
         self._by_token: dict[str, _Connection] = {}
         self.keep_alive = KeepAlive(epoll)
+        self._journals = JointJournals()
+        #: How requests without descriptors are answered, from the client's token and the request.
+        self._answers: dict[type, Callable[[str, Any], Answer]] = {
+            Attach: lambda token, asked: _opened(node.registry.owned(token, asked.session)),
+            Open: lambda token, asked: _opened(node.open(token, asked)),
+            Host: lambda _, asked: Answer(Hosting(node.clusters.host(asked.host, asked.port))),
+            Join: lambda token, asked: Answer(Joined(node.clusters.join(token, asked))),
+        }
         kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         listening = socket.socket(socket.AF_UNIX, kind)
         try:
@@ -196,6 +209,7 @@ class ControlSocket:
         connection.socket.close()
         if connection.role not in {"", "worker"}:
             del self._by_token[connection.token]
+            self._journals.client_left(connection.token)
             self._node.client_left(connection.token)
 
     def _serve(self, connection: _Connection) -> None:
@@ -241,21 +255,16 @@ class ControlSocket:
             self._hello(connection, request, fds)
         elif not connection.role:
             raise MalformedError("the first message must be Hello")
-        elif isinstance(request, Attach):
-            session = self._node.registry.owned(connection.token, request.session)
-            self._send(connection, _opened(session))
-        elif connection.role == "worker":
+        elif connection.role == "worker" and not isinstance(request, Attach):
             raise UnavailableError(f"a {connection.role} must not send this request")
         elif isinstance(request, (Register, Renew)):
             self._register(connection, request, fds)
-        elif isinstance(request, Host):
-            member = self._node.clusters.host(request.host, request.port)
-            self._send(connection, Answer(Hosting(member)))
-        elif isinstance(request, Join):
-            ready = self._node.clusters.join(connection.token, request)
-            self._send(connection, Answer(Joined(ready)))
-        elif isinstance(request, Open):
-            self._send(connection, _opened(self._node.open(connection.token, request)))
+        elif answer := self._answers.get(type(request)):
+            self._send(connection, answer(connection.token, request))
+        elif isinstance(request, OfferJournal):
+            self._join_journal(connection, request, fds)
+        elif isinstance(request, WithdrawJournal):
+            self._journals.withdraw(connection.token, request.name)
         elif isinstance(request, Close):
             self._close(connection, request)
 
@@ -286,17 +295,23 @@ class ControlSocket:
         with contextlib.suppress(UnavailableError):  # the session may have ended already
             self._node.close_session(self._node.registry.owned(connection.token, request.session))
 
+    def _join_journal(self, connection: _Connection, request: OfferJournal, fds: list[int]) -> None:
+        if len(fds) != 1:
+            raise MalformedError(f"a journal is one descriptor, not {len(fds)}")
+        joint = self._journals.offer(connection.token, request.name, fds[0])
+        self._send(connection, Answer(JointJournal(), (joint,)))
+
     def _register(self, connection: _Connection, request: Register | Renew, fds: list[int]) -> None:
         if isinstance(request, Renew):
             self._node.renew(request.dataset, request.grants)
             self._send(connection, Answer(Registered(request.dataset)))
             return
-        if len(fds) not in {1, 2}:
-            raise MalformedError(f"a manifest comes in one or two descriptors, not {len(fds)}")
+        if len(fds) != 1:
+            raise MalformedError(f"a manifest comes in one descriptor, not {len(fds)}")
         if not 0 < request.nbytes <= _MAX_MANIFEST:
             raise MalformedError(f"a manifest of {request.nbytes} bytes")
         self._node.quota.check(request.nbytes, "a manifest")
-        (fd, *copies), fds[:] = fds, []  # `read_manifest` closes the descriptors
+        fd = fds.pop()  # `read_manifest` closes it
         connection.busy = True
         self._epoll.modify(connection.socket.fileno(), select.EPOLLRDHUP)
 
@@ -309,7 +324,7 @@ class ControlSocket:
 
         self._node.register(
             connection.token,
-            lambda: read_manifest(fd, request.nbytes, *copies),
+            lambda: read_manifest(fd, request.nbytes),
             request.grants,
             reply,
         )
@@ -353,8 +368,8 @@ def _opened(session: SessionRecord) -> Answer:
     return Answer(message, (session.words_fd, dataset.table_fd))
 
 
-def read_manifest(fd: int, nbytes: int, copies: int | None = None) -> Manifest:
-    """Return the manifest in a client's memfd `fd`, with the copies in `copies`; close both.
+def read_manifest(fd: int, nbytes: int) -> Manifest:
+    """Return the manifest in a client's memfd, and close `fd`.
 
     The manifest is mapped in place if seals keep the client from changing it, and copied otherwise.
 
@@ -366,13 +381,11 @@ def read_manifest(fd: int, nbytes: int, copies: int | None = None) -> Manifest:
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             raise MalformedError(f"not a file of {nbytes} bytes")
         data = mapped(fd, nbytes, mmap.PROT_READ) if _is_sealed(fd) else _copied(fd, nbytes)
-        return Manifest.from_arrow(data, copies)
+        return Manifest.from_arrow(data)
     except OSError as e:
         raise MalformedError(f"the manifest cannot be read: {e}") from e
     finally:
         os.close(fd)
-        if copies is not None:
-            os.close(copies)
 
 
 def _is_sealed(fd: int) -> bool:

@@ -29,11 +29,11 @@ from creel.messages import (
     Command,
     CommandReply,
     Deal,
+    DealtSamples,
     Extend,
     Failed,
     Follow,
     RequestMessage,
-    Samples,
     Truncate,
     Wait,
     arrays_of,
@@ -124,7 +124,7 @@ class RequestSocket:
         return message
 
     def _request(self, who: bytes, message: Any, frames: list[memoryview]) -> None:
-        if frames and not isinstance(message, Extend | Samples):
+        if frames and not isinstance(message, Extend | DealtSamples):
             raise MalformedError(f"{type(message).__name__} has no arrays")
         if isinstance(message, Command):
             self._answer_command(who, message)
@@ -146,7 +146,7 @@ class RequestSocket:
         if isinstance(message, Extend):
             objects = len(session.dataset.manifest)
             self._node.extended(session, message, _checked(message, frames, steps, objects))
-        elif isinstance(message, Samples):
+        elif isinstance(message, DealtSamples):
             self._node.sampled(session, message, _samples(message, frames, session))
         elif isinstance(message, Deal | Follow):
             self._node.dealt(session, message)
@@ -193,7 +193,7 @@ def _checked(message: Extend, frames: list[memoryview], steps: int, n: int) -> l
 
 
 def _samples(
-    message: Samples, frames: list[memoryview], session: SessionRecord
+    message: DealtSamples, frames: list[memoryview], session: SessionRecord
 ) -> NDArray[np.int32]:
     """Check which object each of some samples is; return an aligned copy.
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.pools.free_ranges import NOWHERE
-from creel.cache.storage.reads import WholeObject
 from creel.cache.storage.source import Source
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
@@ -41,7 +40,7 @@ from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.arena_writer import ArenaWriter
 from creel.daemon.service.storage.disk import DiskSource
 from creel.daemon.service.storage.fetch_queue import FetchJob, FetchQueue, Held, Readable
-from creel.policies.arrays import Ids, Ints
+from creel.policies.arrays import Ints
 
 log = logging.getLogger("creel.fetch")
 
@@ -188,13 +187,13 @@ class Fetcher:
             thread.join(max(deadline - time.monotonic(), 0))
 
     def _run(self, source: Readable, job: FetchJob, part: slice) -> int:
-        """Read or copy one part, in a queue's thread; return the objects that measure its speed."""
+        """Read or copy one part, in a queue's thread; return its number of objects."""
         objects: int = part.stop - part.start
         try:
             if job.fetch.origin == HELD:
                 self._copy(job, part)
             else:
-                objects -= self._read(source, job, part)
+                self._read(source, job, part)
         except OSError as e:  # from the arena, as sources raise none
             self._no_memory(e)
         except Exception:  # a bug of ours: the objects fail and are read directly
@@ -234,8 +233,8 @@ class Fetcher:
             self._held[fetch.fetch] = job.held
         self._post(Fetched(fetch.fetch, *job.read))
 
-    def _read(self, source: Readable, job: FetchJob, part: slice) -> int:
-        """Read one part; return the number of objects that did not come from the source."""
+    def _read(self, source: Readable, job: FetchJob, part: slice) -> None:
+        """Read one part."""
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
         read = job.read.part(part)
@@ -244,21 +243,15 @@ class Fetcher:
             self._writer.link(offset, lengths, fetch.runs)
         if known.all():
             read.enter(slice(None), self._writer.fill(source, ids, offset, lengths))
-            return 0
+            return
         if known.any():
             read.enter(known, self._writer.fill(source, ids[known], offset[known], lengths[known]))
         unknown = np.flatnonzero(~known)
-        whole = _copied(source, ids[unknown])
-        lacking = [i for i, found in enumerate(whole) if found is None]
-        came = source.read_whole(ids[unknown[lacking]])
-        for i, found in zip(lacking, came, strict=True):
-            whole[i] = found
-        for i, found in zip(unknown.tolist(), whole, strict=True):
+        for i, found in zip(unknown.tolist(), source.read_whole(ids[unknown]), strict=True):
             if found is not None:
                 read.nbytes[i], read.version[i] = len(found.data), found.version
                 read.asked[i] = found.asked
                 job.held[int(ids[i])] = found
-        return len(whole) - len(lacking)
 
     def _copy(self, job: FetchJob, part: slice) -> None:
         """Copy held objects to their places."""
@@ -272,16 +265,6 @@ class Fetcher:
             self._writer.write(int(offset[first]), memoryview(joined), fetch.runs)
             nbytes[first:last] = fetch.length[part][first:last]
             version[first:last] = [one.version for one in found[first:last]]
-
-
-def _copied(source: Readable, ids: Ids) -> list[WholeObject | None]:
-    """Return the (k,) objects that a client has given copies of; None for the others."""
-    if not isinstance(source, Source) or source.copies is None:
-        return [None] * len(ids)
-    rows, asked = source.manifest.rows(ids), time.monotonic()
-    places = zip(rows.tolist(), source.manifest.addresses(rows), strict=True)
-    found = (source.copies.take(row, path, time.time_ns()) for row, path in places)
-    return [None if one is None else WholeObject(*one, asked) for one in found]
 
 
 def _neighbours(data: list[bytes], offset: Ints) -> Iterator[tuple[int, int]]:

@@ -1,18 +1,14 @@
-"""WrappedReads: reads a dataset through the node's daemon in a loader that is not creel's.
+"""WrappedReads: how a wrapped dataset is read, and when its reads are recorded.
 
-The order is unknown, so nothing is fetched ahead: each batch is requested when it is read, as an
-unplanned step. The daemon fetches absent objects (many at a time, once per node), pins the step's
-objects while they are read, and keeps them for later epochs. Only pinned objects are copied, since
-a copy of an object that moves meanwhile could be torn. Any failure only leads to direct reads, with
-the same samples.
+Inside creel's own loader, the loader's lease says what is read through the daemon. In another
+loader, a `DaemonLink` does. While the dataset's objects are unknown, its reads are recorded; the
+trace then binds it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import multiprocessing
 import multiprocessing.context
 import threading
 import time
@@ -22,173 +18,35 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from creel.addresses import startable
 from creel.config import Config, switched_off
-from creel.loader.binding.access_recorder import AccessRecorder, recordable
-from creel.loader.binding.access_trace import AccessTrace
 from creel.loader.binding.bind import Binding, bind, bound
-from creel.loader.binding.gather import StepReader
-from creel.loader.binding.joint_recording import JointMemory
-from creel.loader.binding.journal import Shared
-from creel.loader.binding.recording import KeptTrace, memory_of_ranks, recorder_on
+from creel.loader.binding.daemon_link import RETRY_S, DaemonLink, linked, needless, starting
 from creel.loader.binding.tree import bindable
 from creel.loader.binding.wrapped import AS_IT_IS, Wrapping
-from creel.loader.client.connections import daemon_starting, open_session
-from creel.loader.cluster.ranks import job_name, rank_and_world
-from creel.loader.reading.intercept import Intercepted
-from creel.loader.reading.lease import Lease
 from creel.loader.reading.observer import passes_on
 from creel.loader.reading.this_thread import this_thread, thread_use
+from creel.loader.tracing.intercept import Intercepted
+from creel.loader.tracing.journal import Place
+from creel.loader.tracing.recorder import AccessRecorder, recordable
+from creel.loader.tracing.recording import (
+    KeptTrace,
+    RanksJournal,
+    journal_of_ranks,
+    recorder_on,
+)
+from creel.loader.tracing.trace import AccessTrace
 from creel.policies.bypass import Bypass
-from creel.policies.direct import DirectReads
 from creel.system.forks import at_fork, forget_in_child
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from creel.loader.client.session import Session
     from creel.loader.datasets.base import Sample
 
 T = TypeVar("T")
 _log = logging.getLogger("creel.loader")
-
-#: Longest wait for a step. Only the source can take this long (a dead or stopped daemon is noticed
-#: within 3 s), and a direct read costs no more than the daemon's own read.
-_WAIT_S = 10.0
-#: Seconds until the daemon is tried again after a failure, or the page cache is checked again.
-_RETRY_S = 30.0
-
-
-class DaemonLink:
-    """One process's session for a dataset; several threads may have steps open at once."""
-
-    def __init__(self, session: Session, binding: Binding, wait_s: float, *, direct: bool) -> None:
-        """`direct`: whether a fast source may be read without asking the daemon."""
-        self.session = session
-        self.binding = binding
-        #: Time (`time.monotonic`) before which no new session is opened.
-        self.not_before = 0.0
-        self._wait_s = wait_s
-        self._direct = DirectReads(allowed=direct)
-        self._object_nbytes = 0  # mean size of the objects last requested
-        self._lock = threading.Lock()
-        self._next = 0
-        self._open: set[int] = set()
-        self._epoch = 0
-        self._read_ids = np.zeros(len(session.table.offset), np.bool_)  # read in this epoch
-
-    def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
-        """Call `fetch(dataset)`, which reads these samples, through the arena if that is faster."""
-        step, ids, wait_s = self._request(indices)
-        try:
-            reader = _LinkReader(self, ids, wait_s, fetch)
-            return cast(T, reader.read_step(self.binding, self.session, step, indices, ids))
-        finally:
-            self._end(step)
-
-    def _request(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32], float]:
-        """Request these samples' objects.
-
-        Returns:
-            The step in which the daemon makes them ready, -1 if a direct read takes no longer than
-                a request; their (k,) ids; and how many seconds to wait for the step.
-        """
-        none = -1, np.empty(0, np.int32), 0.0
-        wait_s = self._direct.wait_s(1, self._object_nbytes, self.session.object_ns)
-        if not wait_s:
-            return none
-        try:
-            ids = self.binding.objects(np.asarray(indices, np.int64))[0]
-        except Exception:  # noqa: BLE001  the read itself then raises the error
-            return none
-        with self._lock:
-            self._begin_epoch_on_repeat(ids)
-            self._object_nbytes = self.session.nbytes(ids) // max(len(ids), 1)
-            step, ends = self._next, np.array([len(ids)])
-            if not self.session.extend(self._epoch, step, ids, ends, unplanned=True):
-                return none
-            self._next += 1
-            self._open.add(step)
-        return step, ids, wait_s * max(len(ids), 1)
-
-    def _begin_epoch_on_repeat(self, ids: NDArray[np.int32]) -> None:
-        """Begin an epoch when an object is read again: the loader's own epochs are unknown."""
-        if self._read_ids[ids].any():
-            self._epoch += 1
-            self._read_ids[:] = False
-        self._read_ids[ids] = True
-
-    def wait(self, step: int, wait_s: float) -> bool:
-        """Wait until the step's objects are pinned in the arena; False to read them directly."""
-        start = time.monotonic_ns()
-        ready = self.session.wait(step, min(wait_s, self._wait_s))
-        # A wait in a worker of torch's counts as busy: the trainer may not wait for it.
-        kind = "stall" if get_worker_info() is None else "busy"
-        cause = "source" if ready or self.session.alive or kind == "busy" else "daemon"
-        self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
-        if not ready and wait_s < self._wait_s:
-            self._direct.waited_in_vain()
-        elif not ready and self.session.ended:  # a new session might be waited for as long
-            self.not_before = time.monotonic() + _RETRY_S
-        elif not ready and self.session.alive:
-            _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
-        return ready
-
-    def counted(self, samples: int, ids: NDArray[np.int32], lease: Lease) -> None:
-        """Learn from a batch of these (k,) objects that was read; count it for `creel stats`."""
-        if not lease.serves:
-            seen = lease.direct_reads, lease.direct_nbytes, lease.direct_ns
-            self._direct.saw(*seen, lease.blocked)
-        self._count(
-            batches=1,
-            samples=samples,
-            nbytes=self.session.nbytes(ids) if lease.serves else lease.direct_nbytes,
-            direct_reads=lease.direct_reads,
-            direct_nbytes=lease.direct_nbytes,
-        )
-
-    def _count(self, **counters: int) -> None:
-        """Add to this rank's counters in `creel stats`."""
-        # Another thread may be closing the session of a lost daemon, whose words are not read any
-        # more.
-        with self._lock, contextlib.suppress(ValueError):
-            if self.session.client.alive:
-                for name, value in counters.items():
-                    self.session.words.add(name, value)
-
-    def _end(self, step: int) -> None:
-        """Mark a step as read. The daemon may unpin all steps below the first open one."""
-        if step < 0:
-            return
-        with self._lock:
-            self._open.discard(step)
-            self.session.done(min(self._open, default=self._next))
-
-
-class _LinkReader(StepReader):
-    """Reads one batch of a wrapped dataset."""
-
-    def __init__(
-        self,
-        link: DaemonLink,
-        ids: NDArray[np.int32],
-        wait_s: float,
-        fetch: Callable[[Dataset[Sample]], object],
-    ) -> None:
-        self._link, self._ids, self._wait_s, self._fetch = link, ids, wait_s, fetch
-
-    def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
-        return self._link.wait(step, self._wait_s)
-
-    def fetch(self, index: Sequence[int], lease: Lease) -> object:
-        try:
-            with lease:
-                return self._fetch(self._link.binding.dataset)
-        finally:
-            self._link.counted(len(index), self._ids, lease)
 
 
 class WrappedReads:
@@ -197,13 +55,13 @@ class WrappedReads:
     def __init__(
         self,
         dataset: Dataset[Sample],
-        shared: Shared | None = None,
+        place: Place | None = None,
         wrapping: Wrapping = AS_IT_IS,
         *,
         joint: bool = False,
         config: tuple[Config, dict[str, str]] | None = None,
     ) -> None:
-        """`shared`: where the process that spawned this one records the dataset.
+        """`place`: where the process that spawned this one records the dataset.
 
         `wrapping`: what `creel.wrap` was asked for. `joint`: whether other ranks share the journal.
         `config`: settings and their origins; None: those of the process, at the first read.
@@ -211,7 +69,7 @@ class WrappedReads:
         self.dataset = dataset
         self.wrapping = wrapping
         self.config = config
-        self._shared = shared
+        self._place = place
         self._joint = joint
         self._forget_binding()
         self.forget()
@@ -223,7 +81,7 @@ class WrappedReads:
         self._bound = False
         self._binding: Binding | None = None
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
-        self._memory: JointMemory | None = None  # shared with other ranks while recording
+        self._ranks: RanksJournal | None = None  # while recording together with other ranks
         self._trace: AccessTrace | None = None
         self._kept: KeptTrace | None = None  # of an earlier job, and for later ones
 
@@ -234,10 +92,6 @@ class WrappedReads:
         self._not_before = 0.0
         self._bypass: Bypass | None = None  # made at the first recorded read
 
-    def of(self, dataset: Dataset[Sample]) -> WrappedReads:
-        """Return the same for a copy of the dataset, which begins a record of its own."""
-        return WrappedReads(dataset, wrapping=self.wrapping)
-
     def __reduce__(self) -> tuple[object, ...]:
         """Let a spawned worker record for its trainer; other copies begin a record of their own."""
         made = partial(WrappedReads, wrapping=self.wrapping)
@@ -247,7 +101,7 @@ class WrappedReads:
         recorder = self._recorder
         joint = recorder is not None and recorder.joint
         made = partial(made, joint=joint, config=self.config)
-        return made, (self.dataset, None if recorder is None else recorder.shared)
+        return made, (self.dataset, None if recorder is None else recorder.place)
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -342,7 +196,7 @@ class WrappedReads:
                 _log.info("the ranks' datasets differ: each rank records what its own samples read")
                 self._leave_recorder()
                 self._joint = False
-                self._recorder = recorder_on(None, self.dataset, self._settings(), self.wrapping)
+                self._recorder = recorder_on(None, self.dataset, self.wrapping)
         return self._binding
 
     def _use(self, trace: AccessTrace | None) -> None:
@@ -357,26 +211,29 @@ class WrappedReads:
 
     def _leave_recorder(self) -> None:
         self._recorder = None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
     def _new_recorder(self) -> AccessRecorder | None:
-        """Make a recorder on the memory of the parent process, of the node's ranks, or its own.
+        """Make a recorder on the journal of the parent process, of the node's ranks, or its own.
 
         None if the reads of single samples cannot be told apart.
         """
         if not recordable(self.dataset):
             return None
-        shared, self._shared = self._shared, None
-        if shared is None and get_worker_info() is None:
-            self._memory = memory_of_ranks(self.dataset, self._settings())
-            if self._memory is not None:
-                shared, self._joint = self._memory.shared, True
-        return recorder_on(shared, self.dataset, self._settings(), self.wrapping, joint=self._joint)
+        place, self._place = self._place, None
+        if place is None and get_worker_info() is None:
+            self._ranks = journal_of_ranks(self.dataset, self._settings(), self.wrapping)
+            if self._ranks is not None:
+                place, self._joint = self._ranks.place, True
+        return recorder_on(place, self.dataset, self.wrapping, joint=self._joint)
 
     def prepare(self) -> None:
-        """Bind before workers are made, so that they need not; does not contact a daemon."""
+        """Bind before workers are made, so that they need not.
+
+        Contacts the daemon only if ranks of a job record together (`journal_of_ranks`).
+        """
         link = self._link
         if link is not None and not link.binding.still():
             self._unbind(link)
@@ -410,52 +267,14 @@ class WrappedReads:
             binding = None if time.monotonic() < self._not_before else self._bind()
             if binding is None:
                 return None
-            page_cached = self._page_cached(binding)
-            if not page_cached and self._starting():
-                return None
-            self._link = None if page_cached else self._connected(binding)
+            config, origins = self._configured()
+            if not needless(binding, config):
+                if starting(config):
+                    return None
+                self._link = linked(binding, config, origins)
             if self._link is None:
-                self._not_before = time.monotonic() + _RETRY_S
+                self._not_before = time.monotonic() + RETRY_S
             return self._link
-
-    def _page_cached(self, binding: Binding) -> bool:
-        """Whether files lie in the page cache, and no other rank may depend on this one's reads."""
-        auto = self._settings().loader.direct == "auto"
-        return auto and rank_and_world()[1] == 1 and binding.in_page_cache()
-
-    def _starting(self) -> bool:
-        """Whether a daemon is starting, or must be started; direct reads do not wait for it."""
-        config, worker = self._settings(), get_worker_info()
-        options = config.loader
-        if options.direct != "auto":
-            return False
-        if worker is None or worker.id == 0:
-            return daemon_starting(config)
-        return options.embed and startable(config.daemon.name)  # the first worker starts it
-
-    def _connected(self, binding: Binding) -> DaemonLink | None:
-        config, origins = self._configured()
-        options = config.loader
-        # An embedded daemon ends with its last client. torch's workers end with their epoch, so
-        # they ask it to stay until the process ends that will make the next ones.
-        trainer = multiprocessing.parent_process() if get_worker_info() is not None else None
-        trainer_pid = trainer.pid if trainer is not None else None
-        rank, world = rank_and_world()
-        session = open_session(
-            binding.manifest,
-            config,
-            origins,
-            job_name(),
-            rank,
-            world,
-            # Only a loader knows where an epoch begins.
-            recheck="step" if options.recheck == "epoch" else options.recheck,
-            trainer_pid=trainer_pid or 0,
-        )
-        if session is None:
-            return None
-        wait_s, direct = min(options.wait_s, _WAIT_S), options.direct == "auto"
-        return DaemonLink(session, binding, wait_s, direct=direct)
 
     def _settings(self) -> Config:
         return self._configured()[0]

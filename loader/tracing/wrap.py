@@ -6,8 +6,8 @@ methods, and Python's operators, are the dataset's own, and an attribute that is
 two is set on both. Only these differ:
 
 * Samples are read by the dataset itself, the object that was given to `wrap`, through
-  `creel.loader.binding.wrapped_reads`: its code runs as it does without creel. (Inside creel's own
-  loader that only delegates; `creel.loader.reading.intercept` serves the files that it opens.)
+  `creel.loader.tracing.wrapped_reads`: its code runs as it does without creel. (Inside creel's own
+  loader that only delegates; `creel.loader.tracing.intercept` serves the files that it opens.)
 * Copies and pickles hold a copy of the dataset, which they read.
 * There is always a `__getitems__`, which reads a batch in one step.
 
@@ -30,10 +30,10 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import IterableDataset
 
 from creel.errors import ConfigError
-from creel.loader.binding.wrapped import Wrapped, Wrapping, is_wrapped, reads_of, unwrap
-from creel.loader.binding.wrapped_reads import WrappedReads
+from creel.loader.binding.wrapped import Reading, Wrapped, Wrapping, is_wrapped, reads_of, unwrap
 from creel.loader.datasets.base import Sample, fetch_many
 from creel.loader.reading.storage import Options
+from creel.loader.tracing.wrapped_reads import WrappedReads
 
 D = TypeVar("D")
 
@@ -104,7 +104,7 @@ class StandIn(Wrapped):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         reads = reads_of(self)
         twin = memo[id(self)] = _blank(type(reads.dataset))  # the dataset may hold `self`
-        _fill(twin, reads.of(copy.deepcopy(reads.dataset, memo)))
+        _fill(twin, WrappedReads(copy.deepcopy(reads.dataset, memo), wrapping=reads.wrapping))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ def _blank(kind: type) -> Wrapped:
     return cast(Wrapped, object.__new__(_class_over(kind)))
 
 
-def _fill(made: Wrapped, reads: WrappedReads) -> None:
+def _fill(made: Wrapped, reads: Reading) -> None:
     """Complete what `_blank` returned for the class of this dataset."""
     object.__setattr__(made, "_creel_reads", reads)
     state = _dict(type(reads.dataset))

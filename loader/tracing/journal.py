@@ -42,10 +42,11 @@ FILE, ALL = -1, -1
 _COLUMNS = 5
 _BETWEEN = "\0"  # separates addresses: no path contains it
 _PIECE_NBYTES = 1 << 20  # bytes of the file read at a time
-#: Precedes each record: a mark, the number of its journal, its length and xxh32. They reveal a
-#: record that was cut off for lack of memory, and what another process wrote after it.
-_HEAD = struct.Struct("<IIII")
-_MARK = 0xC4EE1
+#: Precedes each record: a mark, the number of its journal, its length and xxh32. A record that was
+#: cut off for lack of memory does not fit them; the next mark shows what was written after it. No
+#: path contains the mark.
+_HEAD = struct.Struct("<4sIII")
+_MARK = b"\xe1\x4e\x0c\x00"
 #: The number of a journal that has a file to itself.
 ALONE = 0
 
@@ -64,12 +65,6 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
     addresses: str
 
 
-class CopiedFiles(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
-    """Copies of files (`file_copies`): first byte in their memfd, bytes and version, by address."""
-
-    files: dict[str, tuple[int, int, int]]
-
-
 class EndOfTrace(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """Seals the journal: the records before the first of these are the trace in all processes."""
 
@@ -78,7 +73,7 @@ class NoTrace(msgspec.Struct, frozen=True, array_like=True, tag="none"):
     """Seals the journal without a trace, because the ranks' datasets differ."""
 
 
-Record = Reads | CopiedFiles | EndOfTrace | NoTrace
+Record = Reads | EndOfTrace | NoTrace
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
@@ -173,9 +168,8 @@ class JournalFile:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
         self._seen = 0  # bytes of the file whose records are in `_places`
-        self._damaged = False  # whether what follows is no record
-        #: (first byte, bytes, xxh32) of each record, by number of the journal.
-        self._places: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        #: (first byte, bytes) of each record, by number of the journal.
+        self._places: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def __reduce__(self) -> tuple[object, ...]:
         return JournalFile, (self.own,)
@@ -189,38 +183,50 @@ class JournalFile:
             return False
 
     def records(self, number: int, first: int) -> Iterator[bytes]:
-        """Yield the records of a journal from its `first` on.
-
-        Raises:
-            MalformedError: the next bytes are not a record.
-        """
+        """Yield the records of a journal from its `first` on, except those that were cut off."""
         with self._lock:
             self._look()
             places = self._places[number][first:]
-        for at, nbytes, digest in places:
-            body = os.pread(self.own.fd, nbytes, at)
-            if xxhash.xxh32_intdigest(body) != digest:
-                raise MalformedError("no whole record of a journal")
-            yield body
-        if self._damaged:
-            raise MalformedError("no record of a journal")
+        for at, nbytes in places:
+            yield os.pread(self.own.fd, nbytes, at)
 
     def _look(self) -> None:
         """Find the records that were appended since the last call."""
         size = os.fstat(self.own.fd).st_size if self.own.valid else 0
-        while self._seen + _HEAD.size <= size:
-            first = self._seen
-            data = os.pread(self.own.fd, _PIECE_NBYTES, first)
-            while (at := self._seen - first) + _HEAD.size <= len(data):
-                mark, number, nbytes, digest = _HEAD.unpack_from(data, at)
-                if mark != _MARK:
-                    self._damaged = True
+        piece_nbytes = _PIECE_NBYTES
+        while self._seen < size:
+            piece = os.pread(self.own.fd, piece_nbytes, self._seen)
+            taken = self._enter(piece)
+            self._seen += taken
+            if not taken:  # the next record is longer, or is being written
+                if len(piece) < piece_nbytes:
                     return
-                end = self._seen + _HEAD.size + nbytes
-                if end > size:  # it is being written
-                    return
-                self._places[number].append((end - nbytes, nbytes, digest))
-                self._seen = end
+                piece_nbytes *= 2
+
+    def _enter(self, piece: bytes) -> int:
+        """Enter the whole records in the bytes from `_seen` on; return how far they go."""
+        taken = at = 0
+        while at >= 0:
+            record = _record_at(piece, at)
+            if record is None:  # it is being written; or cut off, and others follow
+                at = piece.find(_MARK, at + 1)
+            else:
+                number, first, nbytes = record
+                self._places[number].append((self._seen + first, nbytes))
+                at = taken = first + nbytes
+        return taken
+
+
+def _record_at(piece: bytes, at: int) -> tuple[int, int, int] | None:
+    """Return journal, first byte and bytes of the whole record that begins at `at`; else None."""
+    first = at + _HEAD.size
+    if first > len(piece):
+        return None
+    mark, number, nbytes, digest = _HEAD.unpack_from(piece, at)
+    whole = mark == _MARK and first + nbytes <= len(piece)
+    if not whole or digest != xxhash.xxh32_intdigest(piece[first : first + nbytes]):
+        return None
+    return number, first, nbytes
 
 
 class TraceJournal:
@@ -241,7 +247,7 @@ class TraceJournal:
         """Yield the records since the last call, including those of other processes.
 
         Raises:
-            MalformedError: the next bytes are not a record.
+            MalformedError: a record of another version of creel.
         """
         for body in self._file.records(self._number, self._records):
             self._records += 1
@@ -260,9 +266,9 @@ class TraceJournal:
         return b"".join(copy)
 
 
-def new_journal(suffix: str = "") -> Descriptor:
-    """Create a file for journals, without any. `suffix` ends the name of its memfd."""
-    memory = Descriptor(memfd(f"{JOURNAL}{suffix}"))
+def new_journal() -> Descriptor:
+    """Create a file for journals, without any."""
+    memory = Descriptor(memfd(JOURNAL))
     # reopened: only open() makes O_APPEND atomic on every kernel
     flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
     return Descriptor(os.open(f"/proc/self/fd/{memory.fd}", flags))
@@ -270,8 +276,6 @@ def new_journal(suffix: str = "") -> Descriptor:
 
 #: Where a dataset is recorded: a file, and the number of the journal in it.
 Place: TypeAlias = "tuple[JournalFile, int]"
-#: Where processes record a dataset together; the memfd is for copies of files.
-Shared: TypeAlias = "tuple[Place, Descriptor | None]"
 _numbers = itertools.count(ALONE + 1)
 #: The file of the journals that this process has begun.
 _file: weakref.ref[JournalFile] | None = None

@@ -25,9 +25,7 @@ from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from creel.cache.storage.stores.store import read_ahead
-from creel.loader.reading import libraries
 from creel.loader.reading.file_objects import in_memory, memory_file
-from creel.loader.reading.observed import SMALL, ObservedReads
 from creel.loader.reading.observer import (
     Intercepting,
     copy_at,
@@ -41,10 +39,13 @@ from creel.loader.reading.opened import (
     observed_file,
 )
 from creel.loader.reading.this_thread import this_thread
+from creel.loader.tracing import libraries
+from creel.loader.tracing.observed import QUICK_OPEN_NS, SMALL
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
     from creel.loader.reading.lease import Lease
+    from creel.loader.reading.this_thread import ReadRecord
 
 T = TypeVar("T")
 
@@ -102,13 +103,13 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _open_recorded(
-    original: Callable[..., Any], path: Any, observed: ObservedReads, lease: Lease | None
+    original: Callable[..., Any], path: Any, observed: ReadRecord, lease: Lease | None
 ) -> Any:
     """`open(path, "rb")` while reads are recorded and nothing is served, as in a first epoch.
 
     It runs before each read from a disk, with cold processor caches. So the usual case, a small
-    file that the storage delivers without a wait, is handled here in one function, although
-    `open_source` and `observed_file` do the same (`benchmarks/many_files.py --raw`).
+    file, is handled here in one function, although `open_source` and `observed_file` do the same
+    (`benchmarks/many_files.py --raw`).
     """
     address = local_address(path)
     if address is None:
@@ -121,8 +122,7 @@ def _open_recorded(
         lease.direct_ns += took
     if type(real) is not io.BufferedReader:  # the result of another library's `open` is left alone
         return real
-    if took > observed.QUICK_OPEN_NS and observed.waited(took):
-        return observed_file(real, address, waited_ns=took)
+    waited_ns = took if took > QUICK_OPEN_NS and observed.waited(took) else 0
     fd = real.fileno()
     status = os.fstat(fd)
     if (
@@ -130,9 +130,9 @@ def _open_recorded(
         or not S_ISREG(status.st_mode)
         or address.startswith(NO_FILES)
     ):
-        return observed_file(real, address, waited_ns=0)
+        return observed_file(real, address, waited_ns=waited_ns)
     read_ahead(fd, SMALL, status.st_dev)  # the kernel reads while this is recorded
-    observed.opened_small(address, status, began)
+    observed.opened(address, status, began)
     return real
 
 
@@ -172,7 +172,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         if address is None:
             return original(path, flags, mode, dir_fd=dir_fd)
         if not flags & ~_READ_FLAGS:
-            data = copy_at(address, bytes) or libraries.read_for_c(address)
+            data = copy_at(address, bytes)
             if data is not None:
                 with suppress(OSError):  # no memory for the copy
                     return memory_file(data)

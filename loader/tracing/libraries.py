@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 
 from creel.loader.reading.file_objects import memory_file, read_by_methods
 from creel.loader.reading.lease import Buffer
-from creel.loader.reading.observed import MAX_IN_C_NBYTES, PartialRead, left_to_c, reads_for_c
 from creel.loader.reading.observer import copy_at, timed
 from creel.loader.reading.opened import (
-    NO_FILES,
     Look,
     local_address,
     look,
@@ -40,12 +38,13 @@ def torchvision_read_file(original: Call) -> Call:
     @wraps(original)
     def read_file(path: Any) -> Any:
         address = local_address(path) if this_thread.intercepts else None
-        data = None
-        if address is not None:
-            data = copy_at(address, bytearray) or bytearray(read_for_c(address) or b"")
+        data = None if address is None else copy_at(address, bytearray)
         if data:
             return torch.frombuffer(data, dtype=torch.uint8)
-        return original(path) if address is None else whole_in_c(address, lambda: original(path))
+        found = original(path)
+        if address is not None:
+            read_whole(address)
+        return found
 
     return read_file
 
@@ -58,11 +57,13 @@ def reads_whole(original: Call) -> Call:
         address = local_address(args[0]) if args and this_thread.intercepts else None
         if address is None:
             return original(*args, **more)
-        data = copy_at(address, bytes) or read_for_c(address)
+        data = copy_at(address, bytes)
         if data is not None:
             with _real_path(data, args[0]) as held:
                 return original(held, *args[1:], **more)
-        return whole_in_c(address, lambda: original(*args, **more))
+        found = original(*args, **more)
+        read_whole(address)
+        return found
 
     return reading
 
@@ -140,8 +141,6 @@ def hdf5(original: Call) -> Call:
             original(self, name, *args, **more)
             return
         access = copy_at(address, _image)
-        if access is None and (data := read_for_c(address)) is not None:
-            access = _image(data)
         image = None if access is None else _opened(access, name)
         if image is not None:
             original(self, image)
@@ -201,42 +200,20 @@ def _real_path(data: bytes, path: Any) -> Iterator[Any]:
 # --- records of files that C code reads -----------------------------------------------------------
 
 
-def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> PartialRead | None:
+def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> None:
     """Record a file that was opened, but is not read through a Python file object.
 
     Args:
         found: the result of `look` for the file.
         waited_ns: how long the storage made the thread wait. If it did not, only a small file is
             worth caching: the library spends more on a copy of a large one than on the page cache.
-
-    Returns:
-        Where its reads are counted; None if nowhere.
     """
     part, observed = opened_part(found, address, waited_ns), this_thread.observed
     if part is not None and observed is not None and waited_ns:
         part.count_thread(observed.thread)
-    left_to_c(part)
-    return part
 
 
-def whole_in_c(address: str, reading: Callable[[], T]) -> T:
-    """Call `reading`, which reads a whole file in C, and record that."""
-    found, waited_ns = timed(reading)
-    left_to_c(PartialRead(0, waited_ns))  # a whole file counts as nearly all
+def read_whole(address: str) -> None:
+    """Record that C code has read a whole file."""
     if this_thread.observed is not None:
         this_thread.observed.add(address)
-    return found
-
-
-def read_for_c(address: str) -> bytes | None:
-    """Read a whole file in place of C code, keeping it for the daemon; None: leave it to C."""
-    observed = this_thread.observed
-    if observed is None or not reads_for_c(observed.copies):
-        return None
-    if address.startswith(NO_FILES):
-        return None
-    with suppress(OSError), open_local(address) as file:
-        nbytes = file.seek(0, os.SEEK_END)  # an empty file may be a lock
-        file.seek(0)
-        return file.read() if 0 < nbytes <= MAX_IN_C_NBYTES else None
-    return None

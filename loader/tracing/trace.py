@@ -1,21 +1,22 @@
-"""AccessTrace: the recorded reads of a dataset (see `access_recorder`) as a tree node."""
+"""AccessTrace: what each sample of a dataset was recorded to read (see `recorder`)."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
-from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
 from creel.loader.binding.adapters import Addressed
-from creel.loader.binding.journal import (
+from creel.loader.binding.tree import inside, stretches, unchanged
+from creel.loader.binding.wrapped import is_wrapped, unwrap
+from creel.loader.datasets.base import CreelDataset
+from creel.loader.reading.storage import Options, is_local, version_at
+from creel.loader.tracing.journal import (
     ALL,
     DIGEST,
     FILE,
@@ -25,15 +26,8 @@ from creel.loader.binding.journal import (
     VERSION,
     RecordedReads,
 )
-from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
-from creel.loader.binding.wrapped import is_wrapped, unwrap
-from creel.loader.datasets.base import CreelDataset, positions
-from creel.loader.reading.observed import WORTH, is_local, version_at
-from creel.loader.reading.storage import Options
-
-if TYPE_CHECKING:
-    from creel.loader.datasets.base import Sample
-    from creel.policies.arrays import Ints
+from creel.loader.tracing.observed import WORTH
+from creel.policies.arrays import Ids, Ints
 
 #: Most values examined in search of parts; also the longest list or dict searched.
 _MAX_PARTS = 10_000
@@ -83,18 +77,13 @@ class AccessTrace:
         counts = recorded.counts
         self.counts = np.zeros(size, np.int64)
         self.counts[which[which < size]] = counts[first]
-        at = _stretches((counts.cumsum() - counts)[first], counts[first])
+        at = stretches((counts.cumsum() - counts)[first], counts[first])
         read, self._leaf = np.unique(part[at], return_inverse=True)
         self._object = number[at]
         traced = Addressed(list(compress(names, kept.tolist())))
         traced.versions, traced.storage_options = versions[kept], options
         everything = [*parts, traced]
         self.leaves = [everything[i] for i in read.tolist()]
-
-    def keep(self, own: Descriptor, copied: dict[str, tuple[int, int, int]]) -> None:
-        """Keep copies of files for the daemon: (first byte in the memfd, bytes, version)."""
-        if len(self.leaves) == 1 and isinstance(self.leaves[0], Addressed) and copied:
-            self.leaves[0].keep(own, copied)
 
     def ignore_versions(self) -> None:
         """Let the files be served in any version."""
@@ -123,34 +112,9 @@ class AccessTrace:
             and np.array_equal(self._object, other._object)
         )
 
-    def build(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> TreeNode:
-        """Return the dataset's node; `place` adds a leaf to the tree and returns its first id."""
-        bases = np.array([place(leaf) for leaf in self.leaves], np.int64)
-        return _TracedNode(dataset, self, (bases[self._leaf] + self._object).astype(np.int32))
-
-
-class _TracedNode(TreeNode):
-    """A dataset whose reads were traced, with the object ids of each sample."""
-
-    def __init__(
-        self, dataset: Dataset[Sample], trace: AccessTrace, numbers: NDArray[np.int32]
-    ) -> None:
-        super().__init__(dataset)
-        self._leaves = trace.leaves
-        self._was = [leaf.layout for leaf in self._leaves]
-        self._counts = trace.counts
-        self._ends = np.cumsum(trace.counts)
-        self._numbers = numbers
-
-    def _same(self) -> bool:
-        pairs = zip(self._leaves, self._was, strict=True)
-        return all(leaf.layout is was for leaf, was in pairs)
-
-    def objects(self, indices: Ints) -> Objects:
-        """As `TreeNode.objects`; no objects for a sample that was not traced."""
-        at = positions(indices, len(self._counts))
-        counts = self._counts[at]
-        return self._numbers[_stretches(self._ends[at] - counts, counts)], counts
+    def numbers(self, bases: Ints) -> Ids:
+        """Return the ids of all samples' objects; see `creel.loader.binding.wrapped.Trace`."""
+        return (bases[self._leaf] + self._object).astype(np.int32)
 
 
 def _same_versions(one: CreelDataset, other: CreelDataset) -> bool:
@@ -217,16 +181,6 @@ def _versions(names: list[str], name_of: Ints, of: Ints) -> Ints:
             found[i] = version_at(names[i])
         left = [i for i in left if found[i] == CHANGING]
     return found
-
-
-def _stretches(begin: Ints, counts: Ints) -> Ints:
-    """Concatenate the ranges of `counts[i]` integers from `begin[i]` on.
-
-    >>> _stretches(np.array([7, 2]), np.array([2, 3])).tolist()
-    [7, 8, 2, 3, 4]
-    """
-    before = counts.cumsum() - counts
-    return np.repeat(begin - before, counts) + np.arange(int(counts.sum()))
 
 
 def by_sample(dataset: object) -> bool:

@@ -2,7 +2,7 @@
 
 Below creel.wrap, a user's `__getitem__` reads through creel.open, creel.read or a creel dataset
 that it holds. These reads are recorded, one record per batch, in a journal: a memfd shared by the
-trainer, its workers and the ranks of a node (`joint_recording`). Once enough samples have been read
+trainer, its workers and the ranks of a node (`recording`). Once enough samples have been read
 twice, or the journal is too long, a process seals it. The records before the seal are the trace,
 the same in all processes. Reads of untraced samples, and reads that differ from the trace, are
 direct.
@@ -24,12 +24,14 @@ from torch.utils.data import Dataset, StackDataset, Subset
 
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
-from creel.loader.binding.access_trace import AccessTrace, by_sample, parts_of
 from creel.loader.binding.adapters import serve_torchvision
-from creel.loader.binding.journal import (
+from creel.loader.binding.tree import unchanged
+from creel.loader.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
+from creel.loader.datasets.base import Transformed, fetch_many, position
+from creel.loader.tracing.intercept import look_again
+from creel.loader.tracing.journal import (
     NUMBER,
     PART,
-    CopiedFiles,
     EndOfTrace,
     Item,
     NoTrace,
@@ -37,22 +39,17 @@ from creel.loader.binding.journal import (
     Reads,
     Record,
     RecordedReads,
-    Shared,
     TraceJournal,
     joined,
     own_place,
     reads_of,
 )
-from creel.loader.binding.tree import unchanged
-from creel.loader.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
-from creel.loader.datasets.base import Transformed, fetch_many, position
-from creel.loader.reading.intercept import look_again
-from creel.loader.reading.observed import Asked, FoundVersions, ObservedReads
+from creel.loader.tracing.observed import Asked, FoundVersions, ObservedReads
+from creel.loader.tracing.trace import AccessTrace, by_sample, parts_of
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
-    from creel.loader.reading.file_copies import FileCopies
 
 T = TypeVar("T")
 #: The reads of each sample of a batch.
@@ -75,7 +72,6 @@ class AccessRecorder:
         place: Place | None = None,
         wrapping: Wrapping = AS_IT_IS,
         *,
-        copies: FileCopies | None = None,
         joint: bool = False,
     ) -> None:
         """Begin to record.
@@ -83,13 +79,11 @@ class AccessRecorder:
         Args:
             place: the journal, of another process or kept from an earlier job; None for a new one.
             wrapping: what `creel.wrap` was asked for.
-            copies: as for `ObservedReads`.
             joint: whether several ranks share the journal.
         """
         self.place = own_place() if place is None else place
         self.dataset = dataset
         self.joint = joint
-        self.copies = copies
         self._wrapping = wrapping
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
@@ -114,11 +108,6 @@ class AccessRecorder:
         self.void = False
 
     @property
-    def shared(self) -> Shared:
-        """Where other processes record the dataset too."""
-        return self.place, None if self.copies is None else self.copies.own
-
-    @property
     def empty(self) -> bool:
         """Whether no process has written to the journal."""
         try:
@@ -132,9 +121,8 @@ class AccessRecorder:
 
     def _observing(self) -> ObservedReads:
         """Return a record for the samples of one thread."""
-        wrapping, copies = self._wrapping, self.copies
-        options = wrapping.storage_options
-        return ObservedReads(wrapping.whole, options, copies=copies, versions=self._versions)
+        whole, options = self._wrapping
+        return ObservedReads(whole, options, versions=self._versions)
 
     def __getitem__(self, index: int) -> Sample:
         """Read a sample of the dataset, and keep its reads for `write`."""
@@ -184,18 +172,12 @@ class AccessRecorder:
             if self.void:
                 return None
         reads: list[Reads] = []
-        copied: dict[str, tuple[int, int, int]] = {}
         for record in TraceJournal(*self.place).new():
-            if isinstance(record, Reads):
-                reads.append(record)
-            elif isinstance(record, CopiedFiles):
-                copied |= record.files
-            else:
+            if not isinstance(record, Reads):
                 break
+            reads.append(record)
         options = self._wrapping.storage_options
         trace = AccessTrace(self._size, self._here(joined(reads)), self._parts, options)
-        if self.copies is not None:
-            trace.keep(self.copies.own, copied)
         return trace if trace.leaves else None
 
     def _here(self, recorded: RecordedReads) -> RecordedReads:
@@ -226,8 +208,6 @@ class AccessRecorder:
             again = len(noted) - len(new)
             if self.joint and again:
                 self._compare(joined([reads_of([one for one in noted if self._known[one[0]]])]))
-            if not self._sealed:
-                self._write_copies()
             if (new or again) and not self._sealed:
                 self._append(reads_of(new, again))
             self._catch_up()
@@ -247,15 +227,6 @@ class AccessRecorder:
         self._observed.clear()
         self._versions.clear()
 
-    def _write_copies(self) -> None:
-        if self.copies is None:
-            return
-        self.copies.flush()
-        done = _drained(self.copies.done)
-        named = {one[0]: one[1:] for one in done if _is_utf8(one[0])}
-        if named:
-            self._append(CopiedFiles(named))
-
     def _append(self, record: Record) -> None:
         """Append a record. Without memory for all of it, recording ends without a trace."""
         if not self._journal.append(record):
@@ -274,13 +245,12 @@ class AccessRecorder:
             return
         try:
             for record in self._journal.new():
-                if isinstance(record, Reads):
-                    self._take_in(record)
-                elif not isinstance(record, CopiedFiles):
+                if not isinstance(record, Reads):
                     self._sealed = True
                     self.void = self._returned = isinstance(record, NoTrace)
                     return
-        except MalformedError:  # cut short for lack of memory
+                self._take_in(record)
+        except MalformedError:  # of a rank with another version of creel
             self._sealed = self._returned = True
 
     def _take_in(self, read: Reads) -> None:
