@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from measure import report
 
-sys.path.append(str(Path(__file__).parent.parent / "tests/sim"))
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path += [str(TESTS), str(TESTS / "sim")]
 from simulate import CoreNode, Job, Replay, Started
 
 

@@ -18,9 +18,11 @@ from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     Action,
+    CancelFetches,
     Checked,
     CheckVersions,
     DatasetAdded,
+    DropFromDisk,
     Event,
     Fetched,
     FetchObjects,
@@ -41,6 +43,7 @@ from kit import default_window, lengths_of
 I64 = NDArray[np.int64]
 #: A version that some storage may tell.
 VERSION = 5 << 40 | 1
+_UNANSWERED = Publish | SetReady | ReleaseMemory | CancelFetches | DropFromDisk
 
 
 class CoreShell:
@@ -112,12 +115,12 @@ class CoreShell:
             self.waiting.append(action)
 
     def keep(self, action: Action) -> bool:
-        """Write what readers look at; return whether the action asks for no more than that."""
+        """Write what readers look at; return whether the action asks for no answer."""
         if isinstance(action, Publish):
             self.offset[action.dataset][action.ids] = action.offset
         elif isinstance(action, SetReady):
             self.ready[action.session] = action
-        return isinstance(action, Publish | SetReady | ReleaseMemory)
+        return isinstance(action, _UNANSWERED)
 
     def settle(self, limit: int = 10_000) -> None:
         """Answer until nothing is asked any more."""

@@ -122,7 +122,7 @@ def test_a_peer_that_is_gone_costs_what_it_held() -> None:
     nodes.run(3)
     nodes.gone.add(3)
     (counts,) = nodes.run(1)
-    held = int((nodes.places[3] != -1).sum())
+    held = int(nodes.shells[3].held().sum())
     assert 0 < counts["refused"] <= held
     assert counts["source"] <= counts["refused"] + 0.04 * order.samples
 
@@ -154,7 +154,7 @@ def test_what_a_restarted_daemon_held_is_read_once_more(
 
     def restart() -> None:
         nonlocal lost
-        lost = int((nodes.places[node] != -1).sum())
+        lost = int(nodes.shells[node].held().sum())
         nodes.lose(node)
         nodes.restart(node, rest=True)
 
