@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from measure import report
 
-TESTS = Path(__file__).parent.parent / "tests"
-sys.path += [str(TESTS), str(TESTS / "sim")]
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parent.parent / "tests/sim"))
 from simulate import CoreNode, Job, Replay, Started
 
 
