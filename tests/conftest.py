@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-#: What begins first: the longest files, whose emulated hosts mostly wait. What they count depends on
+#: What begins first: the longest files, whose emulated hosts mostly wait. Their counts depend on
 #: their speed, so nothing that only computes may run beside them.
 FIRST = (
     "faults/test_lost_nodes.py",
