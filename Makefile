@@ -19,10 +19,9 @@ ARGS   ?=
 BENCH  ?= $(filter-out measure workloads two_commits,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 BIN   := $(VENV)/bin
-# Three files of tests at a time, the longest first (tests/conftest.py), as many tests wait for
-# something: on two cores all take 7 minutes so, 9 by two. ARGS=-n0 runs one after the other (pdb
-# needs that).
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Four files of tests at a time on two cores, as most tests wait for something; tests/conftest.py
+# says in which order. ARGS=-n0 runs one after the other (pdb needs that).
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.creel-stamp
 # The frameworks have an environment of their own: each sees what it brings, and nothing of ours.
 WITH_FRAMEWORKS := $(VENV)-frameworks

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from measure import report
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 sys.path.append(str(Path(__file__).parent.parent / "tests/sim"))
 from simulate import CoreNode, Job, Replay, Started
 

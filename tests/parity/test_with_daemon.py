@@ -175,13 +175,12 @@ def test_what_torch_says_of_a_batch_it_cannot_collate(
     assert told(creel.DataLoader, creel=shared) == told(torch.utils.data.DataLoader)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers, persistent", [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", ["rows", "labelled rows", "transformed", "files"])
-@pytest.mark.parametrize("persistent", [False, True])
 def test_batches_are_torchs(
     kind: str, workers: int, persistent: bool, folder: Path, shared: dict[str, Any]
 ) -> None:
-    more = {"persistent_workers": persistent and workers > 0}
+    more = {"persistent_workers": persistent}
     data = dataset(kind, folder)
     theirs = run(torch.utils.data.DataLoader, data, kind, workers, **more)
     assert run(creel.DataLoader, data, kind, workers, creel=shared, **more) == theirs

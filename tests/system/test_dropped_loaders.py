@@ -98,8 +98,14 @@ def use(loader: Any, way: str, seen: list[weakref.ref[Any]]) -> None:
         loader.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["own", "bad", "wrap", "files", "records"])
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent": 1}])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        *((kind, {}) for kind in ("own", "bad", "wrap", "files", "records")),
+        *((kind, {"num_workers": 1}) for kind in ("own", "bad", "files")),
+        *((kind, {"num_workers": 1, "persistent": 1}) for kind in ("bad", "wrap", "records")),
+    ],
+)
 def test_all_is_freed_with_the_loader(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A core without a daemon around it, and random events for it."""
+"""A core in a shell that checks every action, with a source, a disk and peers that can fail."""
 
 from __future__ import annotations
 
@@ -10,48 +10,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.pools.allocator import SYSTEM_PAGE, Allocator
+from core_shell import CoreShell
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.memory.pools.runs import HEADER, Runs, headers, pieces
-from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DISK,
     HELD,
     Action,
     AskPlan,
     CancelFetches,
-    DatasetAdded,
     DiskOpened,
     DropFromDisk,
-    Dropped,
     Event,
     Fetched,
     FetchObjects,
     FoundOnDisk,
-    MemoryFree,
-    MemoryShort,
     PeerAsked,
     PeerServed,
-    PlanExtended,
     PlanRetention,
     PlanTruncated,
     Progressed,
     Publish,
     ReleaseMemory,
-    RetentionPlanned,
     ServeObjects,
     SessionClosed,
-    SessionOpened,
     SetReady,
     Spilled,
     SpillObjects,
-    Tick,
-    Unregistered,
-    Warm,
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
-from kit import default_window, lengths_of
 
 
 @dataclass
@@ -71,17 +59,83 @@ class Reader:
         return [k for k in ready if k < len(self.objects)]  # the shell truncates before the core
 
 
-class Rig:
-    """A core, a model of the arena (offset -> whose bytes), and a source that can fail.
+class Labels:
+    """An arena that knows whose bytes lie where, and stores none."""
+
+    #: Whether also the bytes of objects that no reader holds are compared after each event.
+    compares_all = False
+
+    def __init__(self) -> None:
+        self.runs: Runs = {}  # runs written last to each place
+        #: By start of a run: dataset, object, bytes.
+        self._owner: dict[int, tuple[str, int, int]] = {}
+
+    def ranges(self, place: int, nbytes: int) -> list[list[int]]:
+        return [[place, nbytes]] if place >= 0 else self.runs[place].tolist()
+
+    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
+        """Write an object to its place."""
+        for start, size in self.ranges(place, nbytes):
+            for at, (_, _, n) in list(self._owner.items()):
+                if at < start + size and start < at + n:
+                    del self._owner[at]
+            self._owner[start] = (name, x, size)
+
+    def holds(self, place: int, name: str, x: int, nbytes: int) -> bool:
+        """Whether an object's bytes are at its place."""
+        ranges = self.ranges(place, nbytes)
+        return all(self._owner.get(at) == (name, x, n) for at, n in ranges)
+
+    def release(self, start: int, nbytes: int) -> None:
+        """Forget the bytes of a range."""
+        for at in [at for at in self._owner if start <= at < start + nbytes]:
+            del self._owner[at]
+
+
+class Bytes(Labels):
+    """An arena with real bytes, of which those of unpinned objects are compared as well."""
+
+    compares_all = True
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self._arena = np.zeros(nbytes, np.uint8)
+        self.linked = 0  # runs with headers
+
+    @staticmethod
+    @cache
+    def content(name: str, x: int, nbytes: int) -> bytes:
+        return np.random.default_rng([ord(name), x]).bytes(nbytes)
+
+    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
+        arena, data = self._arena.data, self.content(name, x, nbytes)
+        for start, header in headers(self.runs[place], nbytes) if place < NOWHERE else []:
+            arena[start : start + HEADER.size] = header
+            self.linked += 1
+        for piece in pieces(arena, place, nbytes) or []:
+            piece[:], data = data[: len(piece)], data[len(piece) :]
+        assert not data
+
+    def holds(self, place: int, name: str, x: int, nbytes: int) -> bool:
+        found = pieces(self._arena.data, place, nbytes) or []
+        return b"".join(found) == self.content(name, x, nbytes)
+
+    def release(self, start: int, nbytes: int) -> None:
+        self._arena[start : start + nbytes] = 0
+
+
+class Rig(CoreShell):
+    """A core, an arena, and a source that can fail.
 
     After each event the invariants hold, and every object of a ready step that is published has its
     own bytes at its offset.
     """
 
-    def __init__(self, capacity: int, window: Window | None = None) -> None:
-        self.core = Core(Allocator(capacity), window or default_window())
-        self.now = 0.0
-        self.offset: dict[str, NDArray[np.int64]] = {}
+    def __init__(
+        self, capacity: int, window: Window | None = None, arena: Labels | None = None
+    ) -> None:
+        super().__init__(capacity, window, event_s=0.01)
+        self.arena = arena or Labels()
         self.length: dict[str, NDArray[np.int64]] = {}
         self.size: dict[str, NDArray[np.int64]] = {}  # bytes at the source
         self.bad: dict[str, set[int]] = {}  # objects that cannot be read from the source
@@ -89,14 +143,10 @@ class Rig:
         self.fetches: dict[int, FetchObjects] = {}
         self.landed: dict[int, int] = {}  # of unknown lengths, in this event: object -> bytes
         self.held: dict[int, dict[int, int]] = {}  # by fetch from HELD
-        self.bytes: dict[
-            int, tuple[str, int, int]
-        ] = {}  # of a run: start -> dataset, object, bytes
-        self.runs: Runs = {}  # runs written last to each place
         self.reads = 0
         self.cancelled: frozenset[int] = frozenset()  # objects that the source does not read
         self.memory: Callable[[int], int] = lambda k: k  # how many of k there is memory for
-        self.stored = 0  # objects copied
+        self.copied = 0  # objects
         self.plans: list[PlanRetention] = []
         self.plans_asked: list[AskPlan] = []  # requests to peers that are not answered
         self.disk: dict[str, dict[int, int]] = {}  # bytes of each object that is on disk
@@ -121,16 +171,12 @@ class Rig:
     ) -> None:
         size = np.array(sizes, np.int64)
         self.size[name] = size
-        self.offset[name] = np.full(len(size), -1, np.int64)
         self.length[name] = size.copy() if known else np.full(len(size), -1, np.int64)
         self.bad[name] = set()
         length = self.length[name]
         if known and (size == size[0]).all():
             length = np.broadcast_to(size[0], len(size))  # read-only, as in the registry
-        versions = Versions(len(size), bounds, remote)
-        shared = self.offset[name].view()
-        shared.flags.writeable = False  # only actions say what to write there
-        self.feed(DatasetAdded(name, shared, length, lengths_of(length), versions))
+        self.add(name, length, Versions(len(size), bounds, remote))
 
     def open(
         self,
@@ -142,17 +188,17 @@ class Rig:
         recheck: str = "never",
     ) -> None:
         self.readers[session] = Reader(name)
-        self.feed(SessionOpened(session, name, job, rank, world, recheck))
+        super().open(session, name, job, rank, world, recheck)
 
     def extend(
         self, session: int, epoch: int, steps: list[list[int]], *, unplanned: bool = False
     ) -> list[Action]:
         reader = self.readers[session]
-        first = len(reader.objects)
+        self.steps[session] = len(reader.objects)
         reader.objects += steps
         ids = np.array([x for step in steps for x in step], np.int32)
         ends = np.cumsum([len(step) for step in steps], dtype=np.int64)
-        return self.feed(PlanExtended(session, epoch, first, ids, ends, unplanned))
+        return self.tell(session, epoch, ids, ends, unplanned=unplanned)
 
     def truncate(self, session: int, step: int) -> None:
         reader = self.readers[session]
@@ -171,75 +217,65 @@ class Rig:
         self.feed(SessionClosed(session))
 
     def land(self, number: int) -> list[Action]:
-        """Let the source answer a fetch."""
+        """Let the source, the disk or private memory answer a fetch."""
         fetch = self.fetches.pop(number)
-        name = fetch.dataset
-        if fetch.origin == HELD:
-            return self.copy(fetch)
-        if fetch.origin == DISK:
-            return self.read_disk(fetch)
-        out = self.size[name][fetch.ids].copy()
-        if number in self.cancelled:
-            self.cancelled -= {number}
-            return self.feed(Fetched(number, np.full(len(out), -1), self.versions(fetch)))
-        self.reads += len(out)
-        for i, x in enumerate(fetch.ids.tolist()):
-            if x in self.bad[name]:
-                out[i] = -1
-            elif fetch.offset[i] == NOWHERE:
-                self.landed[x] = int(out[i])
-            else:
-                self.runs |= fetch.runs
-                self.put(int(fetch.offset[i]), name, x, int(fetch.length[i]))
+        out = self.nbytes_read(fetch)
+        self.arena.runs |= fetch.runs
+        columns = fetch.ids, fetch.offset, fetch.length, out
+        for x, place, length, n in zip(*(a.tolist() for a in columns), strict=True):
+            if n >= 0 and place == NOWHERE:
+                self.landed[x] = n
+            elif n >= 0:
+                self.arena.put(place, fetch.dataset, x, length)
         return self.feed(Fetched(number, out, self.versions(fetch)))
 
-    def copy(self, fetch: FetchObjects) -> list[Action]:
-        """Copy objects held in private memory, as far as there is room."""
-        held = self.held.pop(fetch.fetch)
-        out = np.array([held[x] for x in fetch.ids.tolist()])
-        out[self.memory(len(out)) :] = -1
-        self.runs |= fetch.runs
-        for x, at, n in zip(fetch.ids.tolist(), fetch.offset.tolist(), out.tolist(), strict=True):
-            if n >= 0:
-                self.put(at, fetch.dataset, x, n)
-        return self.feed(Fetched(fetch.fetch, out, self.versions(fetch)))
-
-    def read_disk(self, fetch: FetchObjects) -> list[Action]:
-        """Let the disk answer a fetch; it may not have an object any more."""
-        disk, self.runs = self.disk.setdefault(fetch.dataset, {}), self.runs | fetch.runs
-        out = np.array([disk.get(x, -1) for x in fetch.ids.tolist()], np.int64)
-        out[out != fetch.length] = -1
-        self.disk_reads += int(np.count_nonzero(out >= 0))
-        for x, at, n in zip(fetch.ids.tolist(), fetch.offset.tolist(), out.tolist(), strict=True):
-            if n >= 0:
-                self.put(at, fetch.dataset, x, n)
-            else:
+    def nbytes_read(self, fetch: FetchObjects) -> NDArray[np.int64]:
+        """Return (k,) bytes of each object, as far as its origin has it and there is memory."""
+        ids = fetch.ids.tolist()
+        if fetch.origin == HELD:
+            held = self.held.pop(fetch.fetch)
+            out = np.array([held[x] for x in ids])
+            out[self.memory(len(out)) :] = -1
+        elif fetch.origin == DISK:
+            disk = self.disk.setdefault(fetch.dataset, {})
+            out = np.array([disk.get(x, -1) for x in ids], np.int64)
+            out[out != fetch.length] = -1
+            for x in fetch.ids[out < 0].tolist():
                 disk.pop(x, None)
-        return self.feed(Fetched(fetch.fetch, out, self.versions(fetch)))
+            self.disk_reads += int(np.count_nonzero(out >= 0))
+        elif fetch.fetch in self.cancelled:
+            self.cancelled -= {fetch.fetch}
+            out = np.full(len(ids), -1)
+        else:
+            self.reads += len(ids)
+            out = self.size[fetch.dataset][fetch.ids].copy()
+            out[np.isin(fetch.ids, list(self.bad[fetch.dataset]))] = -1
+        return out
+
+    def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
+        """Return None: the source knows no versions."""
+        return None
 
     def write_disk(self) -> list[Action]:
         """Let the disk's thread execute its orders, up to and including the first write."""
         while self.to_disk:
             order = self.to_disk.pop(0)
             disk = self.disk.setdefault(order.dataset, {})
-            if isinstance(order, DropFromDisk):
-                for x in order.ids.tolist():
-                    disk.pop(x, None)
-                continue
-            stored = np.zeros(len(order.ids), np.bool_)
-            objects = zip(
-                *(a.tolist() for a in (order.ids, order.place, order.nbytes)), strict=True
-            )
-            for i, (x, place, nbytes) in enumerate(objects):
-                assert all(
-                    self.bytes[at] == (order.dataset, x, n) for at, n in self.ranges(place, nbytes)
-                ), "what is being written has left"
-                stored[i] = self.disk_room(nbytes) and order.dataset != self.disk_fails
-                if stored[i]:
-                    disk[x] = nbytes
-            full = self.disk_fails is None and not stored.all()
-            return self.feed(Spilled(order.spill, stored, full))
+            if isinstance(order, SpillObjects):
+                stored = self.stored(order)
+                disk |= zip(order.ids[stored].tolist(), order.nbytes[stored].tolist(), strict=True)
+                full = self.disk_fails is None and not stored.all()
+                return self.feed(Spilled(order.spill, stored, full))
+            for x in order.ids.tolist():
+                disk.pop(x, None)
         return []
+
+    def stored(self, spill: SpillObjects) -> NDArray[np.bool_]:
+        """Return (k,) which objects the disk takes; all of them must still be in memory."""
+        for x, place, n in zip(spill.ids, spill.place, spill.nbytes, strict=True):
+            assert self.arena.holds(int(place), spill.dataset, int(x), int(n)), "it has left"
+        fails = spill.dataset == self.disk_fails
+        return np.array([not fails and self.disk_room(n) for n in spill.nbytes.tolist()], np.bool_)
 
     def open_disk(self, nbytes: int) -> None:
         """Open a disk, with the objects that are on it already."""
@@ -259,32 +295,11 @@ class Rig:
         del self.sending[request], self.asked_for[request]
         self.feed(PeerServed(request))
 
-    def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
-        """Return the versions of the objects read."""
-        return None
-
-    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
-        """Write an object to its place."""
-        for start, size in self.ranges(place, nbytes):
-            self.write(start, name, x, size)
-
-    def ranges(self, place: int, nbytes: int) -> list[list[int]]:
-        return [[place, nbytes]] if place >= 0 else self.runs[place].tolist()
-
-    def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
-        for at, (_, _, n) in list(self.bytes.items()):
-            if at < offset + nbytes and offset < at + n:
-                del self.bytes[at]
-        self.bytes[offset] = (name, x, nbytes)
-
     def feed(self, event: Event) -> list[Action]:
-        self.now += 0.01
-        actions = self.core.handle(event, self.now)
-        for action in actions:
-            self.do(action)
+        actions = super().feed(event)
         self.landed.clear()
         while self.plans and not self.late():
-            self.plan()
+            self.fulfil(self.plans.pop(0))
         if self.checking:
             self.core.check()
             self.look()
@@ -296,23 +311,11 @@ class Rig:
             self.do(action)
         self.core.check()
 
-    def plan(self) -> None:
-        """Let the planner answer the oldest question."""
-        asked = self.plans.pop(0)
-        self.feed(RetentionPlanned(asked.dataset, asked.boundary, asked.boundary.plan()))
-
     def do(self, action: Action) -> None:
         if isinstance(action, FetchObjects):
-            assert action.fetch not in self.fetches
-            assert len(set(action.ids.tolist())) == len(action.ids)
-            self.fetches[action.fetch] = action
-            self.unpublished(action)
-            if action.origin == HELD:
-                self.stored += len(action.ids)
-                self.held[action.fetch] = {x: self.landed.pop(x) for x in action.ids.tolist()}
-                assert list(self.held[action.fetch].values()) == action.length.tolist()
+            self.begin_fetch(action)
         elif isinstance(action, Publish):
-            self.publish(action)
+            self.may_publish(action)
         elif isinstance(action, PlanRetention | AskPlan):
             asked: list[Any] = self.plans if isinstance(action, PlanRetention) else self.plans_asked
             asked.append(action)
@@ -322,7 +325,7 @@ class Rig:
             self.to_disk.append(action)
         elif isinstance(action, ReleaseMemory):
             for start, nbytes in action.ranges:
-                self.release(start, nbytes)
+                self.arena.release(start, nbytes)
         elif isinstance(action, ServeObjects):
             assert action.request not in self.sending
             self.sending[action.request] = action
@@ -331,13 +334,32 @@ class Rig:
             reader = self.readers[action.session]
             assert (action.ready, action.early) != (reader.ready, reader.early), "not moved"
             reader.ready, reader.early = action.ready, action.early
+        self.keep(action)
 
-    def release(self, start: int, nbytes: int) -> None:
-        """Forget the bytes of a range."""
-        for at in [at for at in self.bytes if start <= at < start + nbytes]:
-            del self.bytes[at]
+    def begin_fetch(self, fetch: FetchObjects) -> None:
+        """Check that no fetch starts into bytes that the table gives to another object."""
+        assert fetch.fetch not in self.fetches
+        assert len(set(fetch.ids.tolist())) == len(fetch.ids)
+        self.fetches[fetch.fetch] = fetch
+        self.unpublished(fetch)
+        if fetch.origin == HELD:
+            self.copied += len(fetch.ids)
+            self.held[fetch.fetch] = {x: self.landed.pop(x) for x in fetch.ids.tolist()}
+            assert list(self.held[fetch.fetch].values()) == fetch.length.tolist()
 
-    def publish(self, action: Publish) -> None:
+    def unpublished(self, fetch: FetchObjects) -> None:
+        taken = []
+        for name, offset in self.offset.items():
+            for x in np.flatnonzero(offset != NOWHERE).tolist():
+                taken += self.arena.ranges(int(offset[x]), int(self.length[name][x]))
+        starts, nbytes = np.array(taken, np.int64).reshape(-1, 2).T
+        runs = self.arena.runs | fetch.runs
+        for place, n in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
+            if place != NOWHERE:
+                for start, size in [[place, n]] if place >= 0 else runs[place].tolist():
+                    assert not ((starts < start + size) & (start < starts + nbytes)).any()
+
+    def may_publish(self, action: Publish) -> None:
         """Check that no client may be reading an object that leaves, after each action."""
         offset = self.offset[action.dataset]
         if isinstance(action.offset, int):
@@ -351,41 +373,30 @@ class Rig:
                     assert gone.isdisjoint(x for step in steps for x in step), "READY is ahead"
         else:
             assert (offset[action.ids] == NOWHERE).all(), "published twice"
-        offset[action.ids] = action.offset
-
-    def unpublished(self, fetch: FetchObjects) -> None:
-        """Check that no fetch starts into bytes that the table gives to another object."""
-        taken = []
-        for name, offset in self.offset.items():
-            for x in np.flatnonzero(offset != NOWHERE).tolist():
-                taken += self.ranges(int(offset[x]), int(self.length[name][x]))
-        starts, nbytes = np.array(taken, np.int64).reshape(-1, 2).T
-        runs = self.runs | fetch.runs
-        for place, n in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
-            if place != NOWHERE:
-                for start, size in [[place, n]] if place >= 0 else runs[place].tolist():
-                    assert not ((starts < start + size) & (start < starts + nbytes)).any()
 
     def look(self) -> None:
         """Check that readers find their own bytes, which stay in place until they are done."""
         for number, answer in self.sending.items():
             name, ids = self.asked_for[number]
             for x, place, n in zip(ids, answer.place, answer.nbytes, strict=True):
-                if n >= 0:
-                    ranges = self.ranges(int(place), int(n))
-                    assert all(self.bytes[a] == (name, x, k) for a, k in ranges), "sent as another"
+                assert n < 0 or self.arena.holds(int(place), name, x, int(n)), "sent as another"
         seen = {}
         for number, reader in self.readers.items():
             assert reader.done <= reader.ready
             for step, x in ((s, x) for s in reader.may_read() for x in reader.objects[s]):
                 at = int(self.offset[reader.dataset][x])
                 if at != NOWHERE:
-                    ranges = self.ranges(at, int(self.length[reader.dataset][x]))
-                    assert all(self.bytes[a] == (reader.dataset, x, n) for a, n in ranges)
+                    nbytes = int(self.length[reader.dataset][x])
+                    assert self.arena.holds(at, reader.dataset, x, nbytes), "another's bytes"
                     seen[number, step, x] = at
                 assert self.seen.get((number, step, x), at) == at, "moved under a reader"
         self.seen = seen
         assert self.held.keys() <= self.fetches.keys(), "bytes are held that nobody will fetch"
+        for name, offset in self.offset.items() if self.arena.compares_all else []:
+            for x in np.flatnonzero(offset != NOWHERE).tolist():
+                n = int(self.length[name][x])
+                assert n == self.size[name][x]
+                assert self.arena.holds(int(offset[x]), name, x, n), "listed, and another's bytes"
 
     def settle(self, limit: int = 10_000) -> None:
         """Let the source answer all fetches."""
@@ -400,195 +411,3 @@ class Rig:
 
 def absent(rig: Rig, name: str, ids: range | list[int]) -> bool:
     return bool((rig.offset[name][list(ids)] == NOWHERE).all())
-
-
-class Chaos:
-    """Random events for a rig."""
-
-    def __init__(self, seed: int) -> None:
-        rng = self.rng = np.random.default_rng(seed)
-        self.sizes: dict[str, int] = {}
-        capacity = int(rng.integers(300, 20_000))
-        tight = rng.random() < 0.3
-        window = default_window(
-            inflight_objects=int(rng.integers(2, 200)),
-            inflight_nbytes=int(rng.integers(200, 20_000)),
-            fetch_objects=int(rng.integers(1, 20)),
-            min_steps=int(rng.integers(1, 8)),
-        )
-        self.rig = Rig(capacity // (10 if tight else 1), window)
-        self.unplanned = float(rng.choice([0.0, 0.2, 1.0], p=[0.6, 0.2, 0.2]))
-        self.epoch: dict[int, int] = {}
-        self.next = 1
-        for name in "abc"[: rng.integers(1, 4)]:
-            n = int(rng.integers(1, 120))
-            kind = rng.integers(0, 4)
-            lengths = np.full(n, 100) if kind == 0 else rng.integers(0, 400, n)
-            self.sizes[name] = n
-            self.rig.register(name, lengths.tolist(), known=bool(kind < 2))
-            self.rig.bad[name] = set(rng.integers(0, n, n // 20).tolist())
-        if seed % 3 == 0:
-            self.rig.memory = self.some
-        if seed % 2:
-            self.rig.late = lambda: bool(rng.random() < 0.9)
-
-    def some(self, k: int) -> int:
-        """Return how many of k objects the machine has memory for."""
-        return int(self.rng.integers(0, k + 1)) if self.rng.random() < 0.3 else k
-
-    def turn(self) -> None:
-        rng, rig = self.rng, self.rig
-        open_ = list(rig.readers)
-        what = rng.random()
-        if what < 0.45 and rig.fetches:
-            rig.land(int(rng.choice(list(rig.fetches))))
-        elif what < 0.5 and len(open_) < 5:
-            self.open()
-        elif what < 0.6 and open_:
-            self.extend(int(rng.choice(open_)))
-        elif what < 0.9 and open_:
-            self.progress(int(rng.choice(open_)))
-        elif what < 0.92 and open_:
-            s = int(rng.choice(open_))
-            rig.truncate(s, int(rng.integers(0, len(rig.readers[s].objects) + 2)))
-        elif what < 0.93 and open_:
-            rig.close(int(rng.choice(open_)))
-        elif what < 0.95:
-            rig.feed(Warm(str(rng.choice(list(self.sizes)))))
-        elif what < 0.96:
-            rig.feed(Dropped(str(rng.choice(list(self.sizes)))))
-        elif what < 0.97:
-            self.renew(str(rng.choice(list(self.sizes))))
-        else:
-            change = int(rng.integers(1, 3 * SYSTEM_PAGE))
-            rig.feed([Tick(), Tick(), MemoryShort(change), MemoryFree(change)][rng.integers(4)])
-
-    def renew(self, name: str) -> None:
-        """Remove a dataset without readers, and register it again."""
-        rig = self.rig
-        if not rig.core.busy(name):
-            size, bad = rig.size[name], rig.bad[name]
-            rig.feed(Unregistered(name))
-            rig.register(name, size.tolist(), known=bool(self.rng.random() < 0.5))
-            rig.bad[name] = bad
-
-    def open(self) -> None:
-        rng = self.rng
-        name = str(rng.choice(list(self.sizes)))
-        job = str(rng.choice(["j", "k"]))
-        self.rig.open(self.next, name, job, int(rng.integers(0, 3)), 3)
-        self.epoch[self.next] = 0
-        self.next += 1
-
-    def extend(self, session: int) -> None:
-        rng, reader = self.rng, self.rig.readers[session]
-        n = self.sizes[reader.dataset]
-        ids = rng.permutation(n) if rng.random() < 0.7 else rng.integers(0, n, n)
-        batch = int(rng.integers(1, 20))
-        cuts = [ids[i : i + batch].tolist() for i in range(0, len(ids), batch)]
-        if rng.random() < 0.1:
-            cuts.insert(0, [])
-        if rng.random() < self.unplanned:
-            self.rig.extend(session, self.epoch[session], cuts[:1], unplanned=True)
-            return
-        self.rig.extend(session, self.epoch[session], cuts)
-        self.epoch[session] += rng.random() < 0.8
-
-    def progress(self, session: int) -> None:
-        rng, reader = self.rng, self.rig.readers[session]
-        done = reader.done
-        if rng.random() < 0.7:
-            done = int(rng.integers(reader.done, max(reader.ready, reader.done) + 1))
-        elif rng.random() < 0.1:
-            done = int(rng.integers(-5, len(reader.objects) + 5))  # hostile, or read directly
-        wanted = 0
-        if rng.random() < 0.3:
-            wanted = reader.ready + int(rng.integers(1, 4))
-        elif rng.random() < 0.05:
-            wanted = 1 << 60
-        self.rig.progress(session, done, wanted)
-
-    def finish(self) -> None:
-        """Let all sessions read to the end, at most 10 steps more: none may hang."""
-        rig = self.rig
-        for n, reader in rig.readers.items():
-            if len(reader.objects) > reader.done + 10:
-                rig.truncate(n, reader.done + 10)
-        for _ in range(20_000):
-            left = [n for n, r in rig.readers.items() if r.done < len(r.objects)]
-            if not left:
-                return
-            for n in left:
-                reader = rig.readers[n]
-                rig.progress(n, reader.ready, reader.ready + 1)
-            if rig.fetches:
-                rig.land(next(iter(rig.fetches)))
-            rig.write_disk()
-        raise AssertionError(f"stuck: {rig.readers}")
-
-
-class Bytes(Rig):
-    """A rig whose arena holds real bytes: a reader's bytes are compared with the source's."""
-
-    def __init__(self, capacity: int, window: Window | None = None) -> None:
-        super().__init__(capacity, window)
-        self.arena = np.zeros(capacity, np.uint8)
-        self.linked = 0
-
-    @staticmethod
-    @cache
-    def content(name: str, x: int, nbytes: int) -> bytes:
-        return np.random.default_rng([ord(name), x]).bytes(nbytes)
-
-    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
-        arena, data = self.arena.data, self.content(name, x, nbytes)
-        for start, header in headers(self.runs[place], nbytes) if place < NOWHERE else []:
-            arena[start : start + HEADER.size] = header
-            self.linked += 1
-        for piece in pieces(arena, place, nbytes) or []:
-            piece[:], data = data[: len(piece)], data[len(piece) :]
-        assert not data
-
-    def release(self, start: int, nbytes: int) -> None:
-        self.arena[start : start + nbytes] = 0
-
-    def look(self) -> None:
-        """Check that unpinned objects also have their own bytes while they are listed."""
-        for name, offset in self.offset.items():
-            for x in np.flatnonzero(offset != NOWHERE).tolist():
-                at, n = int(offset[x]), int(self.length[name][x])
-                assert n == self.size[name][x]
-                found = pieces(self.arena.data, at, n)
-                assert b"".join(found or []) == self.content(name, x, n)
-        seen = {
-            (number, step, x): int(self.offset[reader.dataset][x])
-            for number, reader in self.readers.items()
-            for step in range(reader.done, reader.ready)
-            for x in reader.objects[step]
-            if self.offset[reader.dataset][x] != NOWHERE
-        }
-        assert all(self.seen.get(key, at) == at for key, at in seen.items()), "moved when pinned"
-        self.seen = seen
-
-
-class Images(Chaos):
-    """Random events with sizes that vary like those of images, and with little memory."""
-
-    def __init__(self, seed: int) -> None:
-        rng = self.rng = np.random.default_rng(seed)
-        sizes = {
-            name: np.maximum(rng.lognormal(6.5, 0.9, int(rng.integers(40, 120))), 1).astype(int)
-            for name in "ab"[: rng.integers(1, 3)]
-        }
-        total = int(sum(s.sum() for s in sizes.values()))
-        capacity = int(total * rng.uniform(0.25, 0.8))
-        self.rig: Bytes = Bytes(capacity, default_window(fetch_objects=8, min_steps=3))
-        self.sizes = {name: len(s) for name, s in sizes.items()}
-        self.epoch, self.next, self.unplanned = {}, 1, 0.2 * (seed % 2)
-        for name, s in sizes.items():
-            self.rig.register(name, s.tolist(), known=bool(rng.random() < 0.6))
-            self.rig.bad[name] = set(rng.integers(0, len(s), 2).tolist())
-            if rng.random() < 0.5 and self.rig.length[name][0] >= 0:
-                self.rig.size[name][::17] += 5  # changed since they were listed
-        if seed % 3 == 0:
-            self.rig.memory = self.some

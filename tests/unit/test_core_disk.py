@@ -6,8 +6,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from core_rig import Chaos, Rig
+from core_rig import Rig
 from numpy.typing import NDArray
+from random_events import Chaos
 
 from creel.cache.memory.pools.allocator import Allocator, Lengths
 from creel.cache.memory.pools.free_ranges import NOWHERE

@@ -7,8 +7,10 @@ from collections import deque
 
 import numpy as np
 import pytest
-from core_rig import Bytes, Chaos, Images, Rig, absent
+from core_rig import Bytes, Rig, absent
+from random_events import Chaos, Images
 
+from core_shell import CoreShell
 from creel.cache.memory.pools.allocator import Allocator
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
@@ -18,13 +20,9 @@ from creel.daemon.core.events import (
     DatasetAdded,
     Dropped,
     EpochBegan,
-    Event,
-    Fetched,
-    FetchObjects,
     PlanExtended,
     PlanRetention,
     Progressed,
-    Publish,
     RetentionPlanned,
     SessionOpened,
     Unregistered,
@@ -64,7 +62,7 @@ def test_in_however_many_runs_every_reader_sees_its_own_bytes() -> None:
         for session in list(chaos.rig.readers)[2:]:
             chaos.rig.close(session)
         chaos.finish()
-        linked, stored = linked + chaos.rig.linked, stored + chaos.rig.stored
+        linked, stored = linked + chaos.arena.linked, stored + chaos.rig.copied
     assert linked > 100
     assert stored > 100
 
@@ -72,7 +70,8 @@ def test_in_however_many_runs_every_reader_sees_its_own_bytes() -> None:
 def test_large_objects_make_room_without_anybody_losing_a_byte() -> None:
     """Training and validation in a fifth of the memory; objects that stay must not move."""
     rng = np.random.default_rng(1)
-    rig = Bytes(1 << 20)
+    arena = Bytes(1 << 20)
+    rig = Rig(1 << 20, arena=arena)
     left: dict[int, deque[list[int]]] = {}
     done: dict[int, int] = {}
     sizes = {"t": np.exp(rng.normal(8.5, 1, 600)), "v": np.exp(rng.normal(8.5, 1, 200))}
@@ -92,7 +91,7 @@ def test_large_objects_make_room_without_anybody_losing_a_byte() -> None:
         rig.progress(number, done[number], done[number] + 2)
         while rig.fetches and rng.random() < 0.9:
             rig.land(int(rng.choice(list(rig.fetches))))
-    assert rig.linked > 10
+    assert arena.linked > 10
 
 
 @pytest.mark.parametrize("capacity", [10, 100, 250, 1000])
@@ -194,33 +193,20 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
     """No array is copied, masked or sorted as a whole; times: benchmarks/planning.py."""
     n, batch = 25_000, 25
     rng = np.random.default_rng(0)
-    core = Core(Allocator(n // 2 * 1000), default_window())
-    length = np.full(n, 1000)
-    offset = np.full(n, -1)
-    fetches: list[FetchObjects] = []
-
-    def feed(event: Event, now: float) -> None:
-        for action in core.handle(event, now):
-            if isinstance(action, Publish):
-                offset[action.ids] = action.offset
-            elif isinstance(action, FetchObjects):
-                fetches.append(action)
-
-    feed(DatasetAdded("d", offset, length, lengths_of(length), Versions(n)), 0.0)
-    feed(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
+    shell = CoreShell(n // 2 * 1000)
+    shell.add("d", np.full(n, 1000))
+    shell.open(1, "d", job="")
     ends = np.arange(batch, n + 1, batch)
-    plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]
-    for epoch, plan in enumerate(plans):
-        feed(PlanExtended(1, epoch, epoch * len(ends), plan, ends, unplanned=False), 0.0)
+    for epoch in range(2):
+        shell.tell(1, epoch, rng.permutation(n).astype(np.int32), ends)
     took = []
     tracemalloc.start()
     for step in range(len(ends) + 200):
-        while fetches:
-            fetch = fetches.pop()
-            feed(Fetched(fetch.fetch, fetch.length), step * 0.1)
+        shell.now = step * 0.1
+        shell.settle()
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        feed(Progressed(1, step + 1, 0), step * 0.1)
+        shell.feed(Progressed(1, step + 1, 0))
         took.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
     assert np.median(took[len(ends) :]) < n / 2  # an epoch's end may take more

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from core_rig import Rig
+from core_rig import Labels, Rig
 from numpy.typing import NDArray
 
 from creel.cache.memory.pools.free_ranges import NOWHERE
@@ -43,19 +43,32 @@ class Source:
         return out
 
 
+class Dated(Labels):
+    """An arena that knows the version of the bytes at each place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: dict[int, int] = {}  # by object: the version read last
+        self.version_at: dict[int, int] = {}  # by place
+
+    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
+        super().put(place, name, x, nbytes)
+        self.version_at[place] = self.got[x]
+
+
 class Changing(Rig):
-    """A rig with changing files; it knows the version of the bytes at each place in the arena."""
+    """A rig with changing files."""
 
     def __init__(self, capacity: int, window: Window | None = None, seed: int = 0) -> None:
-        super().__init__(capacity, window)
+        arena = Dated()
+        super().__init__(capacity, window, arena)
+        self.got, self.version_at = arena.got, arena.version_at
         self.rng = np.random.default_rng(seed)
         self.source: dict[str, Source] = {}
         self.checks: dict[int, tuple[CheckVersions, NDArray[np.int64]]] = {}
         self.read: dict[int, NDArray[np.int64]] = {}  # by fetch: versions at one moment of it
-        self.got: dict[int, int] = {}  # by object: the version read last
         self.said: dict[int, int] = {}  # by object: the version as reported by the storage
         self.copies: dict[int, list[tuple[int, int]]] = {}  # by fetch from HELD: `got` and `said`
-        self.version_at: dict[int, int] = {}  # by offset
         self.floor: dict[tuple[int, int], NDArray[np.int64]] = {}  # (session, step) -> versions
 
     def files(self, name: str, sizes: list[int], per_file: int = 1, *, known: bool = True) -> None:
@@ -101,11 +114,11 @@ class Changing(Rig):
             (b, b + k)
             for (n, step, x), at in self.seen.items()
             if n in self.readers and self.readers[n].done <= step < self.readers[n].ready
-            for b, k in self.ranges(at, int(self.length[self.readers[n].dataset][x]))
+            for b, k in self.arena.ranges(at, int(self.length[self.readers[n].dataset][x]))
         ]
-        self.runs |= fetch.runs
+        self.arena.runs |= fetch.runs
         for place, nbytes in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
-            for a, k in self.ranges(place, nbytes) if place != NOWHERE else []:
+            for a, k in self.arena.ranges(place, nbytes) if place != NOWHERE else []:
                 assert not any(a < end and b < a + k for b, end in read)
 
     def land(self, number: int) -> list[Action]:
@@ -116,14 +129,14 @@ class Changing(Rig):
         fetch = self.fetches[number]
         if fetch.origin == HELD:
             got = [got for got, _ in self.copies[number]]
-            self.got |= dict(zip(fetch.ids.tolist(), got, strict=True))
+            self.got.update(zip(fetch.ids.tolist(), got, strict=True))
             return super().land(number)
         version = self.read[number]
         source = self.source[fetch.dataset]
         if self.rng.random() < 0.5:
             version = self.read[number] = source.version.copy()
         files = source.file[fetch.ids]
-        self.got |= dict(zip(fetch.ids.tolist(), version[files].tolist(), strict=True))
+        self.got.update(zip(fetch.ids.tolist(), version[files].tolist(), strict=True))
         return super().land(number)
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
@@ -133,10 +146,6 @@ class Changing(Rig):
         said = source.told(source.file[fetch.ids], self.read.pop(fetch.fetch))
         self.said |= dict(zip(fetch.ids.tolist(), said.tolist(), strict=True))
         return said
-
-    def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
-        super().write(offset, name, x, nbytes)
-        self.version_at[offset] = self.got[x]
 
     def answer(self, number: int) -> list[Action]:
         """Let the storage answer a check, with its state at one moment of it."""

@@ -2,94 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import pytest
 from core_rig import Rig
 
-from creel.cache.memory.pools.allocator import Allocator
-from creel.daemon.core.core import Core
-from creel.daemon.core.events import (
-    Action,
-    DatasetAdded,
-    Fetched,
-    FetchObjects,
-    PlanExtended,
-    Progressed,
-    Publish,
-    SessionOpened,
-    SetReady,
-)
-from creel.daemon.core.versions import Versions
-from kit import default_window, lengths_of
+from core_shell import CoreShell
+from creel.daemon.core.events import Action, FetchObjects, Progressed
 
 N, STEP = 6_400, 64
 #: Seconds per object, about those of 20 KB files: read by the trainer itself, and from the arena.
 DIRECT_S, HIT_S = 20e-6, 12e-6
 
 
-class Model:
+class Model(CoreShell):
     """A reader that reads directly what is not ready, and a source of one thread."""
 
     def __init__(self, source_s: float) -> None:
-        self.core = Core(Allocator(2 * N * 100), default_window())
+        super().__init__(2 * N * 100)
         self.source_s = source_s
         self.source_free = 0.0
-        self.fetches: dict[FetchObjects, int] = {}  # number of objects already read
-        self.offset = np.full(N, -1, np.int64)
-        self.ready = 0
-        table, sizes = self.offset.view(), np.full(N, 100)
-        table.flags.writeable = False
-        length = np.broadcast_to(np.int64(100), N)
-        self.do(
-            self.core.handle(DatasetAdded("d", table, length, lengths_of(sizes), Versions(N)), 0)
-        )
-        self.do(self.core.handle(SessionOpened(1, "d", "j", 0, 1, "never"), 0))
+        self.done_of: dict[FetchObjects, int] = {}  # by fetch: objects already read
+        self.add("d", np.broadcast_to(np.int64(100), N))
+        self.open(1, "d")
 
-    def do(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, FetchObjects):
-                self.fetches[action] = 0
-            elif isinstance(action, Publish):
-                self.offset[action.ids] = action.offset
-            elif isinstance(action, SetReady):
-                self.ready = action.ready
+    def do(self, action: Action) -> None:
+        if isinstance(action, FetchObjects):
+            self.done_of[action] = 0
+        else:
+            self.keep(action)
 
     def read_source(self, until: float) -> None:
         """Let the source read in the order of deadlines, some objects at a time."""
-        while self.fetches:
-            fetch = min(self.fetches, key=lambda f: (f.deadline, f.fetch))
-            k = min(STEP, len(fetch.ids) - self.fetches[fetch])
+        while self.done_of:
+            fetch = min(self.done_of, key=lambda f: (f.deadline, f.fetch))
+            k = min(STEP, len(fetch.ids) - self.done_of[fetch])
             if self.source_free + k * self.source_s > until:
-                return
+                break
             self.source_free += k * self.source_s
-            self.fetches[fetch] += k
-            if self.fetches[fetch] == len(fetch.ids):
-                del self.fetches[fetch]
-                read = Fetched(fetch.fetch, fetch.length, np.full(len(fetch.ids), 7))
-                self.do(self.core.handle(read, self.source_free))
-        self.source_free = until
+            self.done_of[fetch] += k
+            if self.done_of[fetch] == len(fetch.ids):
+                del self.done_of[fetch]
+                self.now = self.source_free
+                self.fulfil(fetch)
+        else:
+            self.source_free = until
 
     def epochs(self, count: int) -> list[float]:
         """Return the share of each epoch that the reader found in the arena."""
         rng, now, shares = np.random.default_rng(0), 0.0, []
-        steps = N // STEP
         orders = [rng.permutation(N).astype(np.int32) for _ in range(count + 1)]
-        ends = np.arange(STEP, N + 1, STEP)
         for epoch, order in enumerate(orders):
-            self.do(
-                self.core.handle(
-                    PlanExtended(1, epoch, epoch * steps, order, ends, unplanned=False), 0
-                )
-            )
+            self.tell(1, epoch, order, np.arange(STEP, N + 1, STEP))
         for epoch, order in enumerate(orders[:count]):
             hits = 0
             for i, ids in enumerate(order.reshape(-1, STEP)):
-                step = epoch * steps + i
-                self.do(self.core.handle(Progressed(1, step, step + 1), now))
-                held = self.ready > step
-                there = int(np.count_nonzero(self.offset[ids] >= 0)) if held else 0
+                step = epoch * N // STEP + i
+                self.now = now
+                self.feed(Progressed(1, step, step + 1))
+                held = self.ready[1].ready > step
+                there = int(np.count_nonzero(self.offset["d"][ids] >= 0)) if held else 0
                 hits += there
                 now += there * HIT_S + (STEP - there) * DIRECT_S
                 self.read_source(now)

@@ -141,7 +141,8 @@ def test_what_lies_on_disk_is_read_and_sent() -> None:
     assert answer.version.tolist() == [known, known, UNKNOWN]
     assert (node.disk_reads, node.reads) == (2, 0)
     assert answer.place[:2].tolist() == node.offset["d"][[3, 1]].tolist()
-    assert [node.bytes[at] for at in answer.place[:2].tolist()] == [("d", 3, 100), ("d", 1, 100)]
+    places = zip(answer.place[:2].tolist(), (3, 1), strict=True)
+    assert all(node.arena.holds(place, "d", x, 100) for place, x in places)
 
 
 def test_two_peers_that_ask_for_the_same_wait_for_one_read_of_the_disk() -> None:
@@ -239,7 +240,7 @@ class Member(Rig):
         fetch = self.fetches.pop(self.asked()[0].fetch)
         if nbytes == 100:
             for x, place in zip(fetch.ids.tolist(), fetch.offset.tolist(), strict=True):
-                self.put(place, "d", x, 100)
+                self.arena.put(place, "d", x, 100)
         k = len(fetch.ids)
         self.feed(Fetched(fetch.fetch, np.full(k, nbytes), np.full(k, version)))
         return fetch
@@ -291,8 +292,10 @@ def test_orders_of_epochs_that_are_over_or_far_away_take_no_memory(by_hash: froz
         order = JobOrder(40, 2, 20, 1, seed=epoch)
         node.extend(1, epoch, [[int(x)] for x in order.by_rank([0, 1])[0]])
         node.feed(EpochDealt(1, epoch, order, view))
-    for epoch in range(10_000):
+    node.checking = False
+    for epoch in range(2_000):
         node.feed(EpochDealt(1, 100 + epoch, order, view))
+    node.checking = True
     deals = node.core._residencies["d"].readers.groups[0].deals
     assert len(deals.orders) < 100
     node.progress(1, done=61, wanted=62)

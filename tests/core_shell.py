@@ -1,0 +1,164 @@
+"""A core whose shell is a test: what a daemon's shell does around the core, without a daemon.
+
+The core's actions are of two kinds. Some write tables that readers look at: `CoreShell.keep` does
+so. All others ask for something that takes time: a read, a write, a plan, an answer to a peer. They
+wait in `waiting` until the test says how they end; `fulfil` ends one as a source, a disk and a
+planner do that never fail.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.pools.allocator import Allocator
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.daemon.core.core import Core
+from creel.daemon.core.events import (
+    Action,
+    CancelFetches,
+    Checked,
+    CheckVersions,
+    DatasetAdded,
+    DropFromDisk,
+    Event,
+    Fetched,
+    FetchObjects,
+    PlanExtended,
+    PlanRetention,
+    Publish,
+    ReleaseMemory,
+    RetentionPlanned,
+    SessionOpened,
+    SetReady,
+    Spilled,
+    SpillObjects,
+)
+from creel.daemon.core.versions import Versions
+from creel.policies.prefetch import Window
+from kit import default_window, lengths_of
+
+I64 = NDArray[np.int64]
+#: A version that some storage may tell.
+VERSION = 5 << 40 | 1
+_UNANSWERED = Publish | SetReady | ReleaseMemory | CancelFetches | DropFromDisk
+
+
+class CoreShell:
+    """A core, the tables that it shares with readers, and a clock that the test sets.
+
+    Attributes:
+        now: seconds; the core gets it with the next event.
+        event_s: seconds that pass with each event.
+        offset: by dataset, (n,) places as the location table has them.
+        ready: by session, READY as its shared words have it.
+        steps: by session, how many it was told of.
+        waiting: actions that nothing has answered, oldest first.
+    """
+
+    def __init__(self, capacity: int, window: Window | None = None, event_s: float = 0.0) -> None:
+        self.core = Core(Allocator(capacity), window or default_window())
+        self.now, self.event_s = 0.0, event_s
+        self.offset: dict[str, I64] = {}
+        self.ready: dict[int, SetReady] = {}
+        self.waiting: deque[Action] = deque()
+        self.steps: dict[int, int] = {}
+
+    def add(self, name: str, length: I64, versions: Versions | None = None) -> None:
+        """Add a dataset with objects of these lengths, (n,); -1: unknown."""
+        self.offset[name] = np.full(len(length), NOWHERE, np.int64)
+        shared = self.offset[name].view()
+        shared.flags.writeable = False  # only actions say what to write there
+        versions = versions or Versions(len(length))
+        self.feed(DatasetAdded(name, shared, length, lengths_of(length), versions))
+
+    def open(
+        self,
+        session: int,
+        name: str,
+        job: str = "j",
+        rank: int = 0,
+        world: int = 1,
+        recheck: str = "never",
+    ) -> None:
+        """Open a session; see `SessionOpened`."""
+        self.ready[session], self.steps[session] = SetReady(session, 0, 0), 0
+        self.feed(SessionOpened(session, name, job, rank, world, recheck))
+
+    def tell(
+        self,
+        session: int,
+        epoch: int,
+        ids: NDArray[np.int32],
+        ends: I64,
+        *,
+        unplanned: bool = False,
+    ) -> list[Action]:
+        """Append steps to a session's plan; see `PlanExtended`."""
+        first = self.steps[session]
+        self.steps[session] += len(ends)
+        return self.feed(PlanExtended(session, epoch, first, ids, ends, unplanned))
+
+    def feed(self, event: Event) -> list[Action]:
+        """Let the core handle an event, and do what it says."""
+        self.now += self.event_s
+        actions = self.core.handle(event, self.now)
+        for action in actions:
+            self.do(action)
+        return actions
+
+    def do(self, action: Action) -> None:
+        """Execute one action."""
+        if not self.keep(action):
+            self.waiting.append(action)
+
+    def keep(self, action: Action) -> bool:
+        """Write what readers look at; return whether the action asks for no answer."""
+        if isinstance(action, Publish):
+            self.offset[action.dataset][action.ids] = action.offset
+        elif isinstance(action, SetReady):
+            self.ready[action.session] = action
+        return isinstance(action, _UNANSWERED)
+
+    def settle(self, limit: int = 10_000) -> None:
+        """Answer until nothing is asked any more."""
+        while self.waiting:
+            limit -= 1
+            assert limit, "one action leads to another without end"
+            self.fulfil(self.waiting.popleft())
+
+    def fulfil(self, action: Action) -> None:
+        """End what an action asks for."""
+        if isinstance(action, FetchObjects):
+            columns = self.versions(action), self.asked_at(action)
+            self.feed(Fetched(action.fetch, self.nbytes_read(action), *columns))
+        elif isinstance(action, SpillObjects):
+            self.feed(Spilled(action.spill, self.stored(action)))
+        elif isinstance(action, CheckVersions):
+            self.feed(Checked(action.check, self.checked(action)))
+        else:
+            assert isinstance(action, PlanRetention), action
+            kept = action.boundary.plan()
+            self.feed(RetentionPlanned(action.dataset, action.boundary, kept))
+
+    def nbytes_read(self, fetch: FetchObjects) -> I64:
+        """Return (k,) bytes that a fetch brought of each object, or -1."""
+        return fetch.length.copy()
+
+    def versions(self, fetch: FetchObjects) -> I64 | None:
+        """Return (k,) versions of the objects read."""
+        return np.full(len(fetch.ids), VERSION)
+
+    def asked_at(self, fetch: FetchObjects) -> NDArray[np.float64] | None:  # noqa: ARG002
+        """Return (k,) when the storage was asked for these versions."""
+        return None
+
+    def stored(self, spill: SpillObjects) -> NDArray[np.bool_]:
+        """Return (k,) whether each object is on disk."""
+        return np.ones(len(spill.ids), np.bool_)
+
+    def checked(self, check: CheckVersions) -> I64:
+        """Return (k,) versions of the files asked for."""
+        return np.full(len(check.files), VERSION)
