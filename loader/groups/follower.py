@@ -227,9 +227,9 @@ class ReplicaPool(BatchPool):
         """Return (stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
 
-    def new_counts(self) -> list[int]:
-        """Return zeros: this rank has no workers."""
-        return [0] * 6
+    def new_counts(self) -> dict[str, int]:
+        """Return nothing: this rank has no workers."""
+        return {}
 
     def describe(self, worker: int) -> str:
         """Say which rank makes a batch, for warnings."""

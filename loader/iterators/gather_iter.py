@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
+from creel.counters import OF_WORKERS
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
@@ -56,11 +57,11 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch or an ExceptionWrapper, its stage times, and counters for `Meter.workers`."""
+    """A batch or an ExceptionWrapper, its stage times, and what its reader has counted."""
 
     data: Any
     times: BatchTimes
-    counts: tuple[int, int, int, int, int, int]
+    counts: dict[str, int]
 
 
 Batch: TypeAlias = "Future[ReadBatch]"
@@ -132,8 +133,9 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pinning: Pinning | None
     source, decode, collate, lost = (spent.get(f"stall_{cause}_ns", 0) for cause in BATCH_CAUSES)
     ready = began + source + lost
     times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
-    direct = spent.get("direct_reads", 0), spent.get("direct_nbytes", 0)
-    return ReadBatch(data, times, (source, decode, collate, 0, *direct))
+    counts = {name: spent[name] for name in OF_WORKERS if name in spent}
+    counts |= {"busy_source_ns": source, "busy_decode_ns": decode, "busy_collate_ns": collate}
+    return ReadBatch(data, times, counts)
 
 
 def _data(task: Task, reader: BatchReader, pinning: Pinning | None) -> Any:
@@ -256,7 +258,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         if since:
             self._meter.awaited(read.times, since, time.monotonic_ns())
-        self._meter.workers(read.counts)
+        self._meter.add(read.counts)
         return read.data
 
     def _drop_queue(self) -> None:

@@ -246,7 +246,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         if isinstance(data, ExceptionWrapper):
             raise_failure(data)
         if self._run.due():
-            self._meter.workers(self._pool.new_counts())
+            self._meter.add(self._pool.new_counts())
         self._run.deliver(self._rcvd_idx)
         return data
 
@@ -330,7 +330,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._shutdown = True
         if os.getpid() != self._pool.pid:
             return
-        self._meter.workers(self._pool.new_counts())
+        self._meter.add(self._pool.new_counts())
         self._run.leave()
         self._drop_held()
         self._loader_state.keep_slots(self._pool.close())

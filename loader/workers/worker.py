@@ -1,7 +1,7 @@
 """A worker process: fetches and collates batches exactly as torch's own worker does.
 
 Messages (tuples over a `Channel`; T from the trainer, W from the worker):
-    T "words" + fd               memfd of the shared words below; always first
+    T "words" + fd               memfd of the `worker_words`; always first
     T "again", tag, samples known to be bad
                                  another epoch, keeping all state (persistent workers)
     T "bind", digest             the dataset's objects are known now, and have this `digest`
@@ -11,7 +11,8 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "tasks"                    the same, with an array to be used as a list of ints
     W "batch", tag, index of batch, packed batch, its times, new bad samples [+ fds of new slots]
     T "quit"
-A tag identifies one epoch of one iterator. Tasks with a tag below the VOID word are skipped.
+A tag identifies one epoch of one iterator. Tasks with a tag below `WorkerWords.void` are
+skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from creel.cache.memory.memfd import mapped
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
@@ -51,6 +51,7 @@ from creel.loader.transport.batch_message import Collate, Outbox
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING
+from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, WorkerWords
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -62,14 +63,6 @@ _log = logging.getLogger("creel.loader")
 
 #: Seconds that a worker waits for the daemon's answer before it reads directly.
 _JOIN_S = 3.0
-
-# Positions of shared words: VOID for all workers, then WORDS for each worker from FIRST on.
-VOID = 0
-FIRST = 8
-WORDS = 16
-STAGE, BATCH, SINCE_NS = range(3)
-#: Counters: ns of each stage of batches; direct reads and their bytes.
-SOURCE_NS, DECODE_NS, COLLATE_NS, HANDOVER_NS, DIRECT_READS, DIRECT_NBYTES = range(3, 9)
 
 
 @dataclass(frozen=True)
@@ -129,10 +122,9 @@ class _Worker(StepReader):
         self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
         self._lost = False
         (_, fds) = self._get()
-        words_nbytes = 8 * (FIRST + WORDS * self._num_workers)
-        self._words = memoryview(mapped(fds[0], words_nbytes)).cast("q")
+        self._words = WorkerWords(fds[0], self._num_workers)
         os.close(fds[0])
-        self._first_word = FIRST + WORDS * self._id
+        self._row = self._words.rows[self._id]
         self._dataset, self._collate = args.dataset, args.collate_fn
         self._binding = args.binding
         self._tolerance = args.tolerance
@@ -213,7 +205,7 @@ class _Worker(StepReader):
             match message:
                 case ("task" | "tasks", int(tag), int(batch), index, list(freed), int(step)):
                     self._outbox.give_back(freed)
-                    if tag >= self._words[VOID]:
+                    if tag >= self._words.void:
                         if message[0] == "tasks" and isinstance(index, np.ndarray):
                             index = index.tolist()
                         self._task(tag, batch, index, step)
@@ -275,12 +267,18 @@ class _Worker(StepReader):
         sending = self._enter(SENDING)
         collating = self._collating or sending
         # Before sending, so that the counters include each batch that was received.
-        words, first_word = self._words, self._first_word
-        words[first_word + SOURCE_NS] += self._ready - self._began + self._direct_ns
-        words[first_word + DECODE_NS] += max(collating - self._ready - self._direct_ns, 0)
-        words[first_word + COLLATE_NS] += sending - collating
+        self._count(
+            busy_source_ns=self._ready - self._began + self._direct_ns,
+            busy_decode_ns=max(collating - self._ready - self._direct_ns, 0),
+            busy_collate_ns=sending - collating,
+        )
         self._send(tag, batch, data)
-        words[first_word + HANDOVER_NS] += self._enter(IDLE) - sending
+        self._count(busy_handover_ns=self._enter(IDLE) - sending)
+
+    def _count(self, **counts: int) -> None:
+        """Add to this worker's counters, by their names in `creel.counters`."""
+        for name, more in counts.items():
+            self._row[COUNTER[name]] += more
 
     def _read(self, index: object, step: int) -> object:
         session, binding = self._session, self._binding
@@ -308,8 +306,7 @@ class _Worker(StepReader):
                 return self._fetcher.fetch(index)
         finally:
             self._direct_ns = lease.direct_ns
-            self._words[self._first_word + DIRECT_READS] += lease.direct_reads
-            self._words[self._first_word + DIRECT_NBYTES] += lease.direct_nbytes
+            self._count(direct_reads=lease.direct_reads, direct_nbytes=lease.direct_nbytes)
 
     def copying(self, *, decodes: bool) -> None:
         """Note that rows are being copied, which counts as collation if a batch is made of them."""
@@ -323,10 +320,8 @@ class _Worker(StepReader):
             self._collating = 0
 
     def _enter(self, stage: int) -> int:
-        now = time.monotonic_ns()
-        self._words[self._first_word + STAGE] = stage
-        self._words[self._first_word + BATCH] = self._batch
-        self._words[self._first_word + SINCE_NS] = now
+        now, row = time.monotonic_ns(), self._row
+        row[STAGE], row[BATCH], row[SINCE_NS] = stage, self._batch, now
         return now
 
     def _send(self, tag: int, batch: int, data: object) -> None:
