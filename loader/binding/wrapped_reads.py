@@ -85,7 +85,7 @@ class DaemonLink:
         step, ids, wait_s = self._request(indices)
         try:
             reader = _LinkReader(self, ids, wait_s, fetch)
-            return cast(T, reader.read_step(self.binding, self.session, step, indices, ids))
+            return cast(T, reader.read_step(self.binding, self.session, step, ids, indices))
         finally:
             self._end(step)
 

@@ -38,7 +38,7 @@ from creel.system.forks import join_before_fork
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
     from creel.loader.plan.batch_stream import BatchStream
-    from creel.policies.arrays import Ids
+    from creel.loader.plan.publish import Claim
 
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.
@@ -46,13 +46,12 @@ INLINE_NBYTES = 4 << 20
 
 
 class Task(NamedTuple):
-    """A batch to read: torch's choice of worker, a stream and its step, the index, its objects."""
+    """A batch to read: torch's choice of worker, the sampler's index, a stream and its claim."""
 
     worker: int
-    stream: BatchStream | None
-    step: int
     index: Any
-    ids: Ids | None
+    stream: BatchStream | None
+    claim: Claim
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pinning: Pinning | None
 def _data(task: Task, reader: BatchReader, pinning: Pinning | None) -> Any:
     """Return the batch, or an ExceptionWrapper as a worker would send it."""
     try:
-        data = reader.read_ids(task.stream, task.step, task.index, task.ids)
+        data = reader.read(task.index, task.claim, task.stream)
         return data if pinning is None else pinning.pin(data)
     except Exception:  # noqa: BLE001  see torch's note on reference cycles
         where = f"in DataLoader worker process {task.worker}"
@@ -218,9 +217,8 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         except StopIteration:
             return
         run, i = self._run, self._pulled
-        step = run.step_of(i, index)
-        ids = None if step < 0 or run.stream is None else run.stream.ids(run.skipped + i)
-        task = Task(i % self._num_workers, run.stream, step, index, ids)
+        claim = run.claim(i, index)  # may find another stream
+        task = Task(i % self._num_workers, index, run.stream, claim)
         self._queue.append(task if self._threads is None else self._threads.read(task))
         self._pulled += 1
 

@@ -7,8 +7,8 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "bind", digest             the dataset's objects are known now, and have this `digest`
     T "join", daemon's name, token, session
                                  read through the daemon from now on
-    T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
-    T "tasks"                    the same, with an array to be used as a list of ints
+    T "task", tag, index of batch, sampler's index, freed slots, its `Claim`: step, ids as bytes
+    T "tasks"                    the same, with bytes of int64, to be used as a list of ints
     W "batch", tag, index of batch, packed batch, its times, new bad samples [+ fds of new slots]
     T "quit"
 A tag identifies one epoch of one iterator. Tasks with a tag below `WorkerWords.void` are
@@ -36,6 +36,7 @@ import torch
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import (
@@ -50,7 +51,7 @@ from creel.loader.torch_private import worker as torch_worker
 from creel.loader.transport.batch_message import Collate, Outbox
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel
-from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING
+from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, BatchTimes
 from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, WorkerWords
 
 if TYPE_CHECKING:
@@ -194,21 +195,29 @@ class _Worker(StepReader):
             while (got := self._channel.get(0)) is not None:
                 message, fds = got
                 match message:
-                    case ("task" | "tasks", tag, batch, index, list(freed), step):
+                    case ("task" | "tasks", tag, batch, index, list(freed), *claim):
                         self._outbox.give_back(freed)
-                        message = (message[0], tag, batch, index, [], step)
+                        message = (message[0], tag, batch, index, [], *claim)
                 self._early.append((message, fds))
 
     def serve(self) -> None:
         while True:
             message, _ = self._get()
             match message:
-                case ("task" | "tasks", int(tag), int(batch), index, list(freed), int(step)):
+                case (
+                    ("task" | "tasks") as kind,
+                    int(tag),
+                    int(batch),
+                    index,
+                    list(freed),
+                    int(step),
+                    bytes(ids),
+                ):
                     self._outbox.give_back(freed)
                     if tag >= self._words.void:
-                        if message[0] == "tasks" and isinstance(index, np.ndarray):
-                            index = index.tolist()
-                        self._task(tag, batch, index, step)
+                        if kind == "tasks" and isinstance(index, bytes):
+                            index = np.frombuffer(index, np.int64).tolist()
+                        self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
                 case ("bind", str(digest)):
                     self._bind(digest)
                 case ("join", str(name), str(token), int(session)):
@@ -252,14 +261,14 @@ class _Worker(StepReader):
             how = self._outbox.memory, self._fetcher.collate_fn
             self._gatherer = Gatherer(gather, session, *how)
 
-    def _task(self, tag: int, batch: int, index: object, step: int) -> None:
+    def _task(self, tag: int, batch: int, index: object, claim: Claim) -> None:
         self._batch, self._direct_ns, self._lost = batch, 0, False
         self._began = self._ready = self._enter(READING)
         self._collating = 0  # 0 until collation begins: reading may fail before
         data: object = self._init_failure
         if data is None:
             try:
-                data = self._read(index, step)
+                data = self._read(index, claim)
             except Exception:  # noqa: BLE001  the user's exceptions go to the trainer
                 # The exception must not outlive this line: see torch's NOTE [ Python Traceback
                 # Reference Cycle Problem ].
@@ -280,7 +289,7 @@ class _Worker(StepReader):
         for name, more in counts.items():
             self._row[COUNTER[name]] += more
 
-    def _read(self, index: object, step: int) -> object:
+    def _read(self, index: object, claim: Claim) -> object:
         session, binding = self._session, self._binding
         if binding is None:
             return self._fetcher.fetch(index)
@@ -289,7 +298,7 @@ class _Worker(StepReader):
         made = self._gatherer
         if made is not None and made.gather.has_code and not binding.gathers(made.gather):
             self._gather()  # user code in this process has assigned another transform
-        return self.read_step(binding, session, step, index, gatherer=self._gatherer)
+        return self.read_step(binding, session, *claim, index, self._gatherer)
 
     def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
         """Wait until a step's objects are pinned; on False the location table may be outdated."""
@@ -336,7 +345,7 @@ class _Worker(StepReader):
         message, fds = self._outbox.pack(data)
         now = time.monotonic_ns()
         when = self._began, self._ready, self._collating or now, now
-        times = *when, self._direct_ns, int(self._lost)  # a tuple pickles faster than BatchTimes
+        times = BatchTimes(*when, self._direct_ns, int(self._lost))
         rest = times, self._tolerance.take_new()
 
         def without() -> tuple[object, ...]:
