@@ -140,8 +140,7 @@ class DaemonLink:
     def counted(self, samples: int, ids: NDArray[np.int32], lease: Lease) -> None:
         """Learn from a batch of these (k,) objects that was read; count it for `creel stats`."""
         if not lease.serves:
-            seen = lease.direct_reads, lease.direct_nbytes, lease.direct_ns
-            self._direct.saw(*seen, lease.blocked)
+            self._direct.saw(lease.direct_reads, lease.direct_ns, lease.use)
         self._count(
             batches=1,
             samples=samples,

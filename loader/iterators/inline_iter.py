@@ -207,8 +207,7 @@ class BatchReader(StepReader):
             self._meter["stall_collate_ns"] += end - collating
             if lease is not None:
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
-                seen = lease.direct_reads, lease.direct_nbytes, direct_ns
-                self._direct.saw(*seen, lease.blocked)
+                self._direct.saw(lease.direct_reads, direct_ns, lease.use)
 
     def _plain(self, index: Any) -> Any:
         """Return the index as torch has it: an array of the order becomes a list of ints."""

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from creel.policies.bypass import ThreadUse
+from creel.policies.thread_use import ThreadUse
 
 if TYPE_CHECKING:
     from resource import struct_rusage
