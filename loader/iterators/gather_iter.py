@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import queue
 import sys
 import threading
@@ -34,6 +34,7 @@ from creel.loader.transport.pinning import Pinning
 from creel.loader.workers.stages import BATCH_CAUSES, BatchTimes
 from creel.policies.direct import DirectReads
 from creel.system.forks import join_before_fork
+from creel.system.limits import cores
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -185,8 +186,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             )
 
         if _is_large(loader, run):
-            cores = len(os.sched_getaffinity(0))
-            meters = [Meter() for _ in range(min(self._num_workers, cores))]
+            meters = [Meter() for _ in range(min(self._num_workers, math.ceil(cores())))]
             # Threads do not read directly: large objects fill fresh memory, so that would only cost
             # CPU time.
             waits = DirectReads(allowed=False)
