@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import multiprocessing
 import os
 import tempfile
@@ -28,6 +29,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 import creel
+from creel.system.limits import cores
 
 BATCH, BATCHES = 64, 16
 
@@ -75,8 +77,7 @@ def loader_of(way: str, data: Any, workers: int, ranks: int) -> Any:
         return DataLoader(data, BATCH, num_workers=workers, **how)
     if way == "creel":
         return creel.DataLoader(data, BATCH, num_workers=workers, **how)
-    cores = len(os.sched_getaffinity(0))
-    shared = min(workers * ranks, cores)
+    shared = min(workers * ranks, math.ceil(cores()))
     return creel.DataLoader(data, BATCH, num_workers=shared, replicate=ranks, **how)
 
 

@@ -8,42 +8,16 @@ reads, and measures from time to time whether that still holds.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+
+from creel.policies.thread_use import NO_USE, ThreadUse, slept, waited
 
 #: Number of samples whose reads are judged together.
 _WINDOW_SAMPLES = 64
 #: Number of recent windows remembered. Reads are intercepted while two of them had to wait for the
 #: source: a single one may be chance.
 _REMEMBERED_WINDOWS = 8
-#: A window waited for its source if its thread slept at least once in four samples ...
-_SAMPLES_PER_SLEEP = 4
-#: ... or slept for this part (1/n) of its time and a device was read: a file may hold many samples;
-_OFF_CPU_PART = 10
-#: in both cases only if it slept longer than this many ns per sample. Threads wait some 100 us per
-#: batch for the interpreter's lock; a file system that answers at once takes 50 us.
-_OFF_CPU_NS = 20_000
 #: Samples between two measurements while reads are not intercepted, if samples are read singly.
 _UNMEASURED_SAMPLES = 16
-
-
-class ThreadUse(NamedTuple):
-    """Resources that a thread has used; times in ns."""
-
-    wall_ns: int
-    cpu_ns: int
-    sleeps: int  # how often it gave up the processor by itself
-    device_reads: int  # blocks read, and pages of mapped files
-
-    def __sub__(self, other: ThreadUse) -> ThreadUse:
-        """Return the use since `other`."""
-        return ThreadUse(*(now - then for now, then in zip(self, other, strict=True)))
-
-    def __add__(self, other: tuple[int, ...]) -> ThreadUse:  # type: ignore[override]  # no tuple
-        """Return the sum of both."""
-        return ThreadUse(*(one + more for one, more in zip(self, other, strict=True)))
-
-
-_NOTHING = ThreadUse(0, 0, 0, 0)
 
 
 class Bypass:
@@ -54,7 +28,7 @@ class Bypass:
         self._allowed = allowed
         self.active = False
         self._slept = False  # in any read so far
-        self._samples, self._use = 0, _NOTHING  # of this window
+        self._samples, self._use = 0, NO_USE  # of this window
         self._waited: deque[bool] = deque(maxlen=_REMEMBERED_WINDOWS)
         self._unmeasured = 0
 
@@ -73,24 +47,12 @@ class Bypass:
 
     def saw(self, samples: int, use: ThreadUse) -> None:
         """Enter a read of `samples` samples and the resources its thread used."""
-        self._slept |= _slept(samples, use)
+        self._slept |= slept(samples, use)
         self._samples += samples
         self._use += use
         if self._samples < _WINDOW_SAMPLES:
             return
-        waited = _waited(self._samples, self._use)
-        self._samples, self._use = 0, _NOTHING
-        self._waited.append(waited)
-        self.active = self._allowed and sum(self._waited) < 2 and (self.active or not waited)
-
-
-def _slept(samples: int, use: ThreadUse) -> bool:
-    """Whether a thread slept longer than it would for other threads."""
-    return use.sleeps > 0 and use.wall_ns - use.cpu_ns >= samples * _OFF_CPU_NS
-
-
-def _waited(samples: int, use: ThreadUse) -> bool:
-    """Whether a window had to wait for its source."""
-    often = use.sleeps * _SAMPLES_PER_SLEEP >= samples
-    device = use.device_reads > 0 and (use.wall_ns - use.cpu_ns) * _OFF_CPU_PART >= use.wall_ns
-    return _slept(samples, use) and (often or device)
+        had_to_wait = waited(self._samples, self._use)
+        self._samples, self._use = 0, NO_USE
+        self._waited.append(had_to_wait)
+        self.active = self._allowed and sum(self._waited) < 2 and (self.active or not had_to_wait)

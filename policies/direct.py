@@ -5,7 +5,7 @@ files a reader does not wait: it takes the ready objects from the arena and read
 directly, while the daemon keeps filling the arena ahead of it. Slow sources are left to the daemon,
 which reads many objects at once.
 
-Objects that the loader itself finds in the page cache are not counted here
+Objects that the loader itself finds in the page cache before an epoch are not counted here
 (`loader.page_cache`).
 """
 
@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections import deque
 
-#: A source is quick if the daemon's best time and the reader's own time stay below these limits, in
-#: ns per read and per byte. From the page cache, objects of 300 B, 20 KB and 150 KB take a fetch
-#: thread 15, 20 and 70-130 us (it writes to fresh memory) and a trainer 7, 15 and 50 us; 4 KB from
-#: a user space file system that answers at once take 100 and 50-60 us (benchmarks/own_dataset.py,
-#: source_reads.py, 2 cores of an Intel Xeon, 2026-11-22).
+from creel.policies.thread_use import ThreadUse, waited
+
+#: A source is worth a direct read, which shows how quick it is, if the daemon's best time stays
+#: below this limit, in ns per read and per byte. From the page cache, objects of 300 B, 20 KB and
+#: 150 KB take a fetch thread 15, 20 and 70-130 us (it writes to fresh memory); 4 KB from a user
+#: space file system that answers at once take 100 us (benchmarks/own_dataset.py, source_reads.py, 2
+#: cores of an Intel Xeon, 2026-11-22). Without the daemon's time no reader would dare the first
+#: read: the first epoch of records in the page cache then takes twice as long (tokens 8 KB x 64,
+#: 2 workers: 11.0 ms a batch in place of 5.3, median of 6 rounds in turn, 2 busy cores,
+#: 2026-11-26).
 _DAEMONS_NS, _DAEMONS_BYTE_NS = 45_000, 2
-_OWN_NS, _OWN_BYTE_NS = 35_000, 1
-#: A reader that sleeps in less than every eighth read waits only for other threads.
-_MIN_SLEEPS_PART = 8
 #: Number of recent batches of which one may be slow: its reader may have been interrupted.
 _REMEMBERED_BATCHES = 3
 #: Batches to wait for before direct reads from a slow source are tried again, the first time: a
@@ -72,14 +74,20 @@ class DirectReads:
         """Note that the batch was not ready after `wait_s`."""
         self._vain_left = _VAIN_BATCHES
 
-    def saw(self, reads: int, nbytes: int, ns: int, blocked: int) -> None:
-        """Enter the direct reads of a batch, one after the other in `ns`, with `blocked` sleeps."""
+    def saw(self, reads: int, ns: int, use: ThreadUse) -> None:
+        """Enter the direct reads of a batch.
+
+        Args:
+            reads: their number, one after the other.
+            ns: how long they took.
+            use: resources of the thread while it read and decoded them.
+        """
         if not reads:
             return
-        slow = ns > reads * _OWN_NS + nbytes * _OWN_BYTE_NS
-        slept = slow and blocked * _MIN_SLEEPS_PART > reads
-        self._own_ns = 0.0 if slept else ns / reads
-        self._slow.append(slept)
+        # The thread may also have slept while it decoded, for its own threads.
+        slow = waited(reads, use._replace(wall_ns=min(use.wall_ns, use.cpu_ns + ns)))
+        self._own_ns = 0.0 if slow else ns / reads
+        self._slow.append(slow)
         if sum(self._slow) > 1:
             self._slow.clear()
             self._pause_left = self._pause

@@ -60,17 +60,18 @@ class SharedWords:
     def __init__(self, fd: int) -> None:
         """Map the words behind `fd` read-write; the caller keeps (and closes) `fd`."""
         self._map = mapped(fd, WORDS_NBYTES)
-        self._words = memoryview(self._map).cast("q")
+        #: The words themselves, for readers that cannot afford a call for each.
+        self.cells = memoryview(self._map).cast("q")
 
     def __getitem__(self, word: int) -> int:
-        return self._words[word]
+        return self.cells[word]
 
     def __setitem__(self, word: int, value: int) -> None:
-        self._words[word] = value
+        self.cells[word] = value
 
     def ready(self, step: int) -> bool:
         """Return whether a step, not done yet, has its objects resident (or failed) and pinned."""
-        words = self._words
+        words = self.cells
         if step < words[DONE]:
             return False
         return words[READY] > step or words[EARLY + step % EARLY_STEPS] == step + 1
@@ -80,17 +81,17 @@ class SharedWords:
         slots = dict.fromkeys(range(EARLY_STEPS), 0)
         slots |= {step % EARLY_STEPS: step + 1 for step in steps}
         for slot, word in slots.items():
-            self._words[EARLY + slot] = word
+            self.cells[EARLY + slot] = word
 
     def add(self, counter: str, value: int) -> None:
         """Add to a counter (trainer only)."""
-        self._words[COUNTER[counter]] += value
+        self.cells[COUNTER[counter]] += value
 
     def counters(self) -> dict[str, int]:
-        return {name: self._words[word] for name, word in COUNTER.items()}
+        return {name: self.cells[word] for name, word in COUNTER.items()}
 
     def close(self) -> None:
-        self._words.release()
+        self.cells.release()
         self._map.close()
 
 

@@ -69,7 +69,7 @@ class DaemonLink:
         step, ids, wait_s = self._request(indices)
         try:
             reader = _LinkReader(self, ids, wait_s, fetch)
-            return cast(T, reader.read_step(self.binding, self.session, step, indices, ids))
+            return cast(T, reader.read_step(self.binding, self.session, step, ids, indices))
         finally:
             self._end(step)
 
@@ -124,8 +124,7 @@ class DaemonLink:
     def counted(self, samples: int, ids: NDArray[np.int32], lease: Lease) -> None:
         """Learn from a batch of these (k,) objects that was read; count it for `creel stats`."""
         if not lease.serves:
-            seen = lease.direct_reads, lease.direct_nbytes, lease.direct_ns
-            self._direct.saw(*seen, lease.blocked)
+            self._direct.saw(lease.direct_reads, lease.direct_ns, lease.use)
         self._count(
             batches=1,
             samples=samples,

@@ -52,6 +52,7 @@ class Gatherer:
         """
         self.gather = gather
         self.per_sample = gather.per_sample
+        self._nbytes = gather.nbytes
         self._offset = session.table.offset
         self._rows = Rows(session.client.arena, gather.nbytes)
         self._memory = memory
@@ -75,7 +76,7 @@ class Gatherer:
             ids: (n,) objects, one per sample; the result is None for n = 0.
             indices: (n,) numbers of the samples; the result is None for a single number, ().
         """
-        n, nbytes = len(ids), self.gather.nbytes
+        n, nbytes = len(ids), self._nbytes
         if not n or indices.ndim != 1:  # torch's own fetcher handles these
             return None
         if self.per_sample and n * nbytes > MAX_ROWS_NBYTES:
@@ -105,16 +106,16 @@ class StepReader:
         binding: Binding,
         session: Session,
         step: int,
+        ids: NDArray[np.int32],
         index: Any,
-        ids: NDArray[np.int32] | None = None,
         gatherer: Gatherer | None = None,
     ) -> Any:
         """Read a batch: as rows of the arena, or sample by sample, from the arena or directly.
 
         Args:
             step: the step that reads the batch's objects; -1 to read directly.
+            ids: (k,) the objects.
             index: what the sampler yielded.
-            ids: (k,) the objects, if they are known.
             gatherer: builds the batch from bytes, if no user code is needed.
         """
         stamp = session.hold(step) if step >= 0 else -1
@@ -122,8 +123,6 @@ class StepReader:
             stamp = session.hold(step)
         if stamp < 0:
             return self.fetch(index, Lease())
-        if ids is None:
-            ids = binding.objects(np.asarray(index, np.int64).reshape(-1))[0]
         if gatherer is not None:
             self.copying(decodes=gatherer.per_sample)
             indices = np.asarray(index, np.int64)
@@ -137,7 +136,7 @@ class StepReader:
                 return self.fetch(index, Lease())
         return self.fetch(index, binding.reading(session, step, ids, stamp))
 
-    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32] | None) -> bool:
+    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
         """Wait until a step is ready; False to read it directly."""
         raise NotImplementedError
 

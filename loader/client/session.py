@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ STALE_NS = 2_000_000_000
 STALE_CONFIRM_NS = 500_000_000
 #: Most objects that `holds_most` looks at.
 _LOOKED_AT = 4096
+#: No step comes so late.
+_NEVER = sys.maxsize
 #: Longest delay with which a waiting thread notices a stale heartbeat.
 POLL_S = 0.05
 #: A live daemon without a step's plan after this time will never get it: libzmq connects in the
@@ -103,7 +106,8 @@ class Session:
         self._among: SampleObjects | None = None  # what the daemon knows of the samples
         self._epoch, self._sent = -1, 0  # epoch of the last plan; its objects sent so far
         self._truncates = 0
-        self._void_from = 0  # READY may mean the old plan until all truncates are processed
+        #: READY may mean the old plan for steps from here on, until all truncates are processed.
+        self._void_from = _NEVER
         self._stale_beat = (0, 0)  # (beat, time when it was first seen stale)
         self._rows: tuple[int, Rows] | None = None  # (bytes of an object, its row copier)
         forget_in_child(self)
@@ -193,12 +197,15 @@ class Session:
 
         If the daemon is found lost here, the session ends, since READY could mean either plan.
         """
+        if self._void_from == _NEVER:
+            return not self._lost
         waits = pauses(2e-5, 0.001)
         while not self._settled():
             if self._dead():
                 self._lost = True
                 return False
             time.sleep(next(waits))
+        self._void_from = _NEVER
         return not self._lost
 
     def _settled(self) -> bool:
@@ -213,16 +220,16 @@ class Session:
 
         The stamp counts how often READY was revoked: bytes copied while it changes may be torn.
         """
-        stamp = self.words[REVOKED]  # must precede the read of READY
+        stamp = self.words.cells[REVOKED]  # must precede the read of READY
         return stamp if self.ready(step) else -1
 
     def held(self, step: int, stamp: int) -> bool:
         """Whether the bytes copied under `stamp` are intact."""
-        return self.ready(step) and self.words[REVOKED] == stamp
+        return self.ready(step) and self.words.cells[REVOKED] == stamp
 
     def ready(self, step: int) -> bool:
         """Whether the objects of `step` can be read from the arena (or have failed) now."""
-        if self.ended or (step >= self._void_from and not self._settled()):
+        if self._closed or self._lost or (step >= self._void_from and not self._settled()):
             return False
         return self.words.ready(step)
 
@@ -272,8 +279,9 @@ class Session:
 
     def done(self, step: int) -> None:
         """Raise DONE (never lower it): all steps < `step` were read, and may be evicted."""
-        if not self.ended and step > self.words[DONE]:
-            self.words[DONE] = step
+        cells = self.words.cells
+        if not (self._closed or self._lost) and step > cells[DONE]:
+            cells[DONE] = step
 
     def deal(self, epoch: int, deal: JobOrder) -> None:
         """Tell the daemon how an epoch is dealt to all ranks of the job."""

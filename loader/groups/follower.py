@@ -18,10 +18,11 @@ from creel.loader.transport.batch_message import Inbox
 from creel.loader.transport.channel import Channel
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.events import BatchResult, LeaderLoss, WorkerEvent
-from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
+from creel.loader.workers.stages import IDLE, StallWarning
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
+    from creel.loader.plan.publish import Claim
     from creel.loader.workers.pool import Slots, WorkerProcess
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
@@ -158,10 +159,10 @@ class ReplicaPool(BatchPool):
         """Do nothing: this rank reads nothing."""
 
     def task(
-        self, worker: int, tag: int, batch: int, index: object, step: int, *, many: bool
+        self, worker: int, tag: int, batch: int, index: object, claim: Claim, *, many: bool
     ) -> None:
         """Note the samples expected in a batch, and return slots to the leader."""
-        del worker, tag, step, many
+        del worker, tag, claim, many
         self._ours[batch] = checksum(index)
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
         taken, self._taken = self._taken, 0
@@ -185,9 +186,8 @@ class ReplicaPool(BatchPool):
         except (EOFError, OSError) as e:
             return self._loss(str(e), timeout_s)
         self._theirs[sent.tag, sent.batch] = sent.read
-        self._bad.extend(sent.bad)
-        times = BatchTimes(*sent.times)
-        return BatchResult(sent.worker, sent.tag, sent.batch, packed, times, inbox)
+        self.bad.extend(sent.bad)
+        return BatchResult(sent.worker, sent.tag, sent.batch, packed, sent.times, inbox)
 
     def _loss(self, why: str, timeout_s: float) -> WorkerEvent | None:
         """Return the event that the leader is lost; a pinning thread gets it once per epoch."""
@@ -227,9 +227,9 @@ class ReplicaPool(BatchPool):
         """Return (stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
 
-    def new_counts(self) -> list[int]:
-        """Return zeros: this rank has no workers."""
-        return [0] * 6
+    def new_counts(self) -> dict[str, int]:
+        """Return nothing: this rank has no workers."""
+        return {}
 
     def describe(self, worker: int) -> str:
         """Say which rank makes a batch, for warnings."""
@@ -252,16 +252,18 @@ class ReplicaReader:
     def __init__(self, follower: Follower, max_leased: int, warn_after_s: float) -> None:
         """`warn_after_s`: length of a wait, in seconds, that causes a warning."""
         self._pool = ReplicaPool(follower, max_leased)
+        self._asked = 0  # batches
         self._warn_after_s = warn_after_s
 
-    def read(self, i: int, step: int, index: Any) -> Any:
-        """Wait for the i-th batch.
+    def read(self, index: Any, claim: Claim) -> Any:
+        """Wait for the next batch.
 
         Raises:
             RuntimeError: the leader is lost, or reads other samples.
             Exception: what the leader raised when it read the batch.
         """
-        self._pool.task(0, 0, i, index, step, many=False)
+        self._pool.task(0, 0, self._asked, index, claim, many=False)
+        self._asked += 1
         event = self._pool.next_event(self._warn_after_s)
         if event is None:
             what = self._pool.describe(0)

@@ -27,11 +27,13 @@ from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.transport.batch_message import BatchMessage, Outbox
 from creel.loader.transport.channel import Channel
+from creel.loader.workers.stages import NO_TIMES, BatchTimes
 from creel.loader.workers.worker import portable
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.iterators.inline_iter import BatchReader
+    from creel.loader.plan.publish import Claim
 
 _log = logging.getLogger("creel.loader")
 
@@ -49,7 +51,7 @@ WorkerSlot: TypeAlias = "tuple[int, int]"
 class SentBatch(NamedTuple):
     """A batch as its worker sent it.
 
-    `read` is the `checksum` of its samples; `times` has the fields of `BatchTimes`.
+    `read` is the `checksum` of its samples.
     """
 
     tag: int
@@ -57,7 +59,7 @@ class SentBatch(NamedTuple):
     read: int
     worker: int
     message: BatchMessage
-    times: tuple[int, ...]
+    times: BatchTimes
     bad: tuple[BadSample, ...]
 
 
@@ -172,7 +174,7 @@ class SentBatches:
         worker: int,
         message: BatchMessage,
         fds: Sequence[int],
-        times: tuple[int, ...] = (),
+        times: BatchTimes = NO_TIMES,
         bad: tuple[BadSample, ...] = (),
     ) -> None:
         """Send a batch to the followers. The caller keeps the descriptors."""
@@ -230,12 +232,14 @@ class LeaderReader:
         self._reader = reader
         self._outbox = Outbox(slots)
         self._sent = leader.open(0)
+        self._begun = 0  # batches
 
-    def read(self, i: int, step: int, index: Any) -> Any:
-        """Read the i-th batch. Raises what the reader raises; all followers raise it too."""
+    def read(self, index: Any, claim: Claim) -> Any:
+        """Read the next batch. Raises what the reader raises; all followers raise it too."""
+        i, self._begun = self._begun, self._begun + 1
         self._sent.expect(0, i, index)
         try:
-            data = self._reader.read(i, step, index)
+            data = self._reader.read(index, claim)
             packed = self._outbox.pack(data)
         except Exception:
             where = "in the rank that makes this one's batches"

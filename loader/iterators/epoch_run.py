@@ -29,6 +29,7 @@ from creel.loader.order.epoch_order import (
 )
 from creel.loader.order.samplers import adopt
 from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_predict
+from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, plain
 from creel.loader.torch_private import BaseDataLoaderIter
 
@@ -71,6 +72,14 @@ class EpochRun:
         self._published_ahead = False
         self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
+        self._set_served()
+
+    def _set_served(self) -> None:
+        """Note which session serves this epoch's reads, after a change of `stream` or its use."""
+        #: None: reads bypass the daemon.
+        self._served: BatchStream | None = None if self._page_cached else self.stream
+        #: What workers need to use that session.
+        self.ticket: Ticket | None = None if self._served is None else self._served.ticket
 
     def bind_late(self, loader: DataLoader[Any]) -> str | None:
         """Open a session between two epochs, if no objects were known before.
@@ -89,6 +98,7 @@ class EpochRun:
         ):
             return None
         self.stream = loader_state.take_stream(loader)
+        self._set_served()
         self.binding = None if self.stream is None else binding
         return None if self.binding is None else binding.digest()
 
@@ -96,6 +106,7 @@ class EpochRun:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""
         loader_state = self._loader_state
         self._attach(loader)
+        self._set_served()
         self._report_bad()
         learns = self.binding is None and loader.creel is not False
         self._unknown = wrapped_in(loader.dataset) if learns else []
@@ -139,16 +150,15 @@ class EpochRun:
         if self._search is not None and stream is not None and stream.session.client.cluster:
             self._loader_state.meter["stall_daemon_ns"] += self._search.wait()
 
-    def step_of(self, i: int, index: object) -> int:
-        """Return the session's step of the i-th batch after those skipped; -1: read directly."""
+    def claim(self, i: int, index: object) -> Claim:
+        """Claim the session's step for the i-th batch after those skipped, about to be read."""
         if self._search is not None:
             self._reattach(self.skipped + i)
-        if self.stream is None:
-            return -1
-        step = -1 if self._page_cached else self.stream.step_of(self.skipped + i, index)
-        if step < 0:
-            self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
-        return step
+        batch, served = self.skipped + i, self._served
+        claim = DIRECT if served is None else served.claim(batch, index)
+        if claim.step < 0 and self.stream is not None:
+            self._unpublished[batch] = samples_in(index) if self._many else 1
+        return claim
 
     def _attach(self, loader: DataLoader[Any]) -> None:
         """Find a session for this epoch; if it serves only statistics, do not wait for a daemon."""
@@ -183,19 +193,10 @@ class EpochRun:
         if self.stream is not None:
             self.stream.close()
         self.stream, self._published_ahead = found, False
+        self._set_served()
         self._report_bad()
         if not self._page_cached:
             found.begin(self.order, batch)
-
-    @property
-    def _served(self) -> BatchStream | None:
-        """Return the session that serves this epoch's reads; None: they bypass the daemon."""
-        return None if self._page_cached else self.stream
-
-    @property
-    def ticket(self) -> Ticket | None:
-        """Return what workers need to use the session; None if they do not use it now."""
-        return None if self._served is None else self._served.ticket
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
@@ -289,6 +290,7 @@ class EpochRun:
         self._count()
         self._end_search()
         stream, self.stream = self.stream, None
+        self._set_served()
         if stream is not None:
             stream.leave()
             self._loader_state.leave_stream(stream)

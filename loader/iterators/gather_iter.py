@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import queue
 import sys
 import threading
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
+from creel.counters import OF_WORKERS
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
@@ -33,11 +34,12 @@ from creel.loader.transport.pinning import Pinning
 from creel.loader.workers.stages import BATCH_CAUSES, BatchTimes
 from creel.policies.direct import DirectReads
 from creel.system.forks import join_before_fork
+from creel.system.limits import cores
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
     from creel.loader.plan.batch_stream import BatchStream
-    from creel.policies.arrays import Ids
+    from creel.loader.plan.publish import Claim
 
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.
@@ -45,22 +47,21 @@ INLINE_NBYTES = 4 << 20
 
 
 class Task(NamedTuple):
-    """A batch to read: torch's choice of worker, a stream and its step, the index, its objects."""
+    """A batch to read: torch's choice of worker, the sampler's index, a stream and its claim."""
 
     worker: int
-    stream: BatchStream | None
-    step: int
     index: Any
-    ids: Ids | None
+    stream: BatchStream | None
+    claim: Claim
 
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch or an ExceptionWrapper, its stage times, and counters for `Meter.workers`."""
+    """A batch or an ExceptionWrapper, its stage times, and what its reader has counted."""
 
     data: Any
     times: BatchTimes
-    counts: tuple[int, int, int, int, int, int]
+    counts: dict[str, int]
 
 
 Batch: TypeAlias = "Future[ReadBatch]"
@@ -132,14 +133,15 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pinning: Pinning | None
     source, decode, collate, lost = (spent.get(f"stall_{cause}_ns", 0) for cause in BATCH_CAUSES)
     ready = began + source + lost
     times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
-    direct = spent.get("direct_reads", 0), spent.get("direct_nbytes", 0)
-    return ReadBatch(data, times, (source, decode, collate, 0, *direct))
+    counts = {name: spent[name] for name in OF_WORKERS if name in spent}
+    counts |= {"busy_source_ns": source, "busy_decode_ns": decode, "busy_collate_ns": collate}
+    return ReadBatch(data, times, counts)
 
 
 def _data(task: Task, reader: BatchReader, pinning: Pinning | None) -> Any:
     """Return the batch, or an ExceptionWrapper as a worker would send it."""
     try:
-        data = reader.read_ids(task.stream, task.step, task.index, task.ids)
+        data = reader.read(task.index, task.claim, task.stream)
         return data if pinning is None else pinning.pin(data)
     except Exception:  # noqa: BLE001  see torch's note on reference cycles
         where = f"in DataLoader worker process {task.worker}"
@@ -184,8 +186,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             )
 
         if _is_large(loader, run):
-            cores = len(os.sched_getaffinity(0))
-            meters = [Meter() for _ in range(min(self._num_workers, cores))]
+            meters = [Meter() for _ in range(min(self._num_workers, math.ceil(cores())))]
             # Threads do not read directly: large objects fill fresh memory, so that would only cost
             # CPU time.
             waits = DirectReads(allowed=False)
@@ -216,9 +217,8 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         except StopIteration:
             return
         run, i = self._run, self._pulled
-        step = run.step_of(i, index)
-        ids = None if step < 0 or run.stream is None else run.stream.ids(run.skipped + i)
-        task = Task(i % self._num_workers, run.stream, step, index, ids)
+        claim = run.claim(i, index)  # may find another stream
+        task = Task(i % self._num_workers, index, run.stream, claim)
         self._queue.append(task if self._threads is None else self._threads.read(task))
         self._pulled += 1
 
@@ -256,7 +256,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         if since:
             self._meter.awaited(read.times, since, time.monotonic_ns())
-        self._meter.workers(read.counts)
+        self._meter.add(read.counts)
         return read.data
 
     def _drop_queue(self) -> None:

@@ -19,6 +19,7 @@ from creel.loader.groups.leader import Leader, LeaderReader
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
+from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import SingleProcessDataLoaderIter
@@ -95,35 +96,26 @@ class BatchReader(StepReader):
             if fetcher.auto_collation:
                 fetcher.collate_fn = without_skipped(fetcher.collate_fn)
 
-    def read(self, i: int, step: int, index: Any) -> Any:
-        """Read the i-th batch after those skipped; `step` is the session's, -1 to read directly."""
-        stream = self._run.stream
-        ids = None if stream is None or step < 0 else stream.ids(self._run.skipped + i)
-        return self.read_ids(stream, step, index, ids)
-
-    def read_ids(self, asked: BatchStream | None, step: int, index: Any, ids: Ids | None) -> Any:
+    def read(self, index: Any, claim: Claim, asked: BatchStream | None = None) -> Any:
         """Read the batch of `index`.
 
         Args:
-            asked: the stream that `step` belongs to, which may have ended since.
-            step: the session's, -1 to read directly.
             index: what the sampler yielded.
-            ids: (k,) its objects, from `BatchStream.ids`; None if unknown.
+            claim: the batch's step and objects.
+            asked: the stream of the claim, if another one may have replaced it since.
         """
         stream, binding = self._run.stream, self._binding
         if binding is None:
             return self.fetch(index, None)
         if stream is None:
             return self.fetch(index, Lease())
-        changed = (
-            step >= 0
-            and not self._as_worker
-            and not binding.still(np.atleast_1d(np.asarray(index)))
-        )
-        if ids is None or changed or stream is not asked:
-            step = -1
-        gatherer = self._gatherer_of(stream, binding) if step >= 0 else None
-        return self.read_step(binding, stream.session, step, index, ids, gatherer)
+        if claim.step >= 0 and (asked or stream) is not stream:
+            claim = DIRECT
+        if claim.step >= 0 and not self._as_worker:
+            changed = not binding.still(np.atleast_1d(np.asarray(index)))
+            claim = DIRECT if changed else claim
+        gatherer = self._gatherer_of(stream, binding) if claim.step >= 0 else None
+        return self.read_step(binding, stream.session, *claim, index, gatherer)
 
     def copying(self, *, decodes: bool) -> None:  # noqa: ARG002  collation notes its own start
         """Note when copying begins: it counts as collation, unless samples are made of the rows."""
@@ -159,9 +151,8 @@ class BatchReader(StepReader):
         self._labels = binding.labels()
         self._gather = binding.gather() if self._plainly else None
 
-    def wait_for(self, session: Session, step: int, ids: Ids | None) -> bool:
+    def wait_for(self, session: Session, step: int, ids: Ids) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""
-        assert ids is not None  # noqa: S101  see `read_ids`
         own_s = self._direct.wait_s(len(ids), session.nbytes(ids), session.object_ns)
         if not own_s:
             return False
@@ -216,8 +207,7 @@ class BatchReader(StepReader):
             self._meter["stall_collate_ns"] += end - collating
             if lease is not None:
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
-                seen = lease.direct_reads, lease.direct_nbytes, direct_ns
-                self._direct.saw(*seen, lease.blocked)
+                self._direct.saw(lease.direct_reads, direct_ns, lease.use)
 
     def _plain(self, index: Any) -> Any:
         """Return the index as torch has it: an array of the order becomes a list of ints."""
@@ -275,7 +265,7 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         self._given = i + 1
         run.await_daemon()
         try:
-            data = self._reader.read(i, run.step_of(i, index), index)
+            data = self._reader.read(index, run.claim(i, index))
         finally:
             run.done(i + 1)
             run.note_bad(self._tolerance.take_new())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from creel.counters import OF_RANKS, STAGES, report
+from creel.counters import OF_RANKS, OF_WORKERS, report
 from creel.loader.workers.stages import BATCH_CAUSES, CAUSE_OF, BatchTimes, divide
 
-_NAMES = ("batches", *(word for c in OF_RANKS if c.writer == "meter" for word in c.words))
+_OWN = (word for c in OF_RANKS if c.writer == "meter" for word in c.words)
+_NAMES = ("batches", *_OWN, *OF_WORKERS)
 
 
 class Meter(dict[str, int]):
@@ -34,12 +35,10 @@ class Meter(dict[str, int]):
         self["direct_reads"] += reads
         self["direct_nbytes"] += nbytes
 
-    def workers(self, changes: Sequence[int]) -> None:
-        """Add worker counters: busy ns by stage, direct reads and bytes (`new_counts`)."""
-        *busy, reads, nbytes = changes
-        for stage, ns in zip(STAGES, busy, strict=True):
-            self[f"busy_{stage}_ns"] += ns
-        self.direct(reads, nbytes)
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add what workers have counted, by name."""
+        for name, more in counts.items():
+            self[name] += more
 
     def unreported(self) -> dict[str, int]:
         """Return the nonzero increments since the last call, except for batches."""

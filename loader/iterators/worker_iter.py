@@ -140,10 +140,15 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             self._raise_if_dead()
         if late is not None:
             self._pool.bind(late)
-        if self._run.ticket is not None:
-            self._pool.join(self._run.ticket)
+        self._join()
         for _ in range(self._prefetch_factor * self._num_workers):
             self._try_put_index()
+
+    def _join(self) -> None:
+        """Let the workers read through the session that serves this epoch, if there is one."""
+        self._ticket = self._run.ticket
+        if self._ticket is not None:
+            self._pool.join(self._ticket)
 
     # --- torch's scheme ---------------------------------------------------------------------
 
@@ -212,11 +217,11 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         worker = self._choose_worker(self._prefetch_factor * self._num_workers)
         if worker is None:
             return
-        step = self._run.step_of(self._send_idx, index)
-        if step >= 0 and self._run.ticket is not None:
-            self._pool.join(self._run.ticket)  # another session, after a daemon was lost
+        claim = self._run.claim(self._send_idx, index)
+        if self._run.ticket is not self._ticket:
+            self._join()  # another session, after a daemon was lost
         many = self._run.slices and isinstance(index, np.ndarray)
-        self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
+        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many)
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1
@@ -242,11 +247,12 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             self._pool.discard(event)
             raise
         data = self._pool.open(event)
-        self._note_bad(self._pool.take_bad())
+        if self._pool.bad:
+            self._note_bad(self._pool.take_bad())
         if isinstance(data, ExceptionWrapper):
             raise_failure(data)
         if self._run.due():
-            self._meter.workers(self._pool.new_counts())
+            self._meter.add(self._pool.new_counts())
         self._run.deliver(self._rcvd_idx)
         return data
 
@@ -330,7 +336,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._shutdown = True
         if os.getpid() != self._pool.pid:
             return
-        self._meter.workers(self._pool.new_counts())
+        self._meter.add(self._pool.new_counts())
         self._run.leave()
         self._drop_held()
         self._loader_state.keep_slots(self._pool.close())

@@ -11,6 +11,7 @@ import logging
 import operator
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from creel.loader.client.connections import open_session
 from creel.loader.client.session import Session
 from creel.loader.cluster.join import join_cluster
 from creel.loader.cluster.ranks import job_name, rank_and_world
-from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
+from creel.loader.plan.publish import DIRECT, Claim, PlanPublisher, PublishedEpoch
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding
@@ -56,6 +57,7 @@ class BatchStream:
         self._order: EpochOrder | None = None  # of this epoch
         self._upcoming: list[PublishedEpoch] = []  # the epochs after this one, in order
         self._next = 0  # first step that was not given out
+        self._claimed: deque[tuple[int, int]] = deque()  # (batch, step) of those not yet arrived
         self._counted_at = time.monotonic_ns()
 
     @property
@@ -66,6 +68,7 @@ class BatchStream:
     def begin(self, order: EpochOrder, skip: int = 0) -> None:
         """Begin an epoch, `skip` batches after its start."""
         epoch, self._order = self._now.epoch + 1, order
+        self._claimed.clear()
         plan = try_predict(order, 0)
         first = self._upcoming.pop(0) if self._upcoming else None
         if (
@@ -106,46 +109,54 @@ class BatchStream:
             self._upcoming.append(PublishedEpoch(self._now.epoch + k, plan))
             self._publisher.add(self._upcoming[-1])
 
-    def step_of(self, i: int, index: object) -> int:
-        """Return the step of batch i, which the caller is about to read; -1: read it directly."""
-        step = self._published(i, index)
-        if step < 0:
-            return -1
-        self._next = step + 1
-        return step if self.session.settle() else -1
+    def claim(self, i: int, index: object) -> Claim:
+        """Claim the step of batch i, which the caller is about to read; DIRECT if there is none."""
+        now = self._now
+        claim = (now.claim(i, index) if now.planned else None) or self._published_now(i, index)
+        if claim is None:
+            return DIRECT
+        self._next = claim.step + 1
+        if not self.session.settle():
+            return DIRECT
+        self._claimed.append((i, claim.step))
+        return claim
 
-    def _published(self, i: int, index: object) -> int:
-        """Return the step of batch i, publishing it now if it was not planned; -1 on failure."""
+    def _published_now(self, i: int, index: object) -> Claim | None:
+        """Publish batch i, or the plan up to it, and return its claim; None on failure."""
         now = self._now
         if now.planned:
             known = self._publisher.reach(now, i)
-            if known and now.reads(i, index):
-                return now.step(i)
+            claim = now.claim(i, index) if known else None
+            if claim is not None:
+                return claim
             if not known and i < now.total:
-                return -1  # the daemon is lost
+                return None  # the daemon is lost
             self._cancel()
             now.leave_plan(i)
             if self._order is not None:
                 self._order.note_wrong_prediction()
         indices = samples_of(index)
         if indices is None:
-            return -1
+            return None
         try:
             objects = self.binding.objects(indices)[0]
         except Exception:  # noqa: BLE001  user code may run here; the read reports its error
             _log.debug("the objects of a batch cannot be determined", exc_info=True)
-            return -1
-        return self._publisher.publish_pulled(now, i, indices, objects) if len(objects) else -1
-
-    def ids(self, i: int) -> NDArray[np.int32]:
-        """Return the (k,) objects of batch i, for which `step_of` returned a step."""
-        return self._now.ids(i)
+            return None
+        if not len(objects):
+            return None
+        step = self._publisher.publish_pulled(now, i, indices, objects)
+        return None if step < 0 else Claim(step, objects)
 
     def done(self, i: int) -> None:
         """Record that all batches below i have arrived."""
-        self.session.done(min(self._now.step(i), self._next))
+        step, claimed = 0, self._claimed
+        while claimed and claimed[0][0] < i:
+            step = claimed.popleft()[1] + 1
+        if step:
+            self.session.done(step)
         self._publisher.pump()
-        if self._dealt < self._now.epoch:
+        if self._dealt < self._now.epoch and self.session.client.cluster:
             self._deal(self._now)  # published before the nodes had joined
 
     def _deal(self, epoch: PublishedEpoch) -> None:
@@ -186,7 +197,7 @@ class BatchStream:
     def count(self, first: int, last: int, more: dict[str, int]) -> None:
         """Count delivered batches [first, last) of the epoch for `creel stats`.
 
-        Batches for which `step_of` returned -1 are not counted here; the caller adds them to
+        Batches without a claim (DIRECT) are not counted here; the caller adds them to
         `more`, as other counters.
         """
         words = self.session.words

@@ -17,8 +17,8 @@ What may never happen.
 * A step means two batches. Steps are numbered and sent under one lock; `cancel` truncates the
   session before their numbers are used again, and the session then trusts READY only once the
   daemon has truncated, too.
-* A prediction decides what a batch has. The trainer asks `reads` whether batch i has exactly the
-  samples that torch's sampler yields. If not, it cancels the rest and leaves the plan
+* A prediction decides what a batch has. The trainer claims batch i with exactly the samples that
+  torch's sampler yields (`claim`). If the plan has others, it cancels the rest and leaves the plan
   (`leave_plan`): that costs reads, never a batch.
 * User code runs in another thread: unless `objects` is `thread_safe`, there is no planner thread.
 * The daemon is flooded: at most two of the thread's pieces are sent that it has not processed.
@@ -42,6 +42,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,21 @@ from creel.system.forks import forget_in_child, join, pause_before_fork
 
 _log = logging.getLogger("creel.loader")
 
-_NONE = np.empty(0, np.int32)
+
+class Claim(NamedTuple):
+    """How one batch is to be read.
+
+    Attributes:
+        step: the session's, in which the batch's objects are ready; -1: read it directly.
+        ids: (k,) its objects, sample by sample; empty without a step.
+    """
+
+    step: int
+    ids: NDArray[np.int32]
+
+
+#: The claim of a batch without a step.
+DIRECT = Claim(-1, np.empty(0, np.int32))
 
 
 @dataclass(frozen=True)
@@ -117,18 +132,6 @@ class PlanPiece:
             self.stops[a:b] - stop,
         )
 
-    def samples(self, i: int) -> NDArray[np.integer]:
-        """Return the (n,) samples of batch i."""
-        return self.indices[_start(self.ends, i - self.first) : self.ends[i - self.first]]
-
-    def ids(self, i: int) -> NDArray[np.int32]:
-        """Return the (k,) objects of batch i."""
-        return self.objects[_start(self.stops, i - self.first) : self.stops[i - self.first]]
-
-
-def _start(ends: NDArray[np.int64], i: int) -> int:
-    return int(ends[i - 1]) if i else 0
-
 
 class PublishedEpoch:
     """The batches of one epoch that are steps of the session: those planned, then those pulled.
@@ -167,15 +170,18 @@ class PublishedEpoch:
         piece = self._piece(i)
         return 0 if piece is None else piece.step + min(i, piece.last) - piece.first
 
-    def reads(self, i: int, index: object) -> bool:
-        """Whether batch i is published with exactly these samples."""
-        piece = self._piece(i)
-        return piece is not None and i < piece.last and same_batch(piece.samples(i), index)
-
-    def ids(self, i: int) -> NDArray[np.int32]:
-        """Return the (k,) objects of batch i; empty if it is not published."""
-        piece = self._piece(i)
-        return piece.ids(i) if piece is not None and i < piece.last else _NONE
+    def claim(self, i: int, index: object) -> Claim | None:
+        """Return the claim of batch i if it is published with exactly these samples, else None."""
+        piece = self._found  # mostly the same piece as last time
+        if piece is None or not piece.first <= i < piece.last:
+            piece = self._piece(i)
+        if piece is None or i >= piece.last:
+            return None
+        k = i - piece.first
+        start, first = (piece.ends[k - 1], piece.stops[k - 1]) if k else (0, 0)
+        if not same_batch(piece.indices[start : piece.ends[k]], index):
+            return None
+        return Claim(piece.step + k, piece.objects[first : piece.stops[k]])
 
     def take(self, first: int, last: int) -> list[PlanPiece]:
         """Return pieces with the published batches of [first, last), and drop earlier pieces."""
@@ -197,10 +203,8 @@ class PublishedEpoch:
 
     def _piece(self, i: int) -> PlanPiece | None:
         """Return the last piece that begins at or below batch i."""
-        found = self._found  # mostly the same piece as last time
-        if found is None or not found.first <= i < found.last:
-            at = self._at(i)
-            found = self._found = self.pieces[at] if at >= 0 else None
+        at = self._at(i)
+        found = self._found = self.pieces[at] if at >= 0 else None
         return found
 
 

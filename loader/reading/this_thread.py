@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from creel.policies.bypass import ThreadUse
+from creel.policies.thread_use import ThreadUse
 
 if TYPE_CHECKING:
     import os

@@ -19,10 +19,10 @@ import select
 import socket
 import threading
 from array import array
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -34,6 +34,7 @@ _INLINE = 16 << 10
 #: Most descriptors in one packet (the kernel's SCM_MAX_FD); further ones go ahead in packets of
 #: their own.
 _MAX_FDS = 253
+_RIGHTS_NBYTES = socket.CMSG_LEN(4 * _MAX_FDS)
 _PLAIN, _SPILLED, _FDS_ALONE, _PIECE = b"p", b"s", b"a", b"c"
 #: Kinds _PLAIN and _SPILLED whose receiver answers whether all descriptors arrived (_WHOLE, _CUT).
 _PLAIN_ACKED, _SPILLED_ACKED = b"P", b"S"
@@ -107,6 +108,8 @@ class Channel:
         """
         body, owned = _packed(message)
         with self._lock:
+            if not (self._backlog or owned or fds) and len(body) <= _INLINE and self._sent(body):
+                return
             packets = [_Packet(*one, owned) for one in _packets(body, [*owned, *fds])]
             self._backlog += packets
             try:
@@ -118,6 +121,14 @@ class Channel:
                 for packet in packets:
                     packet.close()
                 raise
+
+    def _sent(self, body: bytes) -> bool:
+        """Send a packet without descriptors; False if the socket's buffer is full."""
+        try:
+            self._sock.send(body, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
 
     def flush(self) -> bool:
         """Send waiting packets until the buffer is full; True if none is left."""
@@ -171,23 +182,7 @@ class Channel:
             EOFError: the other process has closed the channel, or this one was closed.
             OSError: this process has no free descriptor; the message is lost.
         """
-        while True:
-            try:
-                if timeout_s is not None and not self._readable(timeout_s):
-                    return None
-                packet, fds, flags, _ = socket.recv_fds(
-                    self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
-                )
-            except ConnectionError as e:
-                raise EOFError("the other process has closed the channel") from e
-            except (OSError, ValueError) as e:
-                if self.fileno() < 0:  # another thread has closed it
-                    raise EOFError("this end is closed") from e
-                raise
-            if not packet:
-                raise EOFError("the other process has closed the channel")
-            self._fds += fds
-            self._cut |= bool(flags & socket.MSG_CTRUNC)
+        while (packet := self._packet(timeout_s)) is not None:
             kind = packet[:1]
             if kind in (_WHOLE, _CUT):
                 self._answered(kind)
@@ -195,6 +190,30 @@ class Channel:
                 self._pieces.append(packet[1:])
             elif kind != _FDS_ALONE and self._received(kind):
                 return self._message(packet)
+        return None
+
+    def _packet(self, timeout_s: float | None) -> bytes | None:
+        """Return the next packet, and keep its descriptors; None on timeout. Raises as `get`."""
+        try:
+            if timeout_s and not self._readable(timeout_s):
+                return None
+            # Not `socket.recv_fds`, which ignores flags before Python 3.12.
+            how = socket.MSG_CMSG_CLOEXEC | (0 if timeout_s is None else socket.MSG_DONTWAIT)
+            packet, rights, flags, _ = self._sock.recvmsg(2 * _INLINE, _RIGHTS_NBYTES, how)
+        except BlockingIOError:
+            return None
+        except ConnectionError as e:
+            raise EOFError("the other process has closed the channel") from e
+        except (OSError, ValueError) as e:
+            if self.fileno() < 0:  # another thread has closed it
+                raise EOFError("this end is closed") from e
+            raise
+        for _, _, fds in rights:
+            self._fds += array("i", fds[: len(fds) - len(fds) % 4])
+        self._cut |= bool(flags & socket.MSG_CTRUNC)
+        if not packet:
+            raise EOFError("the other process has closed the channel")
+        return packet
 
     def _received(self, kind: bytes) -> bool:
         """Answer a message if its kind wants that; False if the sender will repeat it.
@@ -301,4 +320,13 @@ def _reduced(tensor: torch.Tensor) -> _Reduced:
 
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-_REDUCERS = ChainMap({torch.Tensor: _reduced}, cast(Any, copyreg.dispatch_table))
+
+
+class _Reducers(dict[type, Callable[[Any], _Reduced]]):
+    """A dispatch table that falls back to Python's without copying it."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], _Reduced]:
+        return copyreg.dispatch_table[kind]
+
+
+_REDUCERS = _Reducers({torch.Tensor: _reduced})

@@ -184,7 +184,8 @@ def unpack(packed: Packed, reader: SlotReader) -> object:
         return arrival.load()
     finally:
         arrival.release()
-        reader.forget(list(packed.retired))
+        if packed.retired:
+            reader.forget(list(packed.retired))
 
 
 def discard(packed: Packed, reader: SlotReader) -> None:

@@ -19,7 +19,7 @@ class BatchPool(ABC):
 
     def __init__(self) -> None:
         self.pinner: Pinner | None = None
-        self._bad: deque[BadSample] = deque()
+        self.bad: deque[BadSample] = deque()  # new ones that workers found, until `take_bad`
 
     @abstractmethod
     def receive(self, timeout_s: float) -> WorkerEvent | None:
@@ -40,4 +40,4 @@ class BatchPool(ABC):
 
     def take_bad(self) -> list[BadSample]:
         """Return new bad samples that workers found, also those of discarded batches."""
-        return [self._bad.popleft() for _ in range(len(self._bad))]
+        return [self.bad.popleft() for _ in range(len(self.bad))]

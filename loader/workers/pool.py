@@ -21,25 +21,16 @@ from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
-from creel.cache.memory.memfd import Descriptor, mapped, sealed_memfd
+from creel.cache.memory.memfd import Descriptor, sealed_memfd
+from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
-from creel.loader.workers.stages import STAGE_NAMES, STARTING, BatchTimes
-from creel.loader.workers.worker import (
-    BATCH,
-    DIRECT_NBYTES,
-    FIRST,
-    SINCE_NS,
-    SOURCE_NS,
-    STAGE,
-    VOID,
-    WORDS,
-    WorkerArgs,
-    worker_main,
-)
+from creel.loader.workers.stages import NO_TIMES, STAGE_NAMES, STARTING, BatchTimes
+from creel.loader.workers.worker import WorkerArgs, worker_main
+from creel.loader.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords
 from creel.system.forks import at_fork
 from creel.system.limits import may_keep
 
@@ -86,7 +77,7 @@ class Recipients(Protocol):
         worker: int,
         message: BatchMessage,
         fds: Sequence[int],
-        times: tuple[int, ...] = (),
+        times: BatchTimes = NO_TIMES,
         bad: tuple[BadSample, ...] = (),
     ) -> None:
         """Send a batch. The caller keeps the descriptors."""
@@ -143,10 +134,9 @@ class WorkerPool(BatchPool):
         self._events: deque[WorkerEvent] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
-        nbytes = 8 * (FIRST + WORDS * workers)
-        words = Descriptor(sealed_memfd("creel-workers", nbytes))
-        self.words = memoryview(mapped(words.fd, nbytes)).cast("q")
-        self._last_counts = np.zeros(WORDS, np.int64)
+        words = Descriptor(sealed_memfd("creel-workers", WorkerWords.nbytes(workers)))
+        self._words = WorkerWords(words.fd, workers)
+        self._last_counts = self._words.counts()
         _pools.add(self)
         try:
             for i in range(workers):
@@ -166,8 +156,8 @@ class WorkerPool(BatchPool):
         ours, theirs = pair()
         channel = Channel(ours)
         _ends.add(channel)
-        self.words[FIRST + WORDS * worker + STAGE] = STARTING
-        self.words[FIRST + WORDS * worker + SINCE_NS] = time.monotonic_ns()
+        row = self._words.rows[worker]
+        row[STAGE], row[SINCE_NS] = STARTING, time.monotonic_ns()
         process = context.Process(
             target=worker_main, args=(theirs, replace(args, worker_id=worker))
         )
@@ -229,7 +219,7 @@ class WorkerPool(BatchPool):
                 self._post(member, ("join", *ticket))
 
     def task(
-        self, worker: int, tag: int, batch: int, index: object, step: int, *, many: bool
+        self, worker: int, tag: int, batch: int, index: object, claim: Claim, *, many: bool
     ) -> None:
         """Send a batch to a worker; `many`: the index is an array to be used as a list of ints.
 
@@ -238,12 +228,16 @@ class WorkerPool(BatchPool):
             Exception: pickling `index` failed.
         """
         member = self.members[worker]
-        kind = "tasks" if many else "task"
+        kind = "task"
         freed = member.inbox.returned()
         if self._followers is not None:
             self._followers.expect(tag, batch, index)
             freed = self._followers.returned(worker, freed)
-        self._post(member, (kind, tag, batch, index, freed, step))
+        # Bytes pickle in a fifth of the time of an array.
+        if many:
+            kind, index = "tasks", np.asarray(index, np.int64).tobytes()
+        ids = claim.ids.tobytes()
+        self._post(member, (kind, tag, batch, index, freed, claim.step, ids))
 
     @staticmethod
     def _post(member: WorkerProcess, message: tuple[object, ...]) -> None:
@@ -282,8 +276,11 @@ class WorkerPool(BatchPool):
 
     def _congested(self) -> bool:
         """Send waiting packets; return whether any are left."""
-        waiting = [m for m in self.members if not m.dead and m.channel.congested]
-        return any([not self._flush(m) for m in waiting])  # noqa: C419  flushes all
+        waiting = False
+        for member in self.members:
+            if not member.dead and member.channel.congested:
+                waiting |= not self._flush(member)
+        return waiting
 
     @staticmethod
     def _flush(member: WorkerProcess) -> bool:
@@ -332,30 +329,27 @@ class WorkerPool(BatchPool):
                 int(tag),
                 int(index),
                 BatchMessage() as sent,
-                tuple() as times,
+                BatchTimes() as times,
                 tuple() as bad,
             ):
                 if self._followers is not None:
                     self._followers.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
-                stages = BatchTimes(*times)
-                self._events.append(BatchResult(worker, tag, index, packed, stages, member.inbox))
-                self._bad.extend(cast("tuple[BadSample, ...]", bad))
+                self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
+                self.bad.extend(cast("tuple[BadSample, ...]", bad))
         return True
 
     # --- watching -------------------------------------------------------------------------
 
     def stage(self, worker: int) -> tuple[int, int, float]:
         """Return (stage, batch, seconds in the stage) of a worker from its shared words."""
-        counts = FIRST + WORDS * worker
-        since = (time.monotonic_ns() - self.words[counts + SINCE_NS]) / 1e9
-        return self.words[counts + STAGE], self.words[counts + BATCH], since
+        row = self._words.rows[worker]
+        return row[STAGE], row[BATCH], (time.monotonic_ns() - row[SINCE_NS]) / 1e9
 
-    def new_counts(self) -> list[int]:
-        """Return all workers' counters since the last call, SOURCE_NS to DIRECT_NBYTES, summed."""
-        counts = np.array(self.words[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
-        new, self._last_counts = counts - self._last_counts, counts
-        return [int(n) for n in new[SOURCE_NS : DIRECT_NBYTES + 1]]
+    def new_counts(self) -> dict[str, int]:
+        """Return what all workers together have counted since the last call, by name."""
+        before, self._last_counts = self._last_counts, self._words.counts()
+        return {name: n - before[name] for name, n in self._last_counts.items()}
 
     def describe(self, worker: int) -> str:
         """Say in one sentence what a worker is doing, for warnings."""
@@ -381,7 +375,7 @@ class WorkerPool(BatchPool):
         _pools.discard(self)  # first, since Ctrl-C may interrupt this
         if self._followers is not None:
             self._followers.close()
-        self.words[VOID] = self.tag + 1  # workers skip tasks they have not begun
+        self._words.void = self.tag + 1  # workers skip tasks they have not begun
         if self.pinner is not None:
             self.pinner.stop()
         for member in self.members:

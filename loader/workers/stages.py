@@ -42,6 +42,10 @@ class BatchTimes(NamedTuple):
     lost: int = 0
 
 
+#: Those of a batch that no worker made.
+NO_TIMES = BatchTimes()
+
+
 class StallWarning(UserWarning):
     """A batch is overdue; the message names the stage."""
 

@@ -1,17 +1,18 @@
 """A worker process: fetches and collates batches exactly as torch's own worker does.
 
 Messages (tuples over a `Channel`; T from the trainer, W from the worker):
-    T "words" + fd               memfd of the shared words below; always first
+    T "words" + fd               memfd of the `worker_words`; always first
     T "again", tag, samples known to be bad
                                  another epoch, keeping all state (persistent workers)
     T "bind", digest             the dataset's objects are known now, and have this `digest`
     T "join", daemon's name, token, session
                                  read through the daemon from now on
-    T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
-    T "tasks"                    the same, with an array to be used as a list of ints
+    T "task", tag, index of batch, sampler's index, freed slots, its `Claim`: step, ids as bytes
+    T "tasks"                    the same, with bytes of int64, to be used as a list of ints
     W "batch", tag, index of batch, packed batch, its times, new bad samples [+ fds of new slots]
     T "quit"
-A tag identifies one epoch of one iterator. Tasks with a tag below the VOID word are skipped.
+A tag identifies one epoch of one iterator. Tasks with a tag below `WorkerWords.void` are
+skipped.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from creel.cache.memory.memfd import mapped
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import (
@@ -50,7 +51,8 @@ from creel.loader.torch_private import worker as torch_worker
 from creel.loader.transport.batch_message import Collate, Outbox
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel
-from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING
+from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, BatchTimes
+from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, WorkerWords
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -62,14 +64,6 @@ _log = logging.getLogger("creel.loader")
 
 #: Seconds that a worker waits for the daemon's answer before it reads directly.
 _JOIN_S = 3.0
-
-# Positions of shared words: VOID for all workers, then WORDS for each worker from FIRST on.
-VOID = 0
-FIRST = 8
-WORDS = 16
-STAGE, BATCH, SINCE_NS = range(3)
-#: Counters: ns of each stage of batches; direct reads and their bytes.
-SOURCE_NS, DECODE_NS, COLLATE_NS, HANDOVER_NS, DIRECT_READS, DIRECT_NBYTES = range(3, 9)
 
 
 @dataclass(frozen=True)
@@ -129,10 +123,9 @@ class _Worker(StepReader):
         self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
         self._lost = False
         (_, fds) = self._get()
-        words_nbytes = 8 * (FIRST + WORDS * self._num_workers)
-        self._words = memoryview(mapped(fds[0], words_nbytes)).cast("q")
+        self._words = WorkerWords(fds[0], self._num_workers)
         os.close(fds[0])
-        self._first_word = FIRST + WORDS * self._id
+        self._row = self._words.rows[self._id]
         self._dataset, self._collate = args.dataset, args.collate_fn
         self._binding = args.binding
         self._tolerance = args.tolerance
@@ -202,21 +195,29 @@ class _Worker(StepReader):
             while (got := self._channel.get(0)) is not None:
                 message, fds = got
                 match message:
-                    case ("task" | "tasks", tag, batch, index, list(freed), step):
+                    case ("task" | "tasks", tag, batch, index, list(freed), *claim):
                         self._outbox.give_back(freed)
-                        message = (message[0], tag, batch, index, [], step)
+                        message = (message[0], tag, batch, index, [], *claim)
                 self._early.append((message, fds))
 
     def serve(self) -> None:
         while True:
             message, _ = self._get()
             match message:
-                case ("task" | "tasks", int(tag), int(batch), index, list(freed), int(step)):
+                case (
+                    ("task" | "tasks") as kind,
+                    int(tag),
+                    int(batch),
+                    index,
+                    list(freed),
+                    int(step),
+                    bytes(ids),
+                ):
                     self._outbox.give_back(freed)
-                    if tag >= self._words[VOID]:
-                        if message[0] == "tasks" and isinstance(index, np.ndarray):
-                            index = index.tolist()
-                        self._task(tag, batch, index, step)
+                    if tag >= self._words.void:
+                        if kind == "tasks" and isinstance(index, bytes):
+                            index = np.frombuffer(index, np.int64).tolist()
+                        self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
                 case ("bind", str(digest)):
                     self._bind(digest)
                 case ("join", str(name), str(token), int(session)):
@@ -260,14 +261,14 @@ class _Worker(StepReader):
             how = self._outbox.memory, self._fetcher.collate_fn
             self._gatherer = Gatherer(gather, session, *how)
 
-    def _task(self, tag: int, batch: int, index: object, step: int) -> None:
+    def _task(self, tag: int, batch: int, index: object, claim: Claim) -> None:
         self._batch, self._direct_ns, self._lost = batch, 0, False
         self._began = self._ready = self._enter(READING)
         self._collating = 0  # 0 until collation begins: reading may fail before
         data: object = self._init_failure
         if data is None:
             try:
-                data = self._read(index, step)
+                data = self._read(index, claim)
             except Exception:  # noqa: BLE001  the user's exceptions go to the trainer
                 # The exception must not outlive this line: see torch's NOTE [ Python Traceback
                 # Reference Cycle Problem ].
@@ -275,14 +276,20 @@ class _Worker(StepReader):
         sending = self._enter(SENDING)
         collating = self._collating or sending
         # Before sending, so that the counters include each batch that was received.
-        words, first_word = self._words, self._first_word
-        words[first_word + SOURCE_NS] += self._ready - self._began + self._direct_ns
-        words[first_word + DECODE_NS] += max(collating - self._ready - self._direct_ns, 0)
-        words[first_word + COLLATE_NS] += sending - collating
+        self._count(
+            busy_source_ns=self._ready - self._began + self._direct_ns,
+            busy_decode_ns=max(collating - self._ready - self._direct_ns, 0),
+            busy_collate_ns=sending - collating,
+        )
         self._send(tag, batch, data)
-        words[first_word + HANDOVER_NS] += self._enter(IDLE) - sending
+        self._count(busy_handover_ns=self._enter(IDLE) - sending)
 
-    def _read(self, index: object, step: int) -> object:
+    def _count(self, **counts: int) -> None:
+        """Add to this worker's counters, by their names in `creel.counters`."""
+        for name, more in counts.items():
+            self._row[COUNTER[name]] += more
+
+    def _read(self, index: object, claim: Claim) -> object:
         session, binding = self._session, self._binding
         if binding is None:
             return self._fetcher.fetch(index)
@@ -291,7 +298,7 @@ class _Worker(StepReader):
         made = self._gatherer
         if made is not None and made.gather.has_code and not binding.gathers(made.gather):
             self._gather()  # user code in this process has assigned another transform
-        return self.read_step(binding, session, step, index, gatherer=self._gatherer)
+        return self.read_step(binding, session, *claim, index, self._gatherer)
 
     def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
         """Wait until a step's objects are pinned; on False the location table may be outdated."""
@@ -308,8 +315,7 @@ class _Worker(StepReader):
                 return self._fetcher.fetch(index)
         finally:
             self._direct_ns = lease.direct_ns
-            self._words[self._first_word + DIRECT_READS] += lease.direct_reads
-            self._words[self._first_word + DIRECT_NBYTES] += lease.direct_nbytes
+            self._count(direct_reads=lease.direct_reads, direct_nbytes=lease.direct_nbytes)
 
     def copying(self, *, decodes: bool) -> None:
         """Note that rows are being copied, which counts as collation if a batch is made of them."""
@@ -323,10 +329,8 @@ class _Worker(StepReader):
             self._collating = 0
 
     def _enter(self, stage: int) -> int:
-        now = time.monotonic_ns()
-        self._words[self._first_word + STAGE] = stage
-        self._words[self._first_word + BATCH] = self._batch
-        self._words[self._first_word + SINCE_NS] = now
+        now, row = time.monotonic_ns(), self._row
+        row[STAGE], row[BATCH], row[SINCE_NS] = stage, self._batch, now
         return now
 
     def _send(self, tag: int, batch: int, data: object) -> None:
@@ -341,7 +345,7 @@ class _Worker(StepReader):
         message, fds = self._outbox.pack(data)
         now = time.monotonic_ns()
         when = self._began, self._ready, self._collating or now, now
-        times = *when, self._direct_ns, int(self._lost)  # a tuple pickles faster than BatchTimes
+        times = BatchTimes(*when, self._direct_ns, int(self._lost))
         rest = times, self._tolerance.take_new()
 
         def without() -> tuple[object, ...]:

@@ -19,8 +19,9 @@ class Counter(NamedTuple):
         of: the counter's owner: a row of `tiers`, `sources` or `ranks`, or "node", the whole
             daemon.
         name: its key there; a duration's key has "_s" appended.
-        writer: "meter" (the loader's `Meter`), "delivery" (`BatchStream.count`) or "daemon" (for a
-            session or for itself). The counters of the first two, and "failed", have shared words.
+        writer: "meter" (the loader's `Meter`), "worker" (whoever makes batches; the loader adds
+            these to its meter), "delivery" (`BatchStream.count`) or "daemon" (for a session or for
+            itself). The counters of all but the daemon, and "failed", have shared words.
         unit: "s", "bytes" or "" (a number).
         metric: its Prometheus family.
         help: one sentence about that family.
@@ -33,7 +34,7 @@ class Counter(NamedTuple):
 
     of: Literal["tier", "source", "node", "rank"]
     name: str
-    writer: Literal["meter", "delivery", "daemon"]
+    writer: Literal["meter", "worker", "delivery", "daemon"]
     unit: Literal["", "bytes", "s"]
     metric: str
     help: str
@@ -94,11 +95,11 @@ COUNTERS = (
         *("Bytes of samples delivered.", "bytes"),
     ),
     Counter(
-        *("rank", "direct_reads", "meter", "", "creel_direct_reads"),
+        *("rank", "direct_reads", "worker", "", "creel_direct_reads"),
         *("Objects that a training process read itself.", "direct"),
     ),
     Counter(
-        *("rank", "direct_nbytes", "meter", "bytes", "creel_direct_read_bytes"),
+        *("rank", "direct_nbytes", "worker", "bytes", "creel_direct_read_bytes"),
         *("Bytes that a training process read itself.", "direct bytes"),
     ),
     Counter(
@@ -111,7 +112,7 @@ COUNTERS = (
         per="batches",
     ),
     Counter(
-        *("rank", "busy", "meter", "s", "creel_worker_busy_seconds"),
+        *("rank", "busy", "worker", "s", "creel_worker_busy_seconds"),
         *("Time workers spent on batches.", "busy"),
         label="stage",
         members=("source", "decode", "collate", "handover"),
@@ -136,6 +137,8 @@ COUNTERS = (
 
 #: The counters of a rank, which have shared words.
 OF_RANKS = tuple(c for c in COUNTERS if c.words)
+#: Names of the words that whoever makes batches counts, each worker in shared words of its own.
+OF_WORKERS = tuple(word for c in OF_RANKS if c.writer == "worker" for word in c.words)
 CAUSES, STAGES = (next(c.members for c in OF_RANKS if c.name == n) for n in ("stall", "busy"))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from creel.policies.bypass import Bypass, ThreadUse
+from creel.policies.bypass import Bypass
+from creel.policies.thread_use import ThreadUse
 
 BATCH = 64
 QUIET = ThreadUse(1_000_000, 990_000, sleeps=0, device_reads=0)  # of a batch

@@ -13,10 +13,12 @@ import pytest
 from creel.cache.memory.memfd import sealed_memfd
 from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords
 from creel.cli import view
-from creel.counters import CAUSES, COUNTERS, OF_RANKS, STAGES, Counter, report
+from creel.counters import CAUSES, COUNTERS, OF_RANKS, OF_WORKERS, STAGES, Counter, report
 from creel.daemon.reporting.prometheus import serve_page
 from creel.loader.iterators.meter import Meter
+from creel.loader.workers import worker_words
 from creel.loader.workers.stages import CAUSE_OF
+from creel.loader.workers.worker_words import WorkerWords
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -81,9 +83,28 @@ def test_every_counter_of_a_rank_is_a_word_of_its_own_and_told(words: SharedWord
 
 def test_a_loaders_meter_counts_what_the_table_says_it_writes() -> None:
     counted = set(Meter()) - {"batches"}
-    assert counted == {name for one in OF_RANKS if one.writer == "meter" for name in one.words}
-    assert set(Meter().stats()) == {"batches", *(c.key for c in OF_RANKS if c.writer == "meter")}
+    own = [one for one in OF_RANKS if one.writer in {"meter", "worker"}]
+    assert counted == {name for one in own for name in one.words}
+    assert set(Meter().stats()) == {"batches", *(one.key for one in own)}
     assert set(CAUSE_OF.values()) <= set(CAUSES)
+
+
+def test_what_workers_count_reaches_the_answer_by_its_name(words: SharedWords) -> None:
+    fd = sealed_memfd("workers", WorkerWords.nbytes(3))
+    workers = WorkerWords(fd, 3)
+    os.close(fd)
+    for k, row in enumerate(workers.rows):
+        for i, name in enumerate(OF_WORKERS):
+            row[worker_words.COUNTER[name]] += 10**k * (i + 1)
+    assert workers.void == 0
+    meter = Meter()
+    meter.add(workers.counts())
+    for name, value in meter.unreported().items():
+        words.add(name, value)
+    counted = words.counters()
+    assert {name: counted[name] for name in OF_WORKERS} == {
+        name: 111 * (i + 1) for i, name in enumerate(OF_WORKERS)
+    }
 
 
 def test_every_counter_of_a_rank_is_a_column() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from creel.policies.direct import DirectReads
+from creel.policies.thread_use import ThreadUse
 
 READS, NBYTES = 64, 64 * 20_000
 QUICK_NS, SLOW_NS = 30_000, 3_000_000  # of one read: the page cache, a server
@@ -17,6 +18,12 @@ def direct(reader: DirectReads, nbytes: int, object_ns: int, reads: int = READS)
     wait_s = reader.wait_s(reads, nbytes, object_ns)
     assert wait_s in {0, math.inf}
     return wait_s == 0
+
+
+def saw(reader: DirectReads, read_ns: int, sleeps: int) -> None:
+    """Let a reader read a batch directly, `read_ns` a read, on a processor unless it sleeps."""
+    ns = READS * read_ns
+    reader.saw(READS, ns, ThreadUse(ns, 1000 if sleeps else ns, sleeps, device_reads=0))
 
 
 def test_nobody_reads_a_source_that_nobody_has_measured() -> None:
@@ -53,7 +60,7 @@ def test_what_a_reader_sees_itself_counts_for_more_than_what_the_daemon_says() -
     for _ in range(3):
         for _ in range(2):
             assert direct(reader, NBYTES, QUICK_NS)
-            reader.saw(READS, NBYTES, READS * SLOW_NS, READS)
+            saw(reader, SLOW_NS, READS)
         pauses.append(waits(reader))  # then direct reads are tried again: a cold source may be warm
     assert 0 < pauses[0] < pauses[1] < pauses[2]
 
@@ -62,7 +69,7 @@ def test_one_interruption_makes_no_slow_source() -> None:
     reader = DirectReads(allowed=True)
     for ns in (QUICK_NS, QUICK_NS, SLOW_NS, QUICK_NS):
         assert direct(reader, NBYTES, QUICK_NS)
-        reader.saw(READS, NBYTES, READS * ns, READS * (ns == SLOW_NS))
+        saw(reader, ns, READS * (ns == SLOW_NS))
     assert direct(reader, NBYTES, QUICK_NS)
 
 
@@ -70,7 +77,7 @@ def test_a_source_that_became_slow_is_noticed_at_the_second_batch() -> None:
     reader = DirectReads(allowed=True)
     for ns in (QUICK_NS, QUICK_NS, QUICK_NS, SLOW_NS, SLOW_NS):
         assert direct(reader, NBYTES, QUICK_NS)
-        reader.saw(READS, NBYTES, READS * ns, READS * (ns == SLOW_NS))
+        saw(reader, ns, READS * (ns == SLOW_NS))
     assert not direct(reader, NBYTES, QUICK_NS)
 
 
@@ -78,18 +85,25 @@ def test_who_never_sleeps_is_slow_for_want_of_a_processor_and_not_of_data() -> N
     reader = DirectReads(allowed=True)
     for _ in range(5):
         assert direct(reader, NBYTES, QUICK_NS)
-        reader.saw(READS, NBYTES, READS * SLOW_NS, 2)
+        saw(reader, SLOW_NS, 2)
+
+
+def test_a_decoder_that_sleeps_makes_no_slow_source() -> None:
+    reader, quick_ns = DirectReads(allowed=True), 15_000
+    for _ in range(5):
+        assert direct(reader, NBYTES, QUICK_NS)
+        reader.saw(READS, READS * quick_ns, ThreadUse(10**9, 10**6, READS, device_reads=0))
 
 
 def test_a_daemon_that_lacks_processors_is_waited_for_as_long_as_reading_takes() -> None:
     reader = DirectReads(allowed=True)
-    reader.saw(READS, NBYTES, READS * QUICK_NS, 0)
+    saw(reader, QUICK_NS, 0)
     waits = []
     for _ in range(100):
         waits.append(reader.wait_s(READS, NBYTES, SLOW_NS))
         if waits[-1]:
             reader.waited_in_vain()
-        reader.saw(READS, NBYTES, READS * QUICK_NS, 0)
+        saw(reader, QUICK_NS, 0)
     assert set(waits) == {0, READS * QUICK_NS / 1e9}
     assert waits[0] > 0
     assert sum(waits) < 10 * waits[0]
@@ -97,5 +111,5 @@ def test_a_daemon_that_lacks_processors_is_waited_for_as_long_as_reading_takes()
 
 def test_a_source_that_the_reader_itself_had_to_wait_for_is_left_to_the_daemon() -> None:
     reader = DirectReads(allowed=True)
-    reader.saw(READS, NBYTES, READS * SLOW_NS, READS)
+    saw(reader, SLOW_NS, READS)
     assert not direct(reader, NBYTES, SLOW_NS)

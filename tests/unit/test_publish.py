@@ -158,11 +158,12 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
         stop = len(steps) if rng.random() < 0.5 else rng.randrange(skip, len(steps) + 1)
         for i in range(skip, stop):
             assert publisher.reach(told, i)
-            assert told.step(i) == step + i - skip
-            assert told.reads(i, np.array(steps[i]))
-            assert told.ids(i).tolist() == objects_of([steps[i]])[0]
+            claim = told.claim(i, np.array(steps[i]))
+            assert claim is not None
+            assert claim.step == told.step(i) == step + i - skip
+            assert claim.ids.tolist() == objects_of([steps[i]])[0]
             if i + 1 < len(steps) and steps[i + 1] != steps[i]:
-                assert not told.reads(i, np.array(steps[i + 1]))
+                assert told.claim(i, np.array(steps[i + 1])) is None
             if rng.random() < 0.5:
                 publisher.pump()
         if stop < len(steps) or rng.random() < 0.5:  # left, or predicted wrongly
@@ -207,7 +208,7 @@ def test_a_trainer_that_is_faster_than_the_thread_publishes_what_it_needs(
     told = begun(publisher, counted(8))
     for i in range(N // 8 // 2):
         assert publisher.reach(told, i)
-        assert told.reads(i, np.arange(8 * i, 8 * i + 8))
+        assert told.claim(i, np.arange(8 * i, 8 * i + 8))
     assert planners()
     gate.set()
     until(lambda: told.complete, what="the thread tells the rest")
@@ -304,6 +305,14 @@ def test_an_interrupted_message_ends_the_session(daemon: Daemon) -> None:
     assert not daemon.session.alive
 
 
+def claimed(
+    epoch: PublishedEpoch, first: int, samples: list[NDArray[np.int64]]
+) -> list[list[int] | None]:
+    """Return the objects of the batches from `first` on, of these samples; None: not published."""
+    claims = (epoch.claim(i, one) for i, one in enumerate(samples, first))
+    return [None if one is None else one.ids.tolist() for one in claims]
+
+
 def test_batches_that_are_not_planned_are_followed_by_number(daemon: Daemon) -> None:
     publisher, epoch = publisher_of(daemon), PublishedEpoch(0, None)
     publisher.begin(epoch)
@@ -312,9 +321,10 @@ def test_batches_that_are_not_planned_are_followed_by_number(daemon: Daemon) -> 
         assert publisher.publish_pulled(epoch, i, indices, objects) == len(daemon.steps) - 1
     assert daemon.steps == [[0], [1], [3], [4]]
     assert [epoch.step(i) for i in range(6)] == [0, 1, 2, 2, 3, 4]
-    assert [epoch.ids(i).tolist() for i in range(5)] == [[0], [1], [], [3], [4]]
+    samples = [np.arange(i + 1) for i in range(5)]
+    assert claimed(epoch, 0, samples) == [[0], [1], None, [3], [4]]
     assert [len(piece.indices) for piece in epoch.take(1, 4)] == [2, 4]
-    assert [epoch.ids(i).tolist() for i in range(5)] == [[], [], [], [], [4]]
+    assert claimed(epoch, 0, samples) == [None, None, None, None, [4]]
 
 
 def test_a_plan_that_is_left_goes_on_with_what_is_pulled(daemon: Daemon) -> None:
@@ -327,7 +337,10 @@ def test_a_plan_that_is_left_goes_on_with_what_is_pulled(daemon: Daemon) -> None
     assert publisher.publish_pulled(epoch, 6, np.arange(3), np.array([7, 8], np.int32)) == 5
     assert daemon.steps == [*objects_of([list(range(4 * i, 4 * i + 4)) for i in range(5)]), [7, 8]]
     assert [epoch.step(i) for i in range(4, 9)] == [4, 5, 5, 6, 6]
-    assert [len(epoch.ids(i)) > 0 for i in range(3, 8)] == [True, True, False, True, False]
+    samples = [np.arange(4 * i, 4 * i + 4) for i in range(3, 8)]
+    samples[3] = np.arange(3)
+    (four, five), rest = objects_of([[*one] for one in samples[:2]]), [None, [7, 8], None]
+    assert claimed(epoch, 3, samples) == [four, five, *rest]
     assert sum(len(piece.ends) for piece in epoch.take(2, 7)) == 4
 
 

@@ -12,6 +12,7 @@ import torch
 
 from creel.loader.groups.follower import Follower, ReplicaPool
 from creel.loader.groups.leader import Leader, SentBatches
+from creel.loader.plan.publish import DIRECT
 from creel.loader.transport.batch_message import Inbox, Outbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.unpacking import unpack
@@ -74,7 +75,7 @@ class Group:
     def take(self, k: int) -> None:
         """Let a follower take its next batch, if there is one."""
         pool = self.pools[k]
-        pool.task(0, 0, self.taken[k], [self.taken[k]], -1, many=False)
+        pool.task(0, 0, self.taken[k], [self.taken[k]], DIRECT, many=False)
         if self.taken[k] == self.made:
             return
         event = pool.next_event(10.0)
@@ -156,7 +157,7 @@ def test_a_batch_of_other_samples_is_refused(group: Callable[[int], Group]) -> N
     here = group(1)
     here.make()
     pool = here.pools[0]
-    pool.task(0, 0, 0, [7], -1, many=False)
+    pool.task(0, 0, 0, [7], DIRECT, many=False)
     event = pool.next_event(10.0)
     assert isinstance(event, BatchResult)
     with pytest.raises(RuntimeError, match="other samples"):

@@ -51,7 +51,7 @@ class SlotReader:
     @property
     def full(self) -> bool:
         """Whether the next batch should be copied out."""
-        return self.leased >= self.max_leased
+        return len(self._live) >= self.max_leased
 
     def adopt(self, slot_id: int, fd: int, nbytes: int) -> None:
         """Map a slot that the worker has made; the caller keeps (and closes) `fd`.

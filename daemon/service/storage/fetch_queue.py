@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import os
+import math
 import resource
 import threading
 import time
@@ -17,11 +17,10 @@ from creel.daemon.core.events import CheckVersions, FetchObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource
 from creel.policies.concurrency import Concurrency
+from creel.system.limits import cores
 
 #: A source of a queue: a dataset's storage, a peer, or the disk.
 Readable: TypeAlias = Source | PeerSource | DiskSource
-
-_CORES = len(os.sched_getaffinity(0))
 
 #: By object id: objects in private memory.
 Held: TypeAlias = dict[int, WholeObject]
@@ -95,7 +94,7 @@ class FetchQueue:
         self._began: dict[int, float] = {}  # by thread that reads: when it began its part
         self._closed = False
         self._ready = threading.Condition()
-        self.speed = Concurrency(_CORES)
+        self.speed = Concurrency(math.ceil(cores()))
 
     def put(self, deadline: float, job: FetchJob) -> None:
         with self._ready:

@@ -206,10 +206,7 @@ def daemon_pids() -> Iterator[int]:
 
 def _cpus() -> str:
     """Return the number of CPUs that this process may use."""
-    have = str(os.cpu_count())
-    if not hasattr(os, "sched_getaffinity"):  # macOS and Windows have no such limit
-        return have
-    return f"{len(os.sched_getaffinity(0))} of {have}"
+    return f"{limits.cores():.4g} of {os.cpu_count()}"
 
 
 def environment() -> dict[str, str]:

@@ -6,6 +6,8 @@ container) sets no limit.
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +45,34 @@ def memory(*, active: bool = False) -> MemoryLimits:
     return MemoryLimits(total, available)
 
 
+def cores() -> float:
+    """Return how many processors this process can keep busy, at least a hundredth.
+
+    Those that it may run on, reduced to the tightest CPU quota of a cgroup above it: a pod with
+    `cpu.max` of 1.5 processors sees all of its node's. Threads beyond that number only wait.
+    """
+    if hasattr(os, "sched_getaffinity"):  # macOS and Windows have no such limit
+        least = float(len(os.sched_getaffinity(0)))
+    else:
+        least = float(os.cpu_count() or 1)
+    for line in _read(_ROOT / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for folder in _folders(_ROOT / "sys/fs/cgroup", path):
+                least = min(least, _quota(*_read(folder / "cpu.max").split()))
+        elif "cpu" in controllers.split(","):
+            for folder in _folders(_ROOT / "sys/fs/cgroup/cpu", path):
+                names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+                least = min(least, _quota(*(_read(folder / name).strip() for name in names)))
+    return max(least, 0.01)
+
+
+def _quota(quota: str = "", period: str = "") -> float:
+    """Return the processors of a quota in microseconds per period; infinite if there is none."""
+    some = quota.isdigit() and period.isdigit() and int(period) > 0
+    return int(quota) / int(period) if some else math.inf
+
+
 def _cgroups(cold: str) -> list[tuple[int, int]]:
     """Return (limit, used) of every memory cgroup above this process that sets a limit.
 
@@ -64,15 +94,20 @@ def _cgroups(cold: str) -> list[tuple[int, int]]:
 
 def _walk(mount: Path, path: str, limit: str, used: str, cold: str) -> list[tuple[int, int]]:
     """Return (limit, used) from the process's cgroup up to the mount, a container's own group."""
-    group = mount / path.lstrip("/")
     found = []
-    for folder in (group, *(p for p in group.parents if p == mount or mount in p.parents)):
+    for folder in _folders(mount, path):
         limit_nbytes = _number(_read(folder / limit))
         if limit_nbytes is not None and limit_nbytes < _NO_LIMIT:
             stat = re.finditer(rf"^{cold} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
             reclaimable = sum(int(found[1]) for found in stat)
             found.append((limit_nbytes, max((_number(_read(folder / used)) or 0) - reclaimable, 0)))
     return found
+
+
+def _folders(mount: Path, path: str) -> list[Path]:
+    """Return the folders of the process's cgroup and of all above it, up to the mount."""
+    group = mount / path.lstrip("/")
+    return [group, *(p for p in group.parents if p == mount or mount in p.parents)]
 
 
 def _number(text: str) -> int | None:

@@ -1,0 +1,97 @@
+"""What a batch costs before it is read: how often `objects` is asked, how many calls it passes."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+import creel
+from creel.loader.iterators.gather_iter import GatherIter
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+FILES, BATCH = 64, 4
+ROOT = Path(creel.__file__).resolve().parents[2]
+FOLDERS = tuple(f"{ROOT}/{folder}/" for folder in ("cache", "loader", "policies", "src"))
+#: Most calls of creel's functions while a batch of bytes is taken from memory (measured: 40). Each
+#: costs training 50 to 100 ns, and a reader of the code a jump.
+MOST_CALLS = 44
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for i in range(FILES):
+        (tmp_path / f"{i:02}").write_bytes(bytes([i]) * 100)
+    return sorted(map(str, tmp_path.iterdir()))
+
+
+class Counted(Dataset[torch.Tensor]):
+    """Declares its files, and counts the calls of `objects`: in workers, and in the trainer."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.creel_uris = files
+        self.calls = torch.zeros(2, len(files), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch's
+
+    def objects(self, index: int) -> list[int]:
+        self.calls[int(get_worker_info() is None), index] += 1
+        return [index]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(creel.read(self.creel_uris[index])), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.creel_uris)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("served")
+def test_a_persons_objects_are_asked_once_a_sample_and_never_in_a_worker(
+    workers: int, files: list[str]
+) -> None:
+    dataset = Counted(files)
+    loader = creel.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers)
+    for epoch in range(3):
+        assert sorted(int(one[0]) for batch in loader for one in batch) == [*range(FILES)]
+        in_workers, here = dataset.calls
+        assert not in_workers.any()
+        # Once for this epoch and each before, and once for the next one, which is published ahead.
+        assert epoch + 1 <= int(here.min()) <= int(here.max()) <= epoch + 2
+    assert loader.stats()["direct_reads"] == 0
+
+
+def calls_of(batches: Iterator[object]) -> Counter[str]:
+    """Return the calls of creel's functions while the next batch is taken."""
+    made: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        name = str(Path(code.co_filename).resolve()) if event == "call" else ""
+        if name.startswith(FOLDERS):
+            made[f"{Path(name).name}:{code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        next(batches)
+    finally:
+        sys.setprofile(None)
+    return made
+
+
+@pytest.mark.usefixtures("served")
+def test_a_batch_of_bytes_in_memory_passes_few_calls(files: list[str]) -> None:
+    dataset = creel.FileDataset(files, nbytes=[100] * FILES)
+    loader = creel.DataLoader(dataset, BATCH, num_workers=1)
+    for _ in loader:  # the daemon reads the files
+        pass
+    batches = iter(loader)
+    assert isinstance(batches, GatherIter)
+    made = [calls_of(batches) for _ in range(FILES // BATCH // 2)]
+    fewest = min(made, key=lambda calls: sum(calls.values()))  # others wait, or publish a piece
+    assert sum(fewest.values()) <= MOST_CALLS, fewest
