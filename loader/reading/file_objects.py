@@ -190,7 +190,7 @@ _read = io.BufferedReader.read
 
 
 class ObservedFile(_Observed, io.BufferedReader):
-    """What `open(path, "rb")` returns while the reads of a slow or large file are recorded."""
+    """What `open(path, "rb")` returns while the reads of a large file are recorded."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = _read(self, size)  # `super()` takes longer than the read of a few bytes

@@ -80,7 +80,7 @@ def journal_of_ranks(
     """Return the journal in which this node's ranks record the dataset; None if there is none.
 
     Each rank must call this for the same datasets in the same order: the k-th of several datasets
-    that look alike matches the k-th of the other ranks.
+    that look alike matches the k-th of the other ranks. Waits for a daemon that is starting.
     """
     world = rank_and_world()[1]
     client = client_of(config) if world > 1 else None
