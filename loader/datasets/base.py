@@ -20,6 +20,8 @@ from creel.cache.storage.source import Source
 from creel.cache.storage.stores.access import StorageOptions
 from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, SourceError
+from creel.loader.decoded.keeping import Keeping
+from creel.loader.decoded.objects import ObjectKeeping
 from creel.loader.reading.observer import take
 from creel.loader.reading.storage import Options, absolute, in_threads, settings
 from creel.loader.reading.this_thread import thread_use
@@ -99,6 +101,7 @@ class CreelDataset(Dataset[Sample]):
     whole_files: ClassVar[bool] = False
     _manifest: Manifest | None = None
     _opened: tuple[int, Source] | None = None
+    _keeping: ObjectKeeping | None = None  # where decoded objects are kept, if the user wants that
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -172,7 +175,47 @@ class CreelDataset(Dataset[Sample]):
         """Return the address of an object that is a whole file, None for a part of a file."""
         return self.manifest.location(object_id)[0] if self.whole_files else None
 
+    @property
+    def decoders(self) -> Mapping[str, Callable[[bytes], Sample]]:
+        """The functions that `decoded` is called with, by name."""
+        return {}
+
+    @property
+    def remote(self) -> bool:
+        """Whether objects that are parts of files may lie in remote storage."""
+        return True
+
+    @property
+    def indexed(self) -> str:
+        """Describes the state of the files in which the objects were found; "" if none is known."""
+        return ""
+
+    def _keep_decoded(self, limit: str | int | None) -> None:
+        """Keep what `decoded` returns, in `limit` bytes of the node's memory; None: do not.
+
+        Raises:
+            ConfigError: it is not a size, or there is no decoder.
+        """
+        if limit is not None and not self.decoders:
+            raise ConfigError("keep_decoded keeps what decode= returns: give decode=")
+        self._keeping = None if limit is None else ObjectKeeping(limit)
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """Where decoded objects are kept; None if the user does not want that."""
+        if self._keeping is not None:
+            self._keeping = self._keeping.of(self)
+        return self._keeping
+
     def decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:
+        """`decode` an object's bytes, or return a copy of what was kept of that."""
+        if self._keeping is None:
+            return self._decoded(object_id, decode)
+        return self._keeping.sample(
+            *(self, object_id, decode), lambda decode: self._decoded(object_id, decode)
+        )
+
+    def _decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:
         """`decode` an object's bytes; a note on an error names the file and object."""
         data = self.read(object_id)
         try:

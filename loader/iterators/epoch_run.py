@@ -124,6 +124,8 @@ class EpochRun:
             try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
             loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
             self._served.begin(order, self.skipped)
+        elif self.stream is not None:
+            self.stream.skip()
         if self.skipped:
             order.skip(self.skipped)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler

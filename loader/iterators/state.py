@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
-from creel.loader.binding.tree import declares, wrapped_in
+from creel.loader.binding.tree import declares, keepings_in, wrapped_in
 from creel.loader.binding.wrapped import configure
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
@@ -85,6 +85,8 @@ class LoaderState:
         if isinstance(loader.creel, (dict, str)):
             for one in wrapped_in(loader.dataset):
                 configure(one, self.config, self._origins)
+        for keeping in keepings_in(loader.dataset):
+            keeping.begin(self, self.config.loader.recheck)
         dataset, binding = self._bound
         if dataset is not loader.dataset or binding is None or not binding.still():
             self._bound = (loader.dataset, bind(loader.dataset))
@@ -160,16 +162,21 @@ class LoaderState:
         daemon takes CPU time from the readers. This does not hold for files that are in the arena
         already, nor for rows, which the arena delivers faster than any file, unless this process
         has many sessions: each event of one costs the daemon a look at all.
+
+        The same holds for an epoch that begins with all its samples kept decoded.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
+        kept = binding.kept()
         known = (s for s in (stream, self._stream) if s is not None and s.binding is binding)
-        if any(s.alive and s.session.holds_most() for s in known):
+        if not kept and any(s.alive and s.session.holds_most() for s in known):
             return False
         if rank_and_world()[1] > 1:  # other nodes may depend on what this one reads
             alone = stream is not None and not (stream.joining or stream.session.client.cluster)
         else:
             alone = True
+        if kept:
+            return alone
         client = connected(self.config.daemon.name)
         many = client is not None and len(client.sessions) >= _MANY_SESSIONS
         return alone and (many or not only_copies(loader, binding)) and binding.in_page_cache()
