@@ -20,7 +20,7 @@ from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.decoded.codec import UnkeptError
 from creel.loader.decoded.shared_store import open_store
-from creel.loader.decoded.store import DecodedStore, Taken, Stamp
+from creel.loader.decoded.store import DecodedStore, Stamp, Taken
 from creel.loader.reading.this_thread import this_thread
 from creel.system.forks import at_fork
 from creel.units import parse_size

@@ -51,7 +51,7 @@ class KeptDataset(Dataset[T_co]):
 
 
 class SampleKeeping(Keeping):
-    """Keeps the samples of a `KeptDataset` dataset, with the versions of the local files they opened."""
+    """Keeps samples of a `KeptDataset`, with the versions of the local files they opened."""
 
     def identity(self, owner: KeptDataset[Any]) -> tuple[object, ...]:
         return (owner.dataset,)

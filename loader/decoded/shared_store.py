@@ -63,7 +63,9 @@ def _of_node(about: str, samples: int, limit: int | None) -> DecodedStore:
     for _ in range(_TRIES):
         own = _memfd_of(_holder(address), memory)
         if own is not None:
-            return DecodedStore(own, samples, limit)
+            found = DecodedStore(own, samples, limit)
+            found.mine = False
+            return found
         made = DecodedStore(new_memory(samples, memory), samples, limit)
         if _listen(address, made):
             return made

@@ -16,6 +16,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -98,6 +99,9 @@ class DecodedStore:
         self._words = memoryview(mapping)[:WORDS_NBYTES].cast("q")
         self._index: NDArray[np.int64] = np.frombuffer(mapping, np.int64, samples, WORDS_NBYTES)
         self._word_of = memoryview(mapping)[WORDS_NBYTES:].cast("q")
+        #: Whether this process made the memfd.
+        self.mine = True
+        self._counter: weakref.ref[object] | None = None
         self.forget()
         forget_in_child(self)
 
@@ -108,6 +112,13 @@ class DecodedStore:
     def __reduce__(self) -> tuple[object, ...]:
         """Give a process that is being spawned the same store."""
         return DecodedStore, (self.own, self.samples, self.limit)
+
+    def counted_by(self, counter: object) -> bool:
+        """Whether `counter`, of several, is to tell what the store has: the first one to ask."""
+        now = None if self._counter is None else self._counter()
+        if now is None and self.mine:
+            now, self._counter = counter, weakref.ref(counter)
+        return now is counter
 
     @property
     def complete(self) -> bool:

@@ -229,7 +229,7 @@ class ReplicaPool(BatchPool):
 
     def new_counts(self) -> list[int]:
         """Return zeros: this rank has no workers."""
-        return [0] * 6
+        return [0] * 8
 
     def describe(self, worker: int) -> str:
         """Say which rank makes a batch, for warnings."""

@@ -278,6 +278,7 @@ class EpochRun:
         if self.stream is None or not self.stream.alive:
             return
         first, self._counted = self._counted, self.delivered
+        self._loader_state.note_kept()
         more = self._loader_state.meter.unreported()
         sizes = [
             self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished

@@ -216,6 +216,7 @@ class BatchReader(StepReader):
             self._meter["stall_collate_ns"] += end - collating
             if lease is not None:
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
+                self._meter.decoded(lease.decoded_hits, lease.decoded_misses)
                 seen = lease.direct_reads, lease.direct_nbytes, direct_ns
                 self._direct.saw(*seen, lease.blocked)
 

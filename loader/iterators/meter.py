@@ -35,11 +35,19 @@ class Meter(dict[str, int]):
         self["direct_nbytes"] += nbytes
 
     def workers(self, changes: Sequence[int]) -> None:
-        """Add worker counters: busy ns by stage, direct reads and bytes (`new_counts`)."""
-        *busy, reads, nbytes = changes
+        """Add worker counters (`new_counts`).
+
+        Busy ns by stage, direct reads and bytes, samples that were kept decoded, or not.
+        """
+        *busy, reads, nbytes, hits, misses = changes
         for stage, ns in zip(STAGES, busy, strict=True):
             self[f"busy_{stage}_ns"] += ns
         self.direct(reads, nbytes)
+        self.decoded(hits, misses)
+
+    def decoded(self, hits: int, misses: int) -> None:
+        self["decoded_hits"] += hits
+        self["decoded_misses"] += misses
 
     def unreported(self) -> dict[str, int]:
         """Return the nonzero increments since the last call, except for batches."""

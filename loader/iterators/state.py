@@ -42,6 +42,7 @@ from creel.policies.order.remap import Exchange
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
+    from creel.loader.decoded.keeping import Keeping
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.workers.pool import Slots
 
@@ -73,6 +74,7 @@ class LoaderState:
         self.resume: Progress | None = None
         self._stream: BatchStream | None = None  # a session without an iterator, for the next
         self._bound: tuple[object, Binding | None] = (None, None)
+        self._keepings: list[Keeping] = []  # of the dataset's parts that keep decoded samples
         self._exchange: Exchange | None = None
         self._role: Role = None
         self._joined = False
@@ -85,7 +87,8 @@ class LoaderState:
         if isinstance(loader.creel, (dict, str)):
             for one in wrapped_in(loader.dataset):
                 configure(one, self.config, self._origins)
-        for keeping in keepings_in(loader.dataset):
+        self._keepings = keepings_in(loader.dataset)
+        for keeping in self._keepings:
             keeping.begin(self, self.config.loader.recheck)
         dataset, binding = self._bound
         if dataset is not loader.dataset or binding is None or not binding.still():
@@ -180,6 +183,13 @@ class LoaderState:
         client = connected(self.config.daemon.name)
         many = client is not None and len(client.sessions) >= _MANY_SESSIONS
         return alone and (many or not only_copies(loader, binding)) and binding.in_page_cache()
+
+    def note_kept(self) -> None:
+        """Set in the meter what this loader's stores of decoded samples have."""
+        stores = [one.store for one in self._keepings if one.store is not None]
+        mine = [store for store in stores if store.counted_by(self)]
+        self.meter["decoded_samples"] = sum(store.kept for store in mine)
+        self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""

@@ -30,7 +30,7 @@ from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.workers.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import (
     BATCH,
-    DIRECT_NBYTES,
+    DECODED_MISSES,
     FIRST,
     SINCE_NS,
     SOURCE_NS,
@@ -352,10 +352,10 @@ class WorkerPool(BatchPool):
         return self.words[counts + STAGE], self.words[counts + BATCH], since
 
     def new_counts(self) -> list[int]:
-        """Return all workers' counters since the last call, SOURCE_NS to DIRECT_NBYTES, summed."""
+        """Return all workers' counters since the last call, SOURCE_NS to DECODED_MISSES, summed."""
         counts = np.array(self.words[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
         new, self._last_counts = counts - self._last_counts, counts
-        return [int(n) for n in new[SOURCE_NS : DIRECT_NBYTES + 1]]
+        return [int(n) for n in new[SOURCE_NS : DECODED_MISSES + 1]]
 
     def describe(self, worker: int) -> str:
         """Say in one sentence what a worker is doing, for warnings."""

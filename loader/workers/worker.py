@@ -68,8 +68,10 @@ VOID = 0
 FIRST = 8
 WORDS = 16
 STAGE, BATCH, SINCE_NS = range(3)
-#: Counters: ns of each stage of batches; direct reads and their bytes.
+#: Counters: ns of each stage of batches; direct reads and their bytes; samples that were kept
+#: decoded, or not.
 SOURCE_NS, DECODE_NS, COLLATE_NS, HANDOVER_NS, DIRECT_READS, DIRECT_NBYTES = range(3, 9)
+DECODED_HITS, DECODED_MISSES = range(9, 11)
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,8 @@ class _Worker(StepReader):
             self._direct_ns = lease.direct_ns
             self._words[self._first_word + DIRECT_READS] += lease.direct_reads
             self._words[self._first_word + DIRECT_NBYTES] += lease.direct_nbytes
+            self._words[self._first_word + DECODED_HITS] += lease.decoded_hits
+            self._words[self._first_word + DECODED_MISSES] += lease.decoded_misses
 
     def copying(self, *, decodes: bool) -> None:
         """Note that rows are being copied, which counts as collation if a batch is made of them."""

@@ -44,7 +44,7 @@ def test_what_is_told_adds_up_to_what_was_counted() -> None:
     for i in range(5):
         meter.awaited(BatchTimes(10, 20, 60, 70, 30), i * 20, 75 + i * 20)
         meter.gave_up(WAITING if i % 2 else READING, 7)
-        meter.workers([1, 2, 3, 4, 5, 600])
+        meter.workers([1, 2, 3, 4, 5, 600, 7, 8])
         for name, value in meter.unreported().items():
             said[name] = said.get(name, 0) + value
     assert meter.unreported() == {}
