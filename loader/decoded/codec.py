@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -68,7 +67,7 @@ def decode(node: Node, read: Callable[[Sequence[NDArray[np.uint8]]], object]) ->
 class _Encoder:
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self._spans: list[tuple[int, int]] = []  # addresses of the arrays
+        self._spans: list[tuple[int, int, bool]] = []  # addresses of arrays; can they be written?
         self._inside: set[int] = set()  # ids of the lists, dicts and images
 
     def node(self, value: Any) -> Node:
@@ -100,7 +99,8 @@ class _Encoder:
     def _array(self, value: NDArray[Any]) -> Node:
         if value.dtype.kind not in _KINDS or value.dtype.metadata is not None:
             raise UnkeptError(f"an array of {value.dtype}")
-        self._add_span(value.ctypes.data, value.itemsize, value.shape, value.strides)
+        own = value.flags.writeable
+        self._add_span(value.ctypes.data, value.itemsize, value.shape, value.strides, own)
         flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8) if value.nbytes else None
         if flat is not None:
             self.buffers.append(flat)
@@ -113,19 +113,21 @@ class _Encoder:
         if value.is_quantized or value.is_inference():
             raise UnkeptError("a tensor that is more than numbers in the CPU's memory")
         size = value.element_size()
-        self._add_span(value.data_ptr(), size, value.shape, [size * s for s in value.stride()])
+        self._add_span(
+            value.data_ptr(), size, value.shape, [size * s for s in value.stride()], True
+        )
         if value.numel():
             self.buffers.append(value.contiguous().reshape(-1).view(torch.uint8).numpy())
         return ["T", str(value.dtype).removeprefix("torch."), list(value.shape)]
 
     def _add_span(
-        self, first: int, size: int, shape: Sequence[int], strides: Sequence[int]
+        self, first: int, size: int, shape: Sequence[int], strides: Sequence[int], written: bool
     ) -> None:
         """Note the addresses of an array; `strides`: in bytes."""
         if 0 not in shape:
             reach = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
             low, high = (sum(clip(0, r) for r in reach) for clip in (min, max))
-            self._spans.append((first + low, first + high + size))
+            self._spans.append((first + low, first + high + size, written))
 
     def _once(self, value: object) -> None:
         if id(value) in self._inside:
@@ -144,10 +146,12 @@ class _Encoder:
         return [*node, len(data)]
 
     def check_apart(self) -> None:
-        """Raise UnkeptError if two arrays share memory, as those of copies would not."""
-        spans = sorted(self._spans)
-        if any(end > first for (_, end), (first, _) in pairwise(spans)):
-            raise UnkeptError("arrays that share memory")
+        """Raise UnkeptError if a write to one array would change another one."""
+        ends = {False: 0, True: 0}  # of those so far that can only be read, or written
+        for first, end, written in sorted(self._spans):
+            if first < ends[True] or (written and first < ends[False]):
+                raise UnkeptError("arrays that share memory")
+            ends[written] = max(ends[written], end)
 
 
 def _rare_number(value: Any) -> Node:
@@ -187,7 +191,8 @@ def _comes_back(image: Image.Image) -> bool:
     if image.mode == "1":  # its bytes may be others than 0 and 255
         return made.tobytes("raw", "L") == image.tobytes("raw", "L")
     same: bool = made.im.getpalettemode() == image.im.getpalettemode()
-    return same and made.convert("RGBA") == image.convert("RGBA")
+    # A copy: `convert` may change the palette of the image that it converts.
+    return same and made.copy().convert("RGBA") == image.copy().convert("RGBA")
 
 
 # --- and back -------------------------------------------------------------------------------------

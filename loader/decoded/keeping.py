@@ -124,8 +124,8 @@ class Keeping:
 
     def usable(self, owner: Any) -> DecodedStore | None:
         """Return the store for a sample of the dataset as it is now; None if there is none."""
-        if self._of is None and self._owner is None:
-            self._owner = weakref.ref(owner)
+        if self._of is None:
+            self._owner = self._owner or weakref.ref(owner)
             self.open()
         store = self.store
         if store is None or not self._fits(self.identity(owner)) or switched_off():

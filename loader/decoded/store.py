@@ -230,7 +230,7 @@ class DecodedStore:
             words[_ENCODED] += encoded_nbytes
             used = words[_USED]
             if self.limit is not None and used + nbytes > self.limit:
-                if used + words[_DECODED] // words[_DECODES] > self.limit:
+                if used + self._mean() > self.limit:
                     words[_CLOSED_NS] = _FOREVER_NS
                 return -1
             due = used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[_SAMPLES]
@@ -241,6 +241,10 @@ class DecodedStore:
             words[_END] = place + nbytes
             words[_USED] = used + nbytes
         return place
+
+    def _mean(self) -> int:
+        """Return the mean bytes of the samples that it has."""
+        return (self._words[_USED] - WORDS_NBYTES) // max(self._words[_SAMPLES], 1)
 
     def _room(self) -> int:
         """Return by how many bytes it may grow now, by the memory of the node."""
