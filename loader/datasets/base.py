@@ -198,7 +198,7 @@ class CreelDataset(Dataset[Sample]):
         """
         if limit is not None and not self.decoders:
             raise ConfigError("keep_decoded keeps what decode= returns: give decode=")
-        self._keeping = None if limit is None else ObjectKeeping(limit)
+        self._keeping = None if limit is None else ObjectKeeping(limit).of(self)
 
     @property
     def keeping(self) -> Keeping | None:
@@ -263,6 +263,10 @@ class CreelDataset(Dataset[Sample]):
 
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in self.volatile}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        _ = self.keeping  # which belongs to the copy from now on
 
 
 class Transformed(Dataset[Sample]):

@@ -34,7 +34,11 @@ class KeptDataset(Dataset[T_co]):
 
     def __init__(self, dataset: Dataset[T_co], limit: str | int = "auto") -> None:
         self.dataset = dataset
-        self._keeping = SampleKeeping(limit)
+        self._keeping = SampleKeeping(limit).of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        _ = self.keeping  # which belongs to the copy from now on
 
     @property
     def keeping(self) -> Keeping:
