@@ -6,7 +6,8 @@
 JPEGs of 500 x 375 pixels in the page cache, shuffled. Each round reads an epoch by torch's loader
 over a plain dataset, one by creel without keeping, and two by creel with a new store: the first
 epoch fills it, the second copies from it. Figures are samples/s, and medians of the ratios of each
-round: `later / torch` and `later / creel`, and what filling costs, `first / creel`.
+round: `later / torch` and `later / creel`, and what filling costs, `first / creel`; of wall time,
+and of the CPU time of the whole process tree.
 
 `full` decodes 500 x 375 (562 KB), `256` also resizes to 256 x 256 (196 KB); `crop` cuts and resizes
 to 224 x 224 and flips at random, `bare` only makes a tensor. `kept` is `creel.kept` around the
@@ -19,14 +20,13 @@ import argparse
 import io
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measure import median, report, skip_unless
+from measure import Round, measured, median, report, skip_unless
 from torch.utils.data import DataLoader, Dataset
 
 import creel
@@ -103,12 +103,11 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def rate(loader: DataLoader[Any]) -> float:
-    """Return the samples/s of an epoch."""
-    began, samples = time.perf_counter(), 0
-    for batch in loader:
-        samples += len(batch)
-    return samples / (time.perf_counter() - began)
+def epoch(loader: DataLoader[Any]) -> Round:
+    into = Round()
+    with measured(into):
+        into.batches = sum(1 for _ in loader)
+    return into
 
 
 def compare(name: str, paths: list[str], o: argparse.Namespace) -> dict[str, object]:
@@ -121,18 +120,23 @@ def compare(name: str, paths: list[str], o: argparse.Namespace) -> dict[str, obj
     theirs = DataLoader(Files(paths, decode, transform), **options)
     plain = creel.FileDataset(paths, decode=decode, transform=transform)
     ours = creel.DataLoader(plain, **options)
-    rate(theirs), rate(ours)
-    rounds: list[dict[str, float]] = []
+    epoch(theirs)
+    epoch(ours)
+    rounds: list[dict[str, Round]] = []
     for _ in range(o.rounds):
         kept = creel.DataLoader(keeping(paths, decode, transform), **options)
         ways = {"torch": theirs, "creel": ours, "first": kept, "later": kept}
-        rounds.append({way: rate(loader) for way, loader in ways.items()})
+        rounds.append({way: epoch(loader) for way, loader in ways.items()})
         del kept
     row: dict[str, object] = {"case": name}
     for way in rounds[0]:
-        row[f"{way}, /s"] = round(median([r[way] for r in rounds]))
+        row[f"{way}, /s"] = round(median([len(paths) / r[way].wall_s for r in rounds]))
     for way, peer in (("later", "torch"), ("later", "creel"), ("first", "creel")):
-        row[f"{way} / {peer}"] = round(median([r[way] / r[peer] for r in rounds]), 2)
+        for figure in ("wall", "cpu"):
+            both = [
+                (getattr(r[peer], f"{figure}_s"), getattr(r[way], f"{figure}_s")) for r in rounds
+            ]
+            row[f"{way} / {peer}, {figure}"] = round(median([p / w for p, w in both]), 2)
     return row
 
 
