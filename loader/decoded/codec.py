@@ -25,6 +25,8 @@ Buffer: TypeAlias = "bytes | NDArray[np.uint8]"
 _PLAIN = frozenset({type(None), bool, float, str})
 #: Kinds of numpy's dtypes that their `str` describes completely.
 _KINDS = frozenset("biufcSUmM")
+#: Why an array is not kept: a copy of it would be another kind of memory, with other roundings.
+_PART = "floating-point numbers that are a part of a larger array"
 #: bytes up to this length are part of the header.
 _SHORT = 256
 #: Modes of images whose bytes are all there is to them, and ones where that is checked.
@@ -101,10 +103,13 @@ class _Encoder:
             raise UnkeptError(f"an array of {value.dtype}")
         own = value.flags.writeable
         self._add_span(value.ctypes.data, value.itemsize, value.shape, value.strides, own)
-        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8) if value.nbytes else None
-        if flat is not None:
-            self.buffers.append(flat)
-        return ["a", value.dtype.str, list(value.shape), value.flags.writeable]
+        order = _order(value.strides)
+        ordered = value.transpose(order)
+        if value.dtype.kind in "fc" and not ordered.flags.c_contiguous:
+            raise UnkeptError(_PART)
+        if value.nbytes:
+            self.buffers.append(np.ascontiguousarray(ordered).reshape(-1).view(np.uint8))
+        return ["a", value.dtype.str, list(ordered.shape), order, value.flags.writeable]
 
     def _tensor(self, value: torch.Tensor) -> Node:
         plain = value.layout is torch.strided and value.device.type == "cpu"
@@ -116,9 +121,16 @@ class _Encoder:
         self._add_span(
             value.data_ptr(), size, value.shape, [size * s for s in value.stride()], True
         )
+        order = _order(value.stride())
+        ordered = value.permute(order)
+        if not ordered.is_contiguous():
+            if value.is_floating_point() or value.is_complex():
+                raise UnkeptError(_PART)
+            value = ordered.contiguous().permute(_inverse(order))
         if value.numel():
-            self.buffers.append(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-        return ["T", str(value.dtype).removeprefix("torch."), list(value.shape)]
+            self.buffers.append(_flat(value))
+        dtype = str(value.dtype).removeprefix("torch.")
+        return ["T", dtype, list(value.shape), list(value.stride())]
 
     def _add_span(
         self, first: int, size: int, shape: Sequence[int], strides: Sequence[int], written: bool
@@ -152,6 +164,24 @@ class _Encoder:
             if first < ends[True] or (written and first < ends[False]):
                 raise UnkeptError("arrays that share memory")
             ends[written] = max(ends[written], end)
+
+
+def _order(strides: Sequence[int]) -> list[int]:
+    """Return the axes of an array in the order in which they lie in memory.
+
+    Calculations with floating-point numbers depend on that order: it is kept.
+    """
+    return sorted(range(len(strides)), key=lambda axis: -abs(strides[axis]))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _flat(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor without gaps, as they lie in memory; it shares them."""
+    flat: NDArray[np.uint8] = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat
 
 
 def _rare_number(value: Any) -> Node:
@@ -207,14 +237,16 @@ def _made(node: Node, into: list[NDArray[np.uint8]]) -> Callable[[], Any]:
         parts = [_made(one, into) for one in rest]
         return lambda: _container(tag, [part() for part in parts])
     if tag == "a":
-        array: NDArray[Any] = np.empty(rest[1], rest[0])
+        dtype, shape, order, writeable = rest
+        array: NDArray[Any] = np.empty(shape, dtype)
         if array.nbytes:
             into.append(array.reshape(-1).view(np.uint8))
-        return lambda: _with_flag(array, writeable=rest[2])
+        return lambda: _with_flag(array, _inverse(order), writeable=writeable)
     if tag == "T":
-        tensor = torch.empty(rest[1], dtype=getattr(torch, rest[0]), device="cpu")
+        dtype, shape, strides = rest
+        tensor = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="cpu")
         if tensor.numel():
-            into.append(tensor.reshape(-1).view(torch.uint8).numpy())
+            into.append(_flat(tensor))
         return lambda: tensor
     if tag == "p":
         mode, size, palette, info, nbytes = rest
@@ -242,7 +274,9 @@ def _number(tag: str, rest: list[Any]) -> Any:
     return complex(*rest) if tag == "c" else np.frombuffer(rest[1], rest[0])[0]
 
 
-def _with_flag(array: NDArray[Any], *, writeable: bool) -> NDArray[Any]:
+def _with_flag(array: NDArray[Any], axes: list[int], *, writeable: bool) -> NDArray[Any]:
+    if axes != sorted(axes):
+        array = array.transpose(axes)
     array.flags.writeable = writeable
     return array
 
