@@ -14,18 +14,8 @@ from creel.cache.storage.manifest import UNKNOWN, Manifest
 from creel.cache.storage.stores.retry import public
 from creel.cache.storage.stores.store import read_file
 from creel.errors import ConfigError, NotFoundError
-from creel.loader.datasets.base import (
-    CreelDataset,
-    Labelled,
-    Names,
-    Raw,
-    Sample,
-    addresses,
-    check_callable,
-    each,
-    position,
-    strings,
-)
+from creel.loader.datasets.base import CreelDataset, Raw, Sample, check_callable, each, position
+from creel.loader.datasets.columns import Labelled, Names, addresses, strings
 from creel.loader.decoded.objects import sole
 from creel.loader.reading.listing import files_below, glob_pattern
 from creel.loader.reading.storage import (

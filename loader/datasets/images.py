@@ -15,16 +15,8 @@ from numpy.typing import NDArray
 from creel.cache.storage.manifest import UNKNOWN, scheme_of
 from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, NotFoundError
-from creel.loader.datasets.base import (
-    LazySequence,
-    Names,
-    Sample,
-    addresses,
-    check_callable,
-    each,
-    position,
-    strings,
-)
+from creel.loader.datasets.base import Sample, check_callable, each, position
+from creel.loader.datasets.columns import LazySequence, Names, addresses, strings
 from creel.loader.datasets.files import WholeFiles
 from creel.loader.decoded.objects import sole
 from creel.loader.reading.listing import files_below, parse_index, write_index

@@ -24,8 +24,8 @@ from creel.loader.datasets.base import (
     each,
     position,
     positions,
-    strings,
 )
+from creel.loader.datasets.columns import strings
 from creel.loader.datasets.tarindex import members
 from creel.loader.reading.listing import braces
 from creel.loader.reading.storage import Options, absolute, nbytes_of, several

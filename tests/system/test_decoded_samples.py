@@ -228,7 +228,7 @@ def test_the_ranks_of_a_node_decode_each_file_once(
         torch.set_num_threads(1)  # a fork has no OpenMP threads
         made = []
         for dataset in (make(paths, log), Plain(paths, Decode(log.with_name("other")), Augment())):
-            sampler = DistributedSampler(dataset, 2, rank, seed=3)
+            sampler: Any = DistributedSampler(dataset, 2, rank, seed=3)
             kind: Any = DataLoader if isinstance(dataset, Plain) else creel.DataLoader
             made.append(kind(dataset, 4, sampler=sampler, num_workers=2))
         ours, theirs = made
@@ -316,7 +316,7 @@ class Killed:
                 os.kill(os.getpid(), signal.SIGKILL)
                 return 0
 
-            os.pwritev = half
+            os.pwritev = half  # type: ignore[assignment]  # without its fourth argument
         return self.decode(data)
 
 
