@@ -47,3 +47,34 @@ def given_back(available: int, reserve: int, withheld: int) -> int:
     if available > 4 * reserve:
         return -min((available - 2 * reserve) // 2, withheld)
     return 0
+
+
+def decoded_room(
+    limit: int | None, used: int, available: int, reserve: int, *, whole: int, encoded: int
+) -> int:
+    """Return the bytes by which a store of decoded samples may grow now, 0 or more.
+
+    Args:
+        limit: bytes that the user allows; None: what others do not need.
+        used: bytes that it has.
+        available: bytes that all processes may still take.
+        reserve: bytes of these that stay free.
+        whole: bytes of all samples, decoded.
+        encoded: bytes of all files. Without a limit, a store that cannot have all samples leaves
+            room for these.
+
+    It keeps away from twice the reserve, which is what remains after memory was given back.
+
+    >>> decoded_room(800, 500, 9000, 100, whole=10**6, encoded=0)
+    300
+    >>> decoded_room(None, 500, 9000, 100, whole=2000, encoded=5000)
+    8800
+    >>> decoded_room(None, 500, 9000, 100, whole=10**6, encoded=5000)
+    3800
+    """
+    free = available - 2 * reserve
+    if limit is not None:
+        free = min(free, limit - used)
+    elif whole - used > free:
+        free -= encoded
+    return max(free, 0)

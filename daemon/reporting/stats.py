@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
-from creel.counters import report
+from creel.counters import GAUGES, report
 
 if TYPE_CHECKING:
     from creel.daemon.service.node import Node
@@ -82,6 +82,19 @@ def tiers(core: Snapshot) -> dict[str, dict[str, Any]]:
     return out
 
 
+def decoded(ranks: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the tier of decoded samples, from the reports of ranks; {} if none was read there."""
+    names = {
+        "hits": "decoded_hits",
+        "misses": "decoded_misses",
+        "samples": "decoded_samples",
+        "used_nbytes": "decoded_nbytes",
+    }
+    counted = list(ranks)
+    tier = {key: sum(int(one[name]) for one in counted) for key, name in names.items()}
+    return {"decoded": tier | {"evictions": {}}} if tier["hits"] + tier["misses"] else {}
+
+
 def dataset(core: Snapshot, one: DatasetRecord) -> dict[str, Any]:
     return {"dataset": one.key, "root": public(one.manifest.root), **core["datasets"][one.key]}
 
@@ -141,7 +154,7 @@ class Ranks:
 
     def add_closed(self, one: SessionRecord) -> None:
         """Keep the counters of a session that ends, while its shared words still exist."""
-        _add(self._closed, one)
+        _add(self._closed, one, ended=True)
         while len(self._closed) > _MAX_RANKS:
             del self._closed[next(iter(self._closed))]
 
@@ -154,12 +167,17 @@ class Ranks:
         return [{"job": job, "rank": rank, **report(n)} for (job, rank), n in latest]
 
 
-def _add(sums: dict[tuple[str, int], dict[str, int]], one: SessionRecord) -> None:
+def _add(
+    sums: dict[tuple[str, int], dict[str, int]], one: SessionRecord, *, ended: bool = False
+) -> None:
     """Add a session's counters to those of its rank, and make that rank the latest."""
     who = one.opened.job, one.opened.rank
     before = sums.pop(who, {})
+    counted = one.words.counters()
+    if ended:
+        counted |= dict.fromkeys(GAUGES, 0)
     # Clients may write anything: counters never go down.
-    sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in one.words.counters().items()}
+    sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in counted.items()}
 
 
 def stats(node: Node) -> dict[str, Any]:
@@ -169,13 +187,14 @@ def stats(node: Node) -> dict[str, Any]:
         session(s, pids.get(s.token, 0), core["sessions"][str(s.id)])
         for s in node.registry.sessions.values()
     ]
+    ranks = node.ranks.reports(node.registry.sessions.values())
     return {
         "memory": memory(node, core),
-        "tiers": tiers(core),
+        "tiers": tiers(core) | decoded(ranks),
         "core": core,
         "sources": [source(d) for d in node.registry.datasets.values()],
         "sessions": sessions,
-        "ranks": node.ranks.reports(node.registry.sessions.values()),
+        "ranks": ranks,
         "peers": {f"{what}_nbytes": n for what, n in node.clusters.traffic().items()},
         "fetch": {
             "pending": node.fetcher.pending,

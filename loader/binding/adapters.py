@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import ConfigError
-from creel.loader.datasets.base import CreelDataset, addresses
+from creel.loader.datasets.base import CreelDataset
+from creel.loader.datasets.columns import addresses
 from creel.loader.reading.opened import open_as_python
 from creel.loader.reading.storage import Options, absolute
 from creel.policies.arrays import Ids, Ints

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
-from creel.loader.binding.tree import Tree, TreeNode, bindable
+from creel.loader.binding.tree import Tree, TreeNode, bindable, kept_on_top
 from creel.loader.binding.wrapped import Trace
 from creel.loader.datasets.base import CreelDataset, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
@@ -192,6 +192,22 @@ class Binding:
             return False
         some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
         return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))
+
+    def kept(self) -> bool:
+        """Whether all that samples read is kept decoded."""
+        if kept_on_top(self.dataset):
+            return True
+        stores = [leaf.keeping.store if leaf.keeping else None for leaf in self.leaves]
+        samples = len(self.dataset)  # type: ignore[arg-type]  # map-style datasets have a length
+        if sum(0 if store is None else store.kept for store in stores) < samples:
+            return False
+        ids = self.objects(np.arange(samples))[0]
+        for leaf, store in zip(self.leaves, stores, strict=True):
+            own = ids.astype(np.int64) - self._bases[id(leaf)]
+            own = own[(own >= 0) & (own < leaf.object_count)]
+            if len(own) and (store is None or not store.has_all(own)):
+                return False
+        return True
 
     def reading(self, session: Session, step: int, ids: NDArray[np.integer], stamp: int) -> Lease:
         """Return a lease: inside its `with`, this thread's reads of a step's objects are copies.

@@ -14,6 +14,8 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 from creel.loader.binding.adapters import cacheable, leaf_of
 from creel.loader.binding.wrapped import Trace, Wrapped, is_wrapped, trace_of, unwrap
 from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
+from creel.loader.decoded.keeping import Keeping
+from creel.loader.decoded.kept import KeptDataset
 from creel.policies.arrays import Ids, Ints
 
 D = TypeVar("D")
@@ -36,7 +38,7 @@ def inside(dataset: object) -> list[Any] | None:
     """Return the datasets directly below a wrapper of torch or creel; None for other datasets."""
     if is_wrapped(dataset):
         return [unwrap(dataset)]
-    if type(dataset) is Transformed or unchanged(dataset, Subset):
+    if type(dataset) is Transformed or type(dataset) is KeptDataset or unchanged(dataset, Subset):
         return [dataset.dataset]
     if unchanged(dataset, ConcatDataset):
         return list(dataset.datasets)
@@ -68,6 +70,20 @@ def wrapped_in(dataset: object) -> list[Wrapped]:
     if is_wrapped(dataset):
         return [dataset]
     return [one for below in inside(dataset) or () for one in wrapped_in(below)]
+
+
+def keepings_in(dataset: object) -> list[Keeping]:
+    """Return where the datasets in a dataset keep decoded samples."""
+    mine = dataset.keeping if isinstance(dataset, (CreelDataset, KeptDataset)) else None
+    below = [one for part in inside(dataset) or () for one in keepings_in(part)]
+    return below if mine is None else [mine, *below]
+
+
+def kept_on_top(dataset: object) -> bool:
+    """Whether each sample is made of one that `creel.kept` has kept."""
+    while type(dataset) is Transformed:
+        dataset = dataset.dataset
+    return type(dataset) is KeptDataset and dataset.keeping.complete
 
 
 # --- nodes ------------------------------------------------------------------------------------

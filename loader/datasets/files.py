@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -14,18 +14,9 @@ from creel.cache.storage.manifest import UNKNOWN, Manifest
 from creel.cache.storage.stores.retry import public
 from creel.cache.storage.stores.store import read_file
 from creel.errors import ConfigError, NotFoundError
-from creel.loader.datasets.base import (
-    CreelDataset,
-    Labelled,
-    Names,
-    Raw,
-    Sample,
-    addresses,
-    check_callable,
-    each,
-    position,
-    strings,
-)
+from creel.loader.datasets.base import CreelDataset, Raw, Sample, check_callable, each, position
+from creel.loader.datasets.columns import Labelled, Names, addresses, strings
+from creel.loader.decoded.objects import sole
 from creel.loader.reading.listing import files_below, glob_pattern
 from creel.loader.reading.storage import (
     Options,
@@ -89,9 +80,13 @@ class FileDataset(WholeFiles, Labelled):
             of one known size are built without a Python call per sample.
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
+        keep_decoded: memory of the node for what `decode` returned (docs/datasets.md): a size
+            ("64GiB" or bytes), or "auto", what others do not need. Each file is then decoded once
+            in a job on a node. `decode` must draw no random numbers.
 
     Raises:
-        ConfigError: no files, or labels or sizes whose number or type does not fit.
+        ConfigError: no files, or labels or sizes whose number or type does not fit; `keep_decoded`
+            without `decode`.
         NotFoundError: a missing root, or no file below it that matches.
     """
 
@@ -105,6 +100,7 @@ class FileDataset(WholeFiles, Labelled):
         transform: Callable[[Sample], Sample] | None = None,
         nbytes: Sequence[int] | bool = False,
         storage_options: Options = None,
+        keep_decoded: str | int | None = None,
     ) -> None:
         self.storage_options = storage_options
         if isinstance(paths, (str, os.PathLike)):
@@ -113,6 +109,7 @@ class FileDataset(WholeFiles, Labelled):
             self._root, self._names, known = "", _each(paths), None
         check_callable(decode=decode, transform=transform)
         self.decode = decode
+        self._keep_decoded(keep_decoded)
         self.transform = transform
         self.labels = labels
         sizes = self._nbytes = self._sizes(nbytes, known)
@@ -130,6 +127,10 @@ class FileDataset(WholeFiles, Labelled):
         if self.transform is not None:
             sample = self.transform(sample)
         return sample if self.labels is None else (sample, self.labels[i])
+
+    @property
+    def decoders(self) -> Mapping[str, Callable[[bytes], Sample]]:
+        return sole(self.decode)
 
     def _sizes(
         self, given: Sequence[int] | bool, known: list[int] | None

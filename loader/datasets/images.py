@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,17 +15,10 @@ from numpy.typing import NDArray
 from creel.cache.storage.manifest import UNKNOWN, scheme_of
 from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, NotFoundError
-from creel.loader.datasets.base import (
-    LazySequence,
-    Names,
-    Sample,
-    addresses,
-    check_callable,
-    each,
-    position,
-    strings,
-)
+from creel.loader.datasets.base import Sample, check_callable, each, position
+from creel.loader.datasets.columns import LazySequence, Names, addresses, strings
 from creel.loader.datasets.files import WholeFiles
+from creel.loader.decoded.objects import sole
 from creel.loader.reading.listing import files_below, parse_index, write_index
 from creel.loader.reading.opened import read as read_address
 from creel.loader.reading.storage import (
@@ -99,10 +92,14 @@ class ImageFolder(WholeFiles):
             listed.
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
+        keep_decoded: memory of the node for what `decode` returned (docs/datasets.md): a size
+            ("64GiB" or bytes), or "auto", what others do not need. Each image is then decoded once
+            in a job on a node. `decode` must draw no random numbers.
 
     Raises:
         NotFoundError: (a FileNotFoundError) no folder, no class, or a class without files.
-        ConfigError: both `loader` and `decode`, or something that cannot be called.
+        ConfigError: both `loader` and `decode` or `keep_decoded`, or something that cannot be
+            called.
     """
 
     volatile = (*WholeFiles.volatile, "_targets", "_imgs")
@@ -121,6 +118,7 @@ class ImageFolder(WholeFiles):
         decode: Callable[[bytes], Sample] | None = None,
         index: str | os.PathLike[str] | None = None,
         storage_options: Options = None,
+        keep_decoded: str | int | None = None,
     ) -> None:
         self.storage_options = storage_options
         if loader is not None and decode is not None:
@@ -132,6 +130,7 @@ class ImageFolder(WholeFiles):
         self.loader = pil_loader if loader is None else loader
         self.decode = decode_image if decode is None else decode
         check_callable(decode=decode, loader=loader, is_valid_file=is_valid_file)
+        self._keep_decoded(keep_decoded)
         self.extensions = IMG_EXTENSIONS if is_valid_file is None else None
         self._root = absolute(root)
         self._shown = self._root if scheme_of(os.fspath(root)) else os.fspath(self.root)
@@ -222,6 +221,10 @@ class ImageFolder(WholeFiles):
     @property
     def layout(self) -> object:
         return self._names
+
+    @property
+    def decoders(self) -> Mapping[str, Callable[[bytes], Sample]]:
+        return sole(self.decode if self.loader is pil_loader else None)
 
     @property
     def cacheable(self) -> bool:

@@ -18,8 +18,9 @@ from numpy.typing import DTypeLike, NDArray
 from creel.cache.storage.manifest import Manifest, scheme_of
 from creel.cache.storage.stores.store import Piece, read_pieces
 from creel.errors import ConfigError
-from creel.loader.datasets.base import Labelled, Raw, Sample, check_callable, each, position
+from creel.loader.datasets.base import Raw, Sample, check_callable, each, position
 from creel.loader.datasets.batches import MAX_ROWS_NBYTES, cast, numbers, rows_cast, unstacked
+from creel.loader.datasets.columns import Labelled
 from creel.loader.datasets.mapped import MappedFiles
 from creel.loader.reading.observer import take_rows
 from creel.loader.reading.storage import (

@@ -24,8 +24,8 @@ from creel.loader.datasets.base import (
     each,
     position,
     positions,
-    strings,
 )
+from creel.loader.datasets.columns import strings
 from creel.loader.datasets.tarindex import members
 from creel.loader.reading.listing import braces
 from creel.loader.reading.storage import Options, absolute, nbytes_of, several
@@ -73,12 +73,16 @@ class TarDataset(CreelDataset):
             for nowhere. It is rebuilt when a shard's size or local modification time has changed.
         storage_options: of the client that reads remote shards, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
+        keep_decoded: memory of the node for what these functions returned (docs/datasets.md): a
+            size ("64GiB" or bytes), or "auto", what others do not need. Each member is then decoded
+            once in a job on a node. They must draw no random numbers.
 
     Samples of a local shard that was replaced or written after indexing raise SourceError, because
     its members may have moved. (Remote shards are not checked again.)
 
     Raises:
-        ConfigError: a shard that is compressed, damaged or empty; no samples.
+        ConfigError: a shard that is compressed, damaged or empty; no samples; `keep_decoded`
+            without `decode`.
         NotFoundError: a missing shard.
     """
 
@@ -91,6 +95,7 @@ class TarDataset(CreelDataset):
         extensions: Sequence[str] | None = None,
         index: str | os.PathLike[str] | None = None,
         storage_options: Options = None,
+        keep_decoded: str | int | None = None,
     ) -> None:
         self.storage_options = storage_options
         self.shards = [absolute(name) for s in several(shards) for name in braces(os.fspath(s))]
@@ -102,6 +107,7 @@ class TarDataset(CreelDataset):
         check_callable(transform=transform, **{f"decode of {e}": f for e, f in self.decode.items()})
         if isinstance(extensions, str):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
+        self._keep_decoded(keep_decoded)
         self.transform = transform
         self._indexed = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
         path = None if index is None else _index_path(index, self.shards)
@@ -117,6 +123,18 @@ class TarDataset(CreelDataset):
     @property
     def object_count(self) -> int:
         return len(self._index.offset)
+
+    @property
+    def decoders(self) -> Mapping[str, Callable[[bytes], Sample]]:
+        return self.decode
+
+    @property
+    def remote(self) -> bool:
+        return None in self._indexed
+
+    @property
+    def indexed(self) -> str:
+        return xxhash.xxh3_128_hexdigest(repr(self._indexed).encode())
 
     @property
     def keys(self) -> Sequence[str]:

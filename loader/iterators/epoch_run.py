@@ -135,6 +135,8 @@ class EpochRun:
             try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
             loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
             self._served.begin(order, self.skipped)
+        elif self.stream is not None:
+            self.stream.skip()
         if self.skipped:
             order.skip(self.skipped)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
@@ -277,6 +279,7 @@ class EpochRun:
         if self.stream is None or not self.stream.alive:
             return
         first, self._counted = self._counted, self.delivered
+        self._loader_state.note_kept()
         more = self._loader_state.meter.unreported()
         sizes = [
             self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished

@@ -207,6 +207,7 @@ class BatchReader(StepReader):
             self._meter["stall_collate_ns"] += end - collating
             if lease is not None:
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
+                self._meter.decoded(lease.decoded_hits, lease.decoded_misses)
                 self._direct.saw(lease.direct_reads, direct_ns, lease.use)
 
     def _plain(self, index: Any) -> Any:

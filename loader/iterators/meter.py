@@ -40,6 +40,10 @@ class Meter(dict[str, int]):
         for name, more in counts.items():
             self[name] += more
 
+    def decoded(self, hits: int, misses: int) -> None:
+        self["decoded_hits"] += hits
+        self["decoded_misses"] += misses
+
     def unreported(self) -> dict[str, int]:
         """Return the nonzero increments since the last call, except for batches."""
         then, self._reported = self._reported, dict(self)

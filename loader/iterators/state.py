@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
-from creel.loader.binding.tree import declares, wrapped_in
+from creel.loader.binding.tree import declares, keepings_in, wrapped_in
 from creel.loader.binding.wrapped import configure
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
@@ -42,6 +42,7 @@ from creel.policies.order.remap import Exchange
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
+    from creel.loader.decoded.keeping import Keeping
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.workers.pool import Slots
 
@@ -73,6 +74,7 @@ class LoaderState:
         self.resume: Progress | None = None
         self._stream: BatchStream | None = None  # a session without an iterator, for the next
         self._bound: tuple[object, Binding | None] = (None, None)
+        self._keepings: list[Keeping] = []  # of the dataset's parts that keep decoded samples
         self._exchange: Exchange | None = None
         self._role: Role = None
         self._joined = False
@@ -85,6 +87,9 @@ class LoaderState:
         if isinstance(loader.creel, (dict, str)):
             for one in wrapped_in(loader.dataset):
                 configure(one, self.config, self._origins)
+        self._keepings = keepings_in(loader.dataset)
+        for keeping in self._keepings:
+            keeping.begin(self, self.config.loader.recheck)
         dataset, binding = self._bound
         if dataset is not loader.dataset or binding is None or not binding.still():
             self._bound = (loader.dataset, bind(loader.dataset))
@@ -162,19 +167,31 @@ class LoaderState:
         daemon takes CPU time from the readers. This does not hold for files that are in the arena
         already, nor for rows, which the arena delivers faster than any file, unless this process
         has many sessions: each event of one costs the daemon a look at all.
+
+        The same holds for an epoch that begins with all its samples kept decoded.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
+        kept = binding.kept()
         known = (s for s in (stream, self._stream) if s is not None and s.binding is binding)
-        if any(s.alive and s.session.holds_most() for s in known):
+        if not kept and any(s.alive and s.session.holds_most() for s in known):
             return False
         if rank_and_world()[1] > 1:  # other nodes may depend on what this one reads
             alone = stream is not None and not (stream.joining or stream.session.client.cluster)
         else:
             alone = True
+        if kept:
+            return alone
         client = connected(self.config.daemon.name)
         many = client is not None and len(client.sessions) >= _MANY_SESSIONS
         return alone and (many or not only_copies(loader, binding)) and binding.in_page_cache()
+
+    def note_kept(self) -> None:
+        """Set in the meter what this loader's stores of decoded samples have."""
+        stores = [one.store for one in self._keepings if one.store is not None]
+        mine = [store for store in stores if store.counted_by(self)]
+        self.meter["decoded_samples"] = sum(store.kept for store in mine)
+        self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""

@@ -187,6 +187,11 @@ class BatchStream:
         """Whether the nodes of the job are about to join and share their memories."""
         return time.monotonic() < self.session.client.joining_until
 
+    def skip(self) -> None:
+        """Read nothing of the epoch that begins, nor of what was published of it."""
+        self._cancel()
+        self.session.done(self._next)
+
     def leave(self) -> None:
         """End the epoch, complete or not: no more of it is read."""
         now = self._now

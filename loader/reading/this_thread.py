@@ -23,8 +23,9 @@ class ReadRecord(Protocol):
     options: Options
     thread: ThreadReads
 
-    def add(self, asked: str | tuple[int, int], /) -> None:
-        """Record the read of an address, or of an object of a leaf by (id(leaf), number)."""
+    def add(self, asked: str | tuple[int, int] | tuple[str, int, int], /) -> None:
+        """Record the read of an address, of an object of a leaf by (id(leaf), number), or of a part
+        of a file: address, bytes read, bytes in all."""
         ...
 
     def opened(

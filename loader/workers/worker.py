@@ -315,7 +315,12 @@ class _Worker(StepReader):
                 return self._fetcher.fetch(index)
         finally:
             self._direct_ns = lease.direct_ns
-            self._count(direct_reads=lease.direct_reads, direct_nbytes=lease.direct_nbytes)
+            self._count(
+                direct_reads=lease.direct_reads,
+                direct_nbytes=lease.direct_nbytes,
+                decoded_hits=lease.decoded_hits,
+                decoded_misses=lease.decoded_misses,
+            )
 
     def copying(self, *, decodes: bool) -> None:
         """Note that rows are being copied, which counts as collation if a batch is made of them."""

@@ -26,7 +26,8 @@ class Counter(NamedTuple):
         metric: its Prometheus family.
         help: one sentence about that family.
         column: its heading in `creel stats` and `creel top`; "": no column.
-        kind: of the Prometheus family. A gauge of a rank counts its open sessions only.
+        kind: of the Prometheus family. A gauge of a rank counts its open sessions only; it has
+            shared words if its rank writes it.
         label, members: label and names of the members, each with a counter of its own; (): any
             names.
         per: columns show the counter divided by this one.
@@ -52,7 +53,7 @@ class Counter(NamedTuple):
     @property
     def words(self) -> tuple[str, ...]:
         """Names of the shared words."""
-        if self.of != "rank" or self.kind == "gauge":
+        if self.of != "rank" or (self.kind == "gauge" and self.writer == "daemon"):
             return ()
         ns = "_ns" if self.unit == "s" else ""
         return tuple(f"{self.name}_{m}{ns}" for m in self.members) or (self.name + ns,)
@@ -73,6 +74,10 @@ COUNTERS = (
     Counter(
         *("tier", "budget_nbytes", "daemon", "bytes", "creel_cache_budget_bytes"),
         "Bytes that a tier may hold.",
+        kind="gauge",
+    ),
+    Counter(
+        *("tier", "samples", "daemon", "", "creel_cache_samples", "Decoded samples in a tier."),
         kind="gauge",
     ),
     Counter("tier", "spilled", "daemon", "", "creel_spilled", "Objects written to a tier."),
@@ -123,6 +128,25 @@ COUNTERS = (
         label="cause",
         members=("source", "decode", "collate", "daemon", "sampler"),
     ),
+    # These have no columns: `creel stats` shows their sums as a tier.
+    Counter(
+        *("rank", "decoded_hits", "worker", "", "creel_decoded_hits"),
+        "Samples that were kept decoded when they were read.",
+    ),
+    Counter(
+        *("rank", "decoded_misses", "worker", "", "creel_decoded_misses"),
+        "Samples that were decoded, of those to be kept.",
+    ),
+    Counter(
+        *("rank", "decoded_samples", "meter", "", "creel_decoded_samples"),
+        "Decoded samples in the stores that this rank made.",
+        kind="gauge",
+    ),
+    Counter(
+        *("rank", "decoded_nbytes", "meter", "bytes", "creel_decoded_bytes"),
+        "Bytes of memory of these stores.",
+        kind="gauge",
+    ),
     Counter(
         *("rank", "ahead", "daemon", "", "creel_ready_steps"),
         *("Steps ready and not yet read.", "ahead"),
@@ -139,6 +163,8 @@ COUNTERS = (
 OF_RANKS = tuple(c for c in COUNTERS if c.words)
 #: Names of the words that whoever makes batches counts, each worker in shared words of its own.
 OF_WORKERS = tuple(word for c in OF_RANKS if c.writer == "worker" for word in c.words)
+#: Shared words that end with their session.
+GAUGES = frozenset(word for c in OF_RANKS if c.kind == "gauge" for word in c.words)
 CAUSES, STAGES = (next(c.members for c in OF_RANKS if c.name == n) for n in ("stall", "busy"))
 
 

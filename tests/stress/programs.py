@@ -23,6 +23,8 @@ from torch.utils.data import *
 import creel
 from stress.userland import *
 """
+#: Memory for decoded samples: for all, for some, for none.
+LIMITS = ("'auto'", "'1MiB'", "'1MiB'", 4096 + 1500, "'7KiB'", 0)
 SETTINGS = ["settings.OFFSET = {k}", "settings.Settings.factor = {k}"]
 HOW = ("in place", "times put back", "renamed")
 OPTIONS = (
@@ -176,7 +178,7 @@ class Program:
         ]
 
     def _leaf(self) -> Data:
-        own = (self._own,) * 3
+        own = (self._own,) * 3 + (self._kept,)
         images = (self._images,) if HAS_IMAGES else ()
         data: Data = self._of(self._file_dataset, self._records, self._tensors, *own, *images)()
         return data
@@ -210,6 +212,8 @@ class Program:
         alike = self._chance(0.6)
         files, changes = self._files(alike=alike)
         decode = self._maybe("decode", "size_of")
+        if decode and self._chance(0.6):
+            decode += f", **keeping({self._of(*LIMITS)})"
         more = self._maybe("transform", "widen", "in_place", "as_dict", "halves", "noise")
         more += self._labels() + self._maybe("nbytes", "True")
         name = self._assign(f"creel.FileDataset({files}{decode}{more})")
@@ -249,13 +253,30 @@ class Program:
         files = self._assign(f"make_images({folder}, {self._n})")
         kind = self._of("ImageFolder", "ImageFolder", "TorchImageFolder")
         transform = self._of("pixels", "pixels", "noisy_pixels")
-        name = self._assign(f"{kind}({folder}, transform={transform})")
+        keeping = f", **keeping({self._of(*LIMITS)})" if kind == "ImageFolder" else ""
+        name = self._assign(f"{kind}({folder}, transform={transform}{keeping})")
         changes = self._file_changes(files, "image()")
         changes += [
             f"{name}.samples = list({name}.samples)[::-1]",
             f"{name}.target_transform = minus",
         ]
         return Data(name, self._n, steady=transform == "pixels", changes=changes)
+
+    def _kept(self) -> Data:
+        files, changes = self._files(alike=False)
+        how = self._of("open", "text", "mapped", "descriptor", "memmap", "fromfile", "creel.open")
+        config = self._maybe("config", "'config'")
+        self._say("rewrite('config', 5)")
+        limit = self._of(*LIMITS)
+        name = self._assign(f"kept(Reads({files}, {how!r}{config}), {limit})")
+        if self._chance(0.5):
+            name = self._assign(f"creel.datasets.Transformed({name}, in_place)")
+        changes = [one for one in changes if one not in SETTINGS]
+        changes += ["rewrite('config', {k})"] * (3 if config else 0)
+        data = Data(name, self._n, changes=changes)
+        if self._chance(0.3):
+            self._wrap(data)
+        return data
 
     def _own(self) -> Data:
         files, changes = self._files(alike=False)

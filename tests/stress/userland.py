@@ -79,6 +79,15 @@ def wrap(data: Any) -> Any:
     return creel.wrap(data) if with_creel() else data
 
 
+def keeping(limit: str | int) -> dict[str, Any]:
+    """Return arguments by which creel's datasets keep decoded samples."""
+    return {"keep_decoded": limit} if with_creel() else {}
+
+
+def kept(data: Any, limit: str | int) -> Any:
+    return creel.kept(data, limit) if with_creel() else data
+
+
 def ImageFolder(root: str, **kwargs: Any) -> Any:
     return (creel.ImageFolder if with_creel() else folder.ImageFolder)(root, **kwargs)
 
@@ -295,6 +304,23 @@ class Own(Dataset[Any]):
     def data(self, index: int) -> bytes:
         data: bytes = READERS[self.how](self.paths[index])
         return data
+
+
+class Reads(Dataset[Any]):
+    """Samples depend on one or two files each, and on nothing else."""
+
+    def __init__(self, paths: list[str], how: str, config: str = "") -> None:
+        self.paths, self.how, self.config = paths, how, config
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        read = READERS[self.how]
+        data = read(self.paths[index])
+        more = read(self.config) if self.config else b""
+        x = torch.tensor([zlib.crc32(data), len(data), zlib.crc32(more)])
+        return {"x": x, "bytes": np.array([*data[:4]]), "more": (len(more), more[:3], None)}["x"]
 
 
 class Declared(Own):

@@ -20,7 +20,7 @@ from creel.loader.datasets import (
     RecordDataset,
     TarDataset,
 )
-from creel.loader.datasets.base import addresses
+from creel.loader.datasets.columns import addresses
 from creel.loader.reading.storage import absolute, in_threads
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,7 +16,7 @@ from creel.errors import ConfigError
 from creel.loader.datasets import (
     RecordDataset,
 )
-from creel.loader.datasets.base import Labels
+from creel.loader.datasets.columns import Labels
 from testbed.same import check_in_torch, same
 
 pytestmark = pytest.mark.timeout(120)

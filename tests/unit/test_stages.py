@@ -45,6 +45,7 @@ def test_what_is_told_adds_up_to_what_was_counted() -> None:
         meter.awaited(BatchTimes(10, 20, 60, 70, 30), i * 20, 75 + i * 20)
         meter.gave_up(WAITING if i % 2 else READING, 7)
         meter.add({"busy_handover_ns": 4, "direct_reads": 5, "direct_nbytes": 600})
+        meter.add({"decoded_hits": 7, "decoded_misses": 8})
         for name, value in meter.unreported().items():
             said[name] = said.get(name, 0) + value
     assert meter.unreported() == {}

@@ -165,6 +165,9 @@ def summary_pairs(answer: Values) -> list[tuple[str, str]]:
             for why, n in tier.get("evictions", {}).items()
             if n
         )
+        if "samples" in tier:
+            size = format_size(tier.get("used_nbytes", 0))
+            rows.append((f"kept {name}", f"{format_count(tier['samples'])} samples, {size}"))
         if name == "memory":  # peers evict by themselves, and the disk reuses its room
             rows.append((f"evicted from {name}", evicted or "none"))
     return rows + [row for s in answer.get("sources", ()) for row in _source_rows(s)]

@@ -1,0 +1,401 @@
+"""DecodedStore: decoded samples in a memfd, put there by the processes that decoded them.
+
+The memfd begins with words and an index, which are mapped. Samples follow, each written once and
+never moved: places are not used again, as a file has more of them than a machine has memory. A
+sample is written by `pwritev` and read by `preadv`, so that lack of memory is an error, not SIGBUS.
+Its word in the index is stored last, so that nobody reads half a sample.
+
+What is removed (another version, or memory that others need) leaves the index first. A reader looks
+at the index again after a copy. As no place is used twice, an equal word means the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.memfd import (
+    F_ADD_SEALS,
+    F_SEAL_GROW,
+    F_SEAL_SHRINK,
+    Descriptor,
+    mapped,
+    memfd,
+)
+from creel.loader.decoded.codec import decode, encode
+from creel.policies.memory import decoded_room, given_back, reserve
+from creel.system import limits
+from creel.system.forks import forget_in_child
+from creel.units import format_size
+
+_log = logging.getLogger("creel.loader")
+
+#: Bytes of the words, before the index.
+WORDS_NBYTES = 4096
+# The words:
+_END, _USED, _SAMPLES, _CLOSED_NS, _LOOKED_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = (
+    range(10)
+)
+#: Samples begin at multiples of this. A word of the index is place and length, both in these units.
+_UNIT = 64
+_LENGTH_BITS = 24
+_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+#: Bytes of the memfd, which takes memory only where it was written.
+_PLACES_NBYTES = 1 << 45
+#: A sample's first bytes: its number, and the bytes of the header that follows.
+_HEAD = struct.Struct("<qq")
+#: Bytes that are read at once to have the header of most samples.
+_FIRST_NBYTES = 1024
+#: Most buffers of one system call, and most bytes (Linux).
+_MOST_BUFFERS, _MOST_NBYTES = 1000, 1 << 30
+#: The free memory is looked at after this many bytes, and this often while samples are read.
+_LOOK_NBYTES, _LOOK_NS = 8 << 20, 250_000_000
+#: How long nothing is kept after memory was short.
+_SHORT_NS = 1_000_000_000
+_FOREVER_NS = (1 << 63) - 1
+_PAGE = 4096
+
+#: What identifies the bytes that a sample was decoded from: plain values.
+Stamp = Any
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+class Taken(NamedTuple):
+    """The result of `take`."""
+
+    sample: Any
+
+
+class DecodedStore:
+    """Samples by number, for all processes that have its memfd. Thread-safe."""
+
+    def __init__(self, own: Descriptor, samples: int, limit: int | None) -> None:
+        """Use the memfd `own`, made by `new_memory`.
+
+        Args:
+            samples: how many there are at most.
+            limit: most bytes of memory; None: what others do not need (`decoded_room`).
+
+        Raises:
+            OSError, ValueError: it cannot be mapped.
+        """
+        self.own = own
+        self.samples = samples
+        self.limit = limit
+        mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples)
+        self._words = memoryview(mapping)[:WORDS_NBYTES].cast("q")
+        self._index: NDArray[np.int64] = np.frombuffer(mapping, np.int64, samples, WORDS_NBYTES)
+        self._word_of = memoryview(mapping)[WORDS_NBYTES:].cast("q")
+        #: Whether this process made the memfd.
+        self.mine = True
+        self._counter: weakref.ref[object] | None = None
+        self.forget()
+        forget_in_child(self)
+
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Give a process that is being spawned the same store."""
+        return DecodedStore, (self.own, self.samples, self.limit)
+
+    def counted_by(self, counter: object) -> bool:
+        """Whether `counter`, of several, is to tell what the store has: the first one to ask."""
+        now = None if self._counter is None else self._counter()
+        if now is None and self.mine:
+            now, self._counter = counter, weakref.ref(counter)
+        return now is counter
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all samples, in some version."""
+        return self._words[_SAMPLES] == self.samples > 0
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self._words[_USED]
+
+    @property
+    def kept(self) -> int:
+        """Number of samples that it has."""
+        return self._words[_SAMPLES]
+
+    def has(self, number: int) -> bool:
+        """Whether it has a sample, in some version."""
+        return self._word_of[number] != 0
+
+    def has_all(self, numbers: NDArray[np.int64]) -> bool:
+        """Whether it has these (k,) samples, in some version."""
+        return self._words[_SAMPLES] > 0 and bool(self._index[numbers].all())
+
+    def first_failure(self) -> bool:
+        """Whether this is the first call in any process: a sample could not be kept."""
+        with _Locked(self):
+            first, self._words[_FAILED] = not self._words[_FAILED], 1
+        return first
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def take(self, number: int, current: Callable[[Stamp], bool]) -> Taken | None:
+        """Return a private copy of a sample; None if it is absent or its stamp is not `current`."""
+        word = self._word_of[number]
+        if not word:
+            return None
+        self._look()
+        place, nbytes = _place_of(word)
+        try:
+            first = os.pread(self.own.fd, min(nbytes, _FIRST_NBYTES), place)
+            of, length = _HEAD.unpack_from(first)
+            begin = _HEAD.size + length
+            if len(first) < begin:
+                first += os.pread(self.own.fd, begin - len(first), place + len(first))
+            if of != number or self._word_of[number] != word:
+                return None  # it was removed while it was read
+            stamp, node = _unpack(memoryview(first)[_HEAD.size : begin])
+            if not current(stamp):
+                return None
+            sample = decode(node, lambda into: self._fill(into, place + begin))
+        except (OSError, struct.error, msgspec.DecodeError):  # no descriptor left, or as above
+            return None
+        return Taken(sample) if self._word_of[number] == word else None
+
+    def _fill(self, into: Sequence[NDArray[np.uint8]], place: int) -> None:
+        """Read the bytes from `place` on into arrays.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        _transfer(os.preadv, self.own.fd, into, place)
+
+    # --- writing --------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether it may have room for another sample."""
+        return not self._words[_REFUSED] and time.monotonic_ns() >= self._words[_CLOSED_NS]
+
+    def put(self, number: int, stamp: Stamp, sample: object, encoded_nbytes: int = 0) -> int:
+        """Keep a sample, if there is room, in place of an older version; return its bytes or 0.
+
+        Args:
+            stamp: what `current` of `take` is asked about.
+            encoded_nbytes: what it was decoded from.
+
+        Raises:
+            UnkeptError: it cannot be kept, whatever room there is.
+            UnicodeEncodeError: nor text that is not Unicode.
+        """
+        if not self.open:
+            return 0
+        node, buffers = encode(sample)
+        header = _pack((stamp, node))
+        parts: list[Any] = [_HEAD.pack(number, len(header)) + header, *buffers]
+        nbytes = sum(len(memoryview(part).cast("B")) for part in parts)
+        units = -(-nbytes // _UNIT)
+        if units > _LENGTH_MASK:
+            return 0
+        place = self._reserve(units * _UNIT, encoded_nbytes)
+        if place < 0:
+            return 0
+        try:
+            _transfer(os.pwritev, self.own.fd, parts, place)
+        except OSError as e:
+            self._abandon(place, units * _UNIT)
+            _log.info("no more decoded samples are kept for now: %s", e.strerror)
+            return 0
+        self._publish(number, place // _UNIT << _LENGTH_BITS | units)
+        return units * _UNIT
+
+    def _reserve(self, nbytes: int, encoded_nbytes: int) -> int:
+        """Return a new place of `nbytes`; -1 if there is no room."""
+        words = self._words
+        with _Locked(self):
+            words[_DECODES] += 1
+            words[_DECODED] += nbytes
+            words[_ENCODED] += encoded_nbytes
+            used = words[_USED]
+            if self.limit is not None and used + nbytes > self.limit:
+                if used + self._mean() > self.limit:
+                    words[_CLOSED_NS] = _FOREVER_NS
+                return -1
+            due = used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[_SAMPLES]
+            if due and self._room() < nbytes:
+                words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+                return -1
+            place = words[_END]
+            words[_END] = place + nbytes
+            words[_USED] = used + nbytes
+        return place
+
+    def _mean(self) -> int:
+        """Return the mean bytes of the samples that it has."""
+        return (self._words[_USED] - WORDS_NBYTES) // max(self._words[_SAMPLES], 1)
+
+    def _room(self) -> int:
+        """Return by how many bytes it may grow now, by the memory of the node."""
+        words, memory = self._words, limits.memory(active=True)
+        whole, encoded = (
+            words[n] * self.samples // max(words[_DECODES], 1) for n in (_DECODED, _ENCODED)
+        )
+        return decoded_room(
+            *(self.limit, words[_USED], memory.available, reserve(memory.total)),
+            whole=whole,
+            encoded=encoded,
+        )
+
+    def _publish(self, number: int, word: int) -> None:
+        with _Locked(self):
+            if self._words[_REFUSED]:
+                self._free(*_place_of(word))
+                return
+            old = self._word_of[number]
+            self._word_of[number] = word
+            if old:
+                self._free(*_place_of(old))
+            else:
+                self._words[_SAMPLES] += 1
+
+    def _abandon(self, place: int, nbytes: int) -> None:
+        """Give back a place that could not be written; keep nothing more for a while."""
+        with _Locked(self):
+            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+            self._free(place, nbytes)
+
+    # --- removing -------------------------------------------------------------------------------
+
+    def _free(self, place: int, nbytes: int) -> None:
+        """Give back the memory of whole pages of a place that left the index; under the lock."""
+        first, end = -(-place // _PAGE) * _PAGE, (place + nbytes) // _PAGE * _PAGE
+        with suppress(OSError, ValueError):  # no memory for a mapping: the pages stay
+            if end > first:
+                with mapped(self.own.fd, end - first, offset=first) as memory:
+                    memory.madvise(mmap.MADV_REMOVE)
+                self._words[_USED] -= end - first
+        if self._words[_CLOSED_NS] == _FOREVER_NS:
+            self._words[_CLOSED_NS] = 0
+
+    def refuse(self) -> bool:
+        """Keep nothing any more, nor what is there; return whether this is the first call."""
+        with _Locked(self):
+            first, self._words[_REFUSED] = not self._words[_REFUSED], 1
+            if first and self._words[_SAMPLES]:
+                self._remove(np.flatnonzero(self._index))
+        return first
+
+    def _look(self) -> None:
+        """Give memory back if other processes lack it; looks four times a second."""
+        if time.monotonic_ns() - self._words[_LOOKED_NS] < _LOOK_NS:
+            return
+        with _Locked(self):
+            now = time.monotonic_ns()
+            if now - self._words[_LOOKED_NS] < _LOOK_NS:  # another process has just looked
+                return
+            self._words[_LOOKED_NS] = now
+        memory = limits.memory(active=True)
+        wanted = given_back(memory.available, reserve(memory.total), 0)
+        if wanted > 0:
+            self.give_back(wanted)
+
+    def give_back(self, nbytes: int) -> None:
+        """Remove the samples that came last, `nbytes` of them, and let others have the memory."""
+        with _Locked(self):
+            before = self._words[_USED]
+            numbers = np.flatnonzero(self._index)
+            if not len(numbers):
+                return
+            latest = numbers[np.argsort(self._index[numbers])[::-1]]
+            ends = np.cumsum((self._index[latest] & _LENGTH_MASK) * _UNIT)
+            self._remove(latest[: int(np.searchsorted(ends, nbytes)) + 1])
+            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+        freed = before - self._words[_USED]
+        if freed:
+            _log.warning(
+                "other processes need memory: %s of decoded samples are not kept any more",
+                format_size(freed),
+            )
+
+    def _remove(self, numbers: NDArray[np.intp]) -> None:
+        """Remove these (k,) samples; under the lock."""
+        words = np.sort(self._index[numbers])
+        self._index[numbers] = 0
+        self._words[_SAMPLES] -= len(words)
+        first = (words >> _LENGTH_BITS) * _UNIT
+        end = first + (words & _LENGTH_MASK) * _UNIT
+        begins = np.append(True, first[1:] != end[:-1])  # of a run without gaps
+        for at, to in zip(first[begins], end[np.append(begins[1:], True)], strict=True):
+            self._free(int(at), int(to - at))
+
+
+class _Locked:
+    """Inside the `with`, no other thread or process changes the store."""
+
+    def __init__(self, store: DecodedStore) -> None:
+        self._lock, self._own = store._lock, store.own  # noqa: SLF001
+
+    def __enter__(self) -> None:
+        import fcntl  # missing on Windows, where this module is imported as well
+
+        self._lock.acquire()
+        # The system frees it when the process ends, whatever it was doing.
+        fcntl.lockf(self._own.fd, fcntl.LOCK_EX, 1)
+
+    def __exit__(self, *_: object) -> None:
+        import fcntl
+
+        fcntl.lockf(self._own.fd, fcntl.LOCK_UN, 1)
+        self._lock.release()
+
+
+def new_memory(samples: int, name: str = "creel-decoded") -> Descriptor:
+    """Make the memfd of a store without samples.
+
+    Raises:
+        OSError: there is no memory for its index.
+    """
+    import fcntl
+
+    own = Descriptor(memfd(name, sealable=True))
+    first = -(-(WORDS_NBYTES + 8 * samples) // _PAGE) * _PAGE
+    os.ftruncate(own.fd, _PLACES_NBYTES)
+    os.posix_fallocate(own.fd, 0, first)  # later accesses of the mapping cannot fail
+    os.pwrite(own.fd, struct.pack("<qq", first, first), 8 * _END)  # _END and _USED
+    fcntl.fcntl(own.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+    return own
+
+
+def _place_of(word: int) -> tuple[int, int]:
+    """Return the first byte and the bytes of a place, from a word of the index."""
+    return (word >> _LENGTH_BITS) * _UNIT, (word & _LENGTH_MASK) * _UNIT
+
+
+def _transfer(call: Callable[..., int], fd: int, buffers: Sequence[Any], place: int) -> None:
+    """Read or write all bytes of the buffers, by `os.preadv` or `os.pwritev`.
+
+    Raises:
+        OSError: the system refuses, or there is less.
+    """
+    views = [memoryview(one).cast("B") for one in buffers if memoryview(one).nbytes]
+    while views:
+        done = call(fd, views[:_MOST_BUFFERS], place)
+        if done <= 0:
+            raise OSError("fewer bytes than expected")
+        place += done
+        while views and done >= views[0].nbytes:
+            done -= views.pop(0).nbytes
+        if done:
+            views[0] = views[0][done:]

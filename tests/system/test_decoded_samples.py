@@ -1,0 +1,363 @@
+"""Kept decoded samples: torch's batches, each file decoded once in a job, whatever breaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
+
+import creel
+from creel.loader.datasets import Transformed
+from creel.loader.reading.storage import version_at
+from daemons import Running
+from kit import until
+from testbed.ranks import ranks
+from testbed.same import same
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+N = 24
+
+
+class Decode:
+    """Makes an array of a file's bytes, and writes a letter to a file for each call."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = str(log)
+
+    def __call__(self, data: bytes) -> Any:
+        fd = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(fd, b".")
+        os.close(fd)
+        return np.frombuffer(data, np.uint8).astype(np.float32), len(data)
+
+
+class Augment:
+    """Draws random numbers, and changes the sample in place."""
+
+    def __call__(self, sample: tuple[Any, int]) -> Any:
+        array, nbytes = sample
+        array += np.random.rand()  # noqa: NPY002  torch seeds it in workers
+        return torch.from_numpy(array) * torch.rand(1), nbytes
+
+
+class Plain(Dataset[Any]):
+    """What a torch user would write."""
+
+    def __init__(self, paths: list[str], decode: Any, augment: Any) -> None:
+        self.paths, self.decode, self.augment = paths, decode, augment
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self.paths[index], "rb") as file:  # noqa: PTH123  (as users do)
+            sample = self.decode(file.read())
+        return self.augment(sample)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def calls(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    rng = np.random.default_rng(0)
+    for i in range(N):
+        (tmp_path / f"{i:02}.bin").write_bytes(rng.bytes(3000))
+    paths = [str(tmp_path / f"{i:02}.bin") for i in range(N)]
+    until(lambda: version_at(paths[-1]) > 0)
+    return paths
+
+
+def by_dataset(paths: list[str], log: Path, limit: Any = "64MiB") -> Any:
+    return creel.FileDataset(paths, decode=Decode(log), transform=Augment(), keep_decoded=limit)
+
+
+def by_kept(paths: list[str], log: Path, limit: Any = "64MiB") -> Any:
+    return Transformed(creel.kept(Plain(paths, Decode(log), as_it_is), limit), Augment())
+
+
+def as_it_is(sample: Any) -> Any:
+    return sample
+
+
+Make = Callable[..., Any]
+both = pytest.mark.parametrize("make", [by_dataset, by_kept])
+
+
+def check_epochs(
+    ours: Any, theirs: Any, epochs: int, between: Callable[[int], object] = lambda _: None
+) -> None:
+    for epoch in range(epochs):
+        between(epoch)
+        batches = []
+        for loader in (ours, theirs):
+            torch.manual_seed(epoch)
+            np.random.seed(epoch)  # noqa: NPY002  as above
+            batches.append([copied(batch) for batch in loader])
+        assert same(*batches), epoch
+
+
+def copied(batch: Any) -> Any:
+    return [one.clone() for one in batch]
+
+
+def loaders(dataset: Any, paths: list[str], log: Path, **more: Any) -> tuple[Any, Any]:
+    options = more.pop("creel", None)
+    plain = Plain(paths, Decode(log.with_name("other")), Augment())
+    more = {"batch_size": 4, "shuffle": True, **more}
+    return creel.DataLoader(dataset, creel=options, **more), DataLoader(plain, **more)
+
+
+@both
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 2, "creel": {"loader.direct": "never"}},
+        {"num_workers": 2, "creel": False},
+        {"num_workers": 2, "creel": {"loader.recheck": "never"}},
+    ],
+    ids=lambda more: "-".join(map(str, more.values())),
+)
+def test_batches_are_torchs_and_each_file_is_decoded_once(
+    make: Make, paths: list[str], log: Path, more: dict[str, Any]
+) -> None:
+    ours, theirs = loaders(make(paths, log), paths, log, **more)
+    check_epochs(ours, theirs, 4)
+    assert calls(log) == N
+
+
+@both
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.usefixtures("daemon")
+def test_spawned_workers_share_what_they_keep(
+    make: Make, paths: list[str], log: Path, method: str
+) -> None:
+    more = {"num_workers": 1, "multiprocessing_context": method}
+    ours, theirs = loaders(make(paths, log), paths, log, **more)
+    check_epochs(ours, theirs, 2)
+    assert calls(log) == N
+
+
+@both
+@pytest.mark.usefixtures("daemon")
+def test_torchs_own_loader_keeps_them_too(make: Make, paths: list[str], log: Path) -> None:
+    _, theirs = loaders(make(paths, log), paths, log, num_workers=2)
+    dataset = make(paths, log)
+    ours = DataLoader(dataset, 4, shuffle=True, num_workers=2)
+    check_epochs(ours, theirs, 3)
+    assert calls(log) == N
+
+
+@both
+@pytest.mark.usefixtures("daemon")
+def test_creel_disabled_keeps_nothing(
+    make: Make, paths: list[str], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_DISABLE", "1")
+    ours, theirs = loaders(make(paths, log), paths, log, num_workers=2)
+    check_epochs(ours, theirs, 2)
+    assert calls(log) == 2 * N
+
+
+@both
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("direct", ["auto", "never"])
+def test_files_that_were_rewritten_between_epochs_are_decoded_anew(
+    make: Make, paths: list[str], log: Path, workers: int, direct: str
+) -> None:
+    """In place, with the same size and time, and by a rename."""
+    rng = np.random.default_rng(7)
+
+    def rewrite(epoch: int) -> None:
+        for i in rng.permutation(N)[: 3 * epoch].tolist():
+            before = os.stat(paths[i])  # noqa: PTH116
+            if i % 3:
+                Path(paths[i]).write_bytes(rng.bytes(3000))
+            else:
+                Path(paths[i] + ".new").write_bytes(rng.bytes(3000))
+                Path(paths[i] + ".new").rename(paths[i])
+            if i % 2:
+                os.utime(paths[i], ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    options = {"loader.direct": direct}
+    ours, theirs = loaders(make(paths, log), paths, log, num_workers=workers, creel=options)
+    check_epochs(ours, theirs, 5, rewrite)
+    assert N < calls(log) < 5 * N
+
+
+@both
+@pytest.mark.usefixtures("daemon")
+def test_with_memory_for_a_part_that_part_is_decoded_once(
+    make: Make, paths: list[str], log: Path
+) -> None:
+    """Law L1: no epoch after the first decodes more than what has no room."""
+    ours, theirs = loaders(make(paths, log, 4096 + N * 8 + 12 * 12_800), paths, log, num_workers=2)
+    check_epochs(ours, theirs, 3)
+    assert calls(log) == N + 2 * (N - 12)
+
+
+@both
+@pytest.mark.usefixtures("daemon")
+def test_the_ranks_of_a_node_decode_each_file_once(
+    make: Make, paths: list[str], log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (tmp_path / "job").mkdir()
+
+    def read(rank: int) -> list[int]:
+        torch.set_num_threads(1)  # a fork has no OpenMP threads
+        made = []
+        for dataset in (make(paths, log), Plain(paths, Decode(log.with_name("other")), Augment())):
+            sampler: Any = DistributedSampler(dataset, 2, rank, seed=3)
+            kind: Any = DataLoader if isinstance(dataset, Plain) else creel.DataLoader
+            made.append(kind(dataset, 4, sampler=sampler, num_workers=2))
+        ours, theirs = made
+        found = []
+
+        def begin(epoch: int) -> None:
+            for loader in (ours, theirs):
+                loader.sampler.set_epoch(epoch)
+            dist.barrier()
+            found.append(calls(log))
+            dist.barrier()
+
+        check_epochs(ours, theirs, 4, begin)
+        dist.barrier()
+        return [*found, calls(log)]
+
+    for found in ranks(read, tmp_path / "job"):
+        assert found == [0, N, N, N, N]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_ranks_that_decode_differently_share_nothing(
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def read(rank: int) -> bool:
+        torch.set_num_threads(1)
+        dataset = creel.FileDataset(
+            paths, decode=lambda data: torch.tensor(data[rank]), keep_decoded="1MiB"
+        )
+        loader = creel.DataLoader(dataset, N, num_workers=1)
+        expected = torch.tensor([Path(path).read_bytes()[rank] for path in paths])
+        for _ in range(2):
+            (batch,) = loader
+            dist.barrier()
+            if not torch.equal(batch, expected):
+                return False
+        return True
+
+    assert ranks(read, tmp_path) == [True, True]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_an_epoch_with_all_samples_kept_publishes_no_plan(
+    paths: list[str], log: Path, daemon: Running
+) -> None:
+    """Nothing is fetched for it."""
+    options = {"loader.direct": "never"}
+    # With "never" a plan is published whatever is kept.
+    for direct, planned in (("auto", False), ("never", True)):
+        options = {"loader.direct": direct}
+        dataset = by_dataset(paths, log, "64MiB" if planned else "65MiB")
+        loader = creel.DataLoader(dataset, 4, shuffle=True, num_workers=2, creel=options)
+        list(loader)
+        list(loader)
+        state = loader._loader_state()
+        binding = state.binding(loader)
+        assert binding is not None
+        assert binding.kept()
+        assert state.page_cached(loader, binding, None) is not planned
+    with daemon.client("cli") as client:
+        tier = client.ask("stats")["tiers"]["decoded"]
+    assert tier["misses"] == 2 * N
+    assert tier["hits"] == 2 * N
+
+
+class Killed:
+    """Decodes, and kills its worker once, in the middle of writing what it has decoded."""
+
+    def __init__(self, log: Path, mark: Path) -> None:
+        self.decode, self.mark = Decode(log), mark
+
+    def __call__(self, data: bytes) -> Any:
+        if (
+            get_worker_info() is not None
+            and not self.mark.exists()
+            and calls(self.mark.parent / "log") > 5
+        ):
+            self.mark.touch()
+            write = os.pwritev
+
+            def half(fd: int, buffers: Any, place: int) -> int:
+                write(fd, [bytes(buffers[0])[:40]], place)
+                os.kill(os.getpid(), signal.SIGKILL)
+                return 0
+
+            os.pwritev = half  # type: ignore[assignment]  # without its fourth argument
+        return self.decode(data)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_half_a_sample_of_a_killed_worker_is_never_read(
+    paths: list[str], log: Path, tmp_path: Path
+) -> None:
+    decode = Killed(log, tmp_path / "killed")
+    dataset = creel.FileDataset(paths, decode=decode, transform=Augment(), keep_decoded="64MiB")
+    ours, theirs = loaders(dataset, paths, log, num_workers=2)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(ours)
+    assert (tmp_path / "killed").exists()
+    check_epochs(ours, theirs, 3)
+    assert calls(log) <= N + 2  # and one that was decoded, but not written
+
+
+@both
+@pytest.mark.usefixtures("daemon")
+def test_stats_show_the_tier(make: Make, paths: list[str], log: Path, daemon: Running) -> None:
+    plain = creel.DataLoader(creel.FileDataset(paths), 4)
+    list(plain)  # a session
+    dataset = make(paths, log)
+    loader = creel.DataLoader(dataset, 4, num_workers=2, creel={"loader.direct": "never"})
+    for _ in range(3):
+        list(loader)
+    stats = loader.stats()
+    if make is by_dataset:
+        assert stats["decoded_hits"] == 2 * N
+        assert stats["decoded_misses"] == N
+        assert stats["decoded_samples"] == N
+        with daemon.client("cli") as client:
+            tier = client.ask("stats")["tiers"]["decoded"]
+        assert (tier["hits"], tier["misses"], tier["samples"]) == (2 * N, N, N)
+        assert tier["used_nbytes"] >= N * 12_000
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_wrapped_dataset_may_keep_decoded_samples(paths: list[str], log: Path) -> None:
+    dataset = creel.wrap(by_kept(paths, log))
+    options = {"loader.direct": "never"}
+    ours, theirs = loaders(dataset, paths, log, num_workers=2, creel=options)
+    check_epochs(ours, theirs, 4)
+    assert calls(log) == N

@@ -1,0 +1,204 @@
+"""What is kept of a decoded sample comes back the same, in types and bits, and is a copy."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from PIL import Image
+
+from creel.loader.decoded.codec import UnkeptError, decode, encode
+
+MODES = {"1": 1, "L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4, "YCbCr": 3, "I": 4}
+MODES |= {"F": 4, "P": 1, "HSV": 3, "LAB": 3, "I;16": 2, "RGBa": 4, "La": 2, "PA": 2}
+DTYPES = [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
+
+
+def back(sample: object) -> Any:
+    """Encode a sample, and decode it from the bytes."""
+    node, buffers = encode(sample)
+    data = b"".join(bytes(one) for one in buffers)
+    left = memoryview(data)
+
+    def read(into: Any) -> None:
+        nonlocal left
+        for one in into:
+            one[:] = np.frombuffer(left[: len(one)], np.uint8)
+            left = left[len(one) :]
+
+    made = decode(msgspec.msgpack.decode(msgspec.msgpack.encode(node)), read)
+    assert not left
+    return made
+
+
+def bits(value: Any) -> Any:
+    """Return plain values that are equal only for samples that are equal in types and bits."""
+    if isinstance(value, np.ndarray):
+        order = sorted(range(value.ndim), key=lambda axis: -abs(value.strides[axis]))
+        kind = value.dtype.str, order if value.size else (), value.flags.writeable
+        return "array", kind, value.shape, value.tobytes()
+    if isinstance(value, torch.Tensor):
+        flat = value.contiguous().reshape(-1).view(torch.uint8)
+        return "tensor", value.dtype, tuple(value.shape), bytes(flat.numpy())
+    if isinstance(value, np.generic):
+        return type(value), value.dtype.str, value.tobytes()
+    if isinstance(value, Image.Image):
+        pixels = value.tobytes(), value.convert("RGBA").tobytes() if value.mode == "P" else b""
+        return type(value), value.mode, value.size, pixels, bits(value.info), value.getpalette()
+    if isinstance(value, (list, tuple)):
+        return type(value), [bits(one) for one in value]
+    if isinstance(value, dict):
+        return "dict", [(bits(k), bits(v)) for k, v in value.items()]
+    if isinstance(value, (float, complex)):
+        return type(value), np.array(value).tobytes()
+    return type(value), value
+
+
+def image(mode: str, width: int, height: int, seed: int) -> Image.Image:
+    row = (width + 7) // 8 if mode == "1" else width * MODES[mode]
+    data = np.random.default_rng(seed).bytes(row * height)
+    made = Image.frombytes(mode, (width, height), data)
+    if mode in {"P", "PA"}:
+        made.putpalette(np.random.default_rng(seed).bytes(768))
+    made.info = {"dpi": (72, 72.5), "icc_profile": data[:300], "comment": "é"}
+    return made
+
+
+arrays = st.one_of(
+    hnp.arrays(
+        st.one_of(hnp.scalar_dtypes(), hnp.unicode_string_dtypes(), hnp.byte_string_dtypes()),
+        hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+    ),
+    st.builds(lambda n: np.asfortranarray(np.arange(6.0 * n).reshape(2, 3 * n)), st.integers(1, 3)),
+    st.builds(lambda data: np.frombuffer(data, np.uint8), st.binary()),  # read-only, may be shared
+    st.builds(lambda n: np.arange(4 * n)[::-2], st.integers(0, 3)),
+    st.builds(lambda n: np.arange(12.0 * n).reshape(n, 3, 4).transpose(2, 0, 1), st.integers(0, 3)),
+)
+tensors = st.builds(
+    lambda dtype, shape: torch.arange(int(np.prod(shape))).to(dtype).reshape(shape),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+images = st.builds(
+    image, st.sampled_from([*MODES]), st.integers(1, 9), st.integers(1, 9), st.integers(0, 99)
+)
+plain = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.text()),
+    *(st.binary(), st.just(b"long" * 100), st.integers(-(1 << 70), 1 << 70)),
+    *(st.builds(np.float32, st.floats(width=32)), st.builds(np.int16, st.integers(0, 9))),
+)
+samples = st.recursive(
+    st.one_of(plain, arrays, tensors, images),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers(0, 9)), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+@given(samples)
+def test_a_sample_comes_back_the_same(sample: Any) -> None:
+    assert bits(back(sample)) == bits(sample)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_image_of_each_mode_comes_back_the_same(mode: str) -> None:
+    made = image(mode, 7, 5, 1)
+    again = back(made)
+    assert type(again) is Image.Image
+    assert bits(again) == bits(made)
+    again.paste(again.crop((1, 1, 2, 2)))  # it may be changed
+
+
+@pytest.mark.parametrize("transparency", [3, bytes(range(256))])
+def test_a_palette_with_transparency_comes_back_the_same(transparency: Any) -> None:
+    made = image("P", 16, 16, 1)
+    file = io.BytesIO()
+    made.save(file, "png", transparency=transparency)
+    opened = Image.open(file).copy()
+    made = back(opened)
+    assert made == opened
+    assert made.im.getpalettemode() == opened.im.getpalettemode() == "RGB"
+    assert made.convert("RGBA") == opened.convert("RGBA")
+
+
+def test_a_tensor_may_have_any_strides() -> None:
+    made = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
+    assert torch.equal(back(made), made)
+    assert back(made).stride() == made.stride()
+    grey = torch.rand(5, 4, 1).permute(2, 0, 1)
+    assert back(grey).stride() == grey.stride()
+    last = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert back(last).is_contiguous(memory_format=torch.channels_last)
+    part = made.to(torch.int64)[:, :1, ::2]
+    assert torch.equal(back(part), part)
+    assert torch.equal(back(part.expand(5, 4, 1, 2)), part.expand(5, 4, 1, 2))
+
+
+class Pair(NamedTuple):
+    one: int
+
+
+class Own(np.ndarray[Any, Any]):
+    """An array of a user's class."""
+
+
+def unkept() -> dict[str, Any]:
+    array: NDArray[Any] = np.zeros(4)
+    marked, lazy = torch.zeros(2), io.BytesIO()
+    marked.mark = 1  # type: ignore[attr-defined]
+    image("RGB", 3, 3, 1).save(lazy, "png")
+    with_state = image("RGB", 3, 3, 1)
+    with_state.path = "x"  # type: ignore[attr-defined]
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    return {
+        "set": {1},
+        "namedtuple": Pair(1),
+        "ordered": OrderedDict(a=1),
+        "subclass of ndarray": array.view(Own),
+        "objects": np.array([None]),
+        "records": np.zeros(2, [("a", "i4")]),
+        "parameter": torch.nn.Parameter(torch.zeros(2)),
+        "gradient": torch.zeros(2, requires_grad=True),
+        "attribute of a tensor": marked,
+        "sparse": torch.zeros(2, 2).to_sparse(),
+        "conjugate": torch.zeros(2, dtype=torch.complex64).conj(),
+        "lazy image": Image.open(lazy),
+        "attribute of an image": with_state,
+        "part of numbers": np.zeros((4, 4))[:, :2],
+        "part of a tensor": torch.zeros(4, 4)[:, :2],
+        "array twice": [array, array],
+        "view of an array": {"whole": array, "part": array[1:]},
+        "tensor over an array": (torch.from_numpy(array), array),
+        "list twice": [[], cyclic][:1] * 2,
+        "cycle": cyclic,
+        "deep": [bytearray(b"x")],
+    }
+
+
+@pytest.mark.parametrize("what", unkept())
+def test_what_would_not_come_back_the_same_is_refused(what: str) -> None:
+    with pytest.raises(UnkeptError):
+        encode(unkept()[what])
+
+
+def test_arrays_that_nobody_can_write_may_share_memory() -> None:
+    data = np.frombuffer(b"abc", np.uint8)
+    assert bits(back([data, data[1:]])) == bits([data, data[1:]])
+
+
+def test_parts_of_one_array_that_do_not_overlap_are_kept() -> None:
+    array = np.arange(10)
+    assert bits(back([array[:5], array[5:]])) == bits([array[:5], array[5:]])

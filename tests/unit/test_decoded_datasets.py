@@ -1,0 +1,398 @@
+"""Datasets that keep what they decode: each file is decoded once, and anew once it has changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import logging
+import pickle
+import random
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+import creel
+from creel.errors import ConfigError
+from creel.loader.binding.bind import bind
+from creel.loader.binding.tree import keepings_in, kept_on_top
+from creel.loader.datasets.base import CreelDataset, Transformed
+from creel.loader.decoded.alike import description
+from kit import until
+
+N = 6
+
+
+class Decoder:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        self.calls += 1
+        return torch.tensor([len(data), *data[:3]])
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    for i in range(N):
+        (tmp_path / f"{i}.bin").write_bytes(bytes([i] * (10 + i)))
+    paths = [str(tmp_path / f"{i}.bin") for i in range(N)]
+    settle(paths[-1])
+    return paths
+
+
+def settle(path: str) -> None:
+    """Wait until the file's version would show another change."""
+    from creel.loader.reading.storage import version_at
+
+    until(lambda: version_at(path) > 0)
+
+
+def fresh(data: bytes) -> list[int]:
+    return [len(data), *data[:3]]
+
+
+def check(dataset: Any, paths: list[str]) -> None:
+    for i, path in enumerate(paths):
+        assert dataset[i].tolist() == fresh(Path(path).read_bytes())
+
+
+def test_a_file_is_decoded_once(paths: list[str]) -> None:
+    decode = Decoder()
+    dataset = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
+    for _ in range(3):
+        check(dataset, paths)
+    assert decode.calls == N
+    assert dataset[-1].tolist() == dataset[N - 1].tolist()
+    assert decode.calls == N
+
+
+def test_a_transform_may_change_the_sample(paths: list[str]) -> None:
+    dataset = creel.FileDataset(
+        paths, decode=Decoder(), transform=lambda x: x.add_(1), keep_decoded=1 << 20
+    )
+    for _ in range(3):
+        assert [int(dataset[i][0]) for i in range(N)] == [11 + i for i in range(N)]
+
+
+@pytest.mark.parametrize("same_size", [True, False])
+def test_a_file_that_was_rewritten_is_decoded_anew(paths: list[str], same_size: bool) -> None:
+    decode = Decoder()
+    dataset = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
+    check(dataset, paths)
+    for round_ in range(3):
+        Path(paths[2]).write_bytes(bytes([100 + round_] * (12 if same_size else 20 + round_)))
+        check(dataset, paths)  # right away
+        settle(paths[2])
+        check(dataset, paths)
+        calls = decode.calls
+        check(dataset, paths)
+        assert decode.calls == calls
+
+
+def test_a_sample_decoded_while_its_file_changes_is_not_kept(paths: list[str]) -> None:
+    def decode(data: bytes) -> torch.Tensor:
+        if rewrites:
+            Path(paths[0]).write_bytes(rewrites.pop())
+            settle(paths[0])
+        return torch.tensor(fresh(data))
+
+    rewrites = [b"new bytes"]
+    dataset = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
+    assert dataset[0].tolist() == [10, 0, 0, 0]
+    check(dataset, paths)
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random, lambda: torch.rand(1)])
+def test_a_decoder_that_draws_is_said_once_and_nothing_is_kept(
+    paths: list[str], draw: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def decode(data: bytes) -> tuple[int, Any]:
+        return len(data), draw()
+
+    def both() -> list[Any]:
+        torch.manual_seed(1)
+        np.random.seed(1)  # noqa: NPY002  the generator that the decoder uses
+        random.seed(1)
+        return [dataset[i] for _ in range(3) for i in range(N)]
+
+    dataset = creel.FileDataset(paths, decode=decode)
+    expected = both()
+    dataset = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
+    assert both() == expected
+    (said,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert "random numbers" in said
+
+
+def test_what_cannot_be_kept_is_said_once(
+    paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = creel.FileDataset(paths, decode=lambda data: {data}, keep_decoded="1MiB")
+    for _ in range(2):
+        assert [dataset[i] for i in range(N)] == [{Path(path).read_bytes()} for path in paths]
+    (said,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert "builtins.set" in said
+
+
+def test_another_decoder_gets_nothing_of_the_last_one(paths: list[str]) -> None:
+    dataset = creel.FileDataset(paths, decode=Decoder(), keep_decoded="1MiB")
+    check(dataset, paths)
+    dataset.decode = lambda data: -len(data)
+    assert dataset.keeping is not None
+    for _ in range(2):
+        assert [dataset[i] for i in range(N)] == [-10 - i for i in range(N)]
+        dataset.keeping.open()  # as an iterator does
+    assert dataset.keeping.complete
+    assert [dataset[i] for i in range(N)] == [-10 - i for i in range(N)]
+
+
+def test_assigned_samples_get_nothing_of_others(tmp_path: Path, paths: list[str]) -> None:
+    for name in "ab":
+        (tmp_path / "root" / name).mkdir(parents=True)
+        (tmp_path / "root" / name / "x.png").write_bytes(name.encode())
+    settle(str(tmp_path / "root/b/x.png"))
+    folder = creel.ImageFolder(tmp_path / "root", decode=bytes, keep_decoded="1MiB")
+    assert [folder[i] for i in range(2)] == [(b"a", 0), (b"b", 1)]
+    folder.samples = [(paths[0], 3), *folder.samples]
+    assert folder.keeping is not None
+    for _ in range(2):
+        assert [folder[i] for i in range(3)] == [(bytes(10), 3), (b"a", 0), (b"b", 1)]
+        folder.keeping.open()
+
+
+def test_a_copy_that_decodes_alike_finds_what_was_kept(paths: list[str]) -> None:
+    dataset = creel.FileDataset(paths, decode=len, keep_decoded="1MiB")
+    assert [dataset[i] for i in range(N)] == list(range(10, 10 + N))
+    other = creel.FileDataset(paths, decode=len, transform=str, keep_decoded="1MiB")
+    twins: list[Any] = [copy.deepcopy(dataset), copy.copy(dataset), other]
+    twins.append(pickle.loads(pickle.dumps(dataset)))
+    assert dataset.keeping is not None
+    for twin in twins:
+        assert int(twin[0]) == 10
+        twin.keeping.open()
+        assert twin.keeping.store is dataset.keeping.store
+    twins[1].decode = hash
+    twins[1].keeping.open()
+    assert twins[1].keeping.store is not dataset.keeping.store
+
+
+def test_a_limit_of_nothing_and_creel_disabled_keep_nothing(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Decoder()
+    dataset = creel.FileDataset(paths, decode=decode, keep_decoded=0)
+    check(dataset, paths)
+    check(dataset, paths)
+    assert decode.calls == 2 * N
+    monkeypatch.setenv("CREEL_DISABLE", "1")
+    dataset = creel.FileDataset(paths, decode=decode, keep_decoded="auto")
+    check(dataset, paths)
+    check(dataset, paths)
+    assert decode.calls == 4 * N
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, "much", True, b"1"])
+def test_a_limit_is_a_size(paths: list[str], limit: Any) -> None:
+    with pytest.raises(ConfigError):
+        creel.FileDataset(paths, decode=len, keep_decoded=limit)
+    with pytest.raises(ConfigError):
+        creel.kept(Files(paths), limit)
+
+
+def test_without_a_decoder_there_is_nothing_to_keep(tmp_path: Path, paths: list[str]) -> None:
+    with pytest.raises(ConfigError, match="give decode="):
+        creel.FileDataset(paths, keep_decoded="1MiB")
+    (tmp_path / "root/a").mkdir(parents=True)
+    (tmp_path / "root/a/x.png").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="give decode="):
+        creel.ImageFolder(tmp_path / "root", loader=len, keep_decoded="1MiB")
+
+
+def test_members_of_a_tar_are_decoded_once_each_by_its_function(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for i in range(N):
+            for extension in ("a", "b", "c"):
+                info = tarfile.TarInfo(f"{i}.{extension}")
+                info.size = 5 + i
+                tar.addfile(info, io.BytesIO(bytes([i]) * info.size))
+    one, other = Decoder(), Decoder()
+    decode = {"a": one, "b": other}
+    dataset = creel.TarDataset(str(tmp_path / "x.tar"), decode=decode, keep_decoded="1MiB")
+    for _ in range(3):
+        for i in range(N):
+            sample = dataset[i]
+            assert sample["c"] == bytes([i]) * (5 + i)
+            assert sample["a"].tolist() == sample["b"].tolist() == [5 + i, i, i, i]
+    assert one.calls == other.calls == N
+    assert dataset.keeping is not None
+    assert not dataset.keeping.complete  # "c" is read as it is
+    dataset.decode = {"a": len, "b": hash}
+    assert dataset[0]["a"] == 5
+
+
+def test_an_epoch_of_samples_that_are_all_kept_reads_nothing(paths: list[str]) -> None:
+    dataset = creel.FileDataset(paths, decode=len, keep_decoded="1MiB")
+    some = Subset(dataset, [4, 1])
+    for data, needed in ((some, [1, 4]), (dataset, range(N))):
+        binding = bind(data)
+        assert binding is not None
+        assert not binding.kept()
+        for i in needed:
+            dataset[i]
+        assert binding.kept()
+
+
+# --- creel.kept -----------------------------------------------------------------------------------
+
+
+class Files(Dataset[Any]):
+    """Opens one file for each sample, and one for all of them."""
+
+    def __init__(self, paths: list[str], shared: str = "") -> None:
+        self.paths, self.shared, self.reads = paths, shared, 0
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        data = Path(self.paths[index]).read_bytes()
+        if self.shared:
+            with open(self.shared, "rb") as file:  # noqa: PTH123  (as users do)
+                data += file.read()
+        return torch.tensor(fresh(data))
+
+
+def test_any_dataset_is_read_once(paths: list[str]) -> None:
+    dataset = Files(paths)
+    kept = creel.kept(dataset, "1MiB")
+    for _ in range(3):
+        check(kept, paths)
+    assert dataset.reads == N
+    assert kept[-1].tolist() == kept[N - 1].tolist()
+    assert len(kept) == N
+    with pytest.raises(IndexError):
+        kept[N]
+
+
+def test_a_sample_is_read_anew_once_any_of_its_files_has_changed(paths: list[str]) -> None:
+    dataset = Files(paths[:-1], paths[-1])
+    kept = creel.kept(dataset, "1MiB")
+
+    def expect() -> None:
+        shared = Path(paths[-1]).read_bytes()
+        for i, path in enumerate(paths[:-1]):
+            assert kept[i].tolist() == fresh(Path(path).read_bytes() + shared)
+
+    for changed in (paths[0], paths[-1], paths[2]):
+        expect()
+        Path(changed).write_bytes(b"other bytes")
+        expect()
+        settle(changed)
+        expect()
+        reads = dataset.reads
+        expect()
+        assert dataset.reads == reads
+
+
+class Draws(Files):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + torch.rand(1)
+
+
+def test_a_dataset_that_draws_is_not_kept(
+    paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = []
+    for dataset in (Draws(paths), creel.kept(Draws(paths), "1MiB")):
+        torch.manual_seed(0)
+        samples.append([dataset[i].tolist() for _ in range(3) for i in range(N)])
+    assert samples[0] == samples[1]
+    assert caplog.text.count("random numbers") == 1
+
+
+def test_errors_and_other_keys_are_the_datasets_own() -> None:
+    mapping: Any = {"a": 1}  # torch allows any
+    kept: Any = creel.kept(mapping, "1MiB")
+    assert kept["a"] == 1
+    with pytest.raises(KeyError):
+        kept["b"]
+
+
+def test_what_kept_does_not_take() -> None:
+    stream: Any = torch.utils.data.ChainDataset([])
+    with pytest.raises(ConfigError, match="map-style"):
+        creel.kept(stream)
+    with pytest.raises(ConfigError, match=r"give its result to creel\.wrap"):
+        creel.kept(creel.wrap(Files([])))
+
+
+def test_kept_below_and_above_other_datasets(paths: list[str]) -> None:
+    inner = creel.FileDataset(paths, decode=Decoder())
+    kept = creel.kept(inner, "1MiB")
+    dataset = Transformed(kept, lambda x: x * 2)
+    assert keepings_in(Subset(dataset, [1])) == [kept.keeping]
+    binding = bind(dataset)
+    assert binding is not None
+    assert [len(leaf) for leaf in binding.leaves] == [N]
+    for i in range(N):
+        assert not binding.kept()
+        dataset[i]
+    assert kept_on_top(dataset)
+    assert binding.kept()
+    assert isinstance(inner, CreelDataset)
+
+
+def test_samples_of_records_are_not_kept(
+    paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    records = creel.RecordDataset(paths[0], dtype="uint8", shape=(5,))
+    kept = creel.kept(records, "1MiB")
+    for _ in range(2):
+        assert torch.equal(kept[1], records[1])
+    assert caplog.text.count("not checked here") == 1
+
+
+# --- alike ----------------------------------------------------------------------------------------
+
+
+class Sized:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, data: bytes) -> int:
+        return len(data) + self.size
+
+    def method(self, data: bytes) -> int:
+        return self(data)
+
+
+def closure(size: int) -> Callable[[bytes], int]:
+    return lambda data: len(data) + size
+
+
+def test_functions_with_another_effect_are_not_alike() -> None:
+    functions: list[Any] = [
+        *(len, hash, bytes, closure(1), closure(2), Sized(1), Sized(2), Sized(1).method),
+        *(Sized(2).method, functools.partial(closure, 1), functools.partial(closure, 2)),
+        *(lambda data: len(data), lambda data: hash(data)),  # noqa: PLW0108  on one line
+        *(lambda _, n=1: n, lambda _, n=2: n, lambda _, *, n=1: n),
+    ]
+    described = [description(function) for function in functions]
+    assert None not in described
+    assert len(set(described)) == len(functions)
+    assert description(closure(1)) == description(closure(1))
+    assert description(Sized(3)) == description(Sized(3))
+
+
+def test_what_cannot_be_described_is_like_nothing() -> None:
+    assert description(functools.partial(print, threading.Lock())) is None

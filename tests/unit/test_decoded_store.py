@@ -1,0 +1,232 @@
+"""The store of decoded samples: bounded, never half a sample, never a version that was replaced."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from creel.loader.decoded import store as store_module
+from creel.loader.decoded.codec import UnkeptError
+from creel.loader.decoded.store import DecodedStore, new_memory
+from creel.policies.memory import decoded_room
+from creel.system import limits
+from creel.system.limits import MemoryLimits
+from kit import seeds, until
+
+N = 64
+NBYTES = 20_000
+
+
+@pytest.fixture
+def make() -> Callable[..., DecodedStore]:
+    return lambda limit=None, samples=N: DecodedStore(new_memory(samples), samples, limit)
+
+
+def sample(number: int, version: int = 0, nbytes: int = NBYTES) -> NDArray[np.uint8]:
+    return np.random.default_rng([number, version]).integers(0, 255, nbytes, np.uint8)
+
+
+def taken(store: DecodedStore, number: int, version: int = 0) -> Any:
+    found = store.take(number, lambda of: of == version)
+    return None if found is None else found.sample
+
+
+def memory_of(store: DecodedStore) -> int:
+    return os.fstat(store.own.fd).st_blocks * 512
+
+
+def test_a_sample_is_returned_as_it_was_put_and_each_time_anew(make: Any) -> None:
+    store = make()
+    assert taken(store, 3) is None
+    assert store.put(3, 0, sample(3)) > 0
+    first = taken(store, 3)
+    assert np.array_equal(first, sample(3))
+    first[:] = 0
+    assert np.array_equal(taken(store, 3), sample(3))
+    assert (store.kept, store.complete) == (1, False)
+
+
+def test_none_is_a_sample(make: Any) -> None:
+    store = make()
+    store.put(0, 0, None)
+    found = store.take(0, lambda _: True)
+    assert found is not None
+    assert found.sample is None
+
+
+def test_another_version_replaces_a_sample_and_its_memory(make: Any) -> None:
+    store = make()
+    for version in range(50):
+        store.put(3, version, sample(3, version))
+        assert taken(store, 3, version - 1) is None
+        assert np.array_equal(taken(store, 3, version), sample(3, version))
+    assert store.kept == 1
+    assert memory_of(store) < 12 * NBYTES  # less than 2 pages remain of each of 50
+
+
+@pytest.mark.parametrize("nbytes", [100, 5000, NBYTES])
+def test_with_room_for_a_part_it_keeps_what_came_first(make: Any, nbytes: int) -> None:
+    empty = make().used_nbytes
+    limit = empty + 10 * (nbytes + 256)
+    store = make(limit)
+    for number in range(N):
+        store.put(number, 0, sample(number, nbytes=nbytes))
+    kept = [number for number in range(N) if store.has(number)]
+    assert kept == list(range(len(kept)))
+    assert len(kept) >= 10
+    assert memory_of(store) <= limit * 1.02 + 4096
+    for number in kept:
+        assert np.array_equal(taken(store, number), sample(number, nbytes=nbytes))
+
+
+def test_a_sample_too_large_for_the_store_keeps_no_other_one_out(make: Any) -> None:
+    store = make(1 << 20)
+    assert store.put(0, 0, sample(0)) > 0
+    assert store.put(1, 0, sample(1, nbytes=2 << 20)) == 0
+    assert store.put(2, 0, sample(2)) > 0
+
+
+def test_what_the_system_refuses_is_not_kept_and_not_an_error(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make()
+    store.put(0, 0, sample(0))
+    used = store.used_nbytes
+
+    def refused(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refused)
+        assert store.put(1, 0, sample(1)) == 0
+    assert not store.open  # for a while
+    assert np.array_equal(taken(store, 0), sample(0))
+    assert not store.has(1)
+    assert store.used_nbytes <= used + 8192
+
+
+def test_half_a_sample_is_never_read(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that ends halfway, as where the memory of a cgroup ends."""
+    store = make()
+    write = os.pwritev
+    left = [1]
+
+    def half(fd: int, buffers: Any, place: int) -> int:
+        if not left:
+            raise OSError(errno.ENOMEM, "no memory")
+        left.pop()
+        return write(fd, [bytes(buffers[-1])[: NBYTES // 2]], place)
+
+    monkeypatch.setattr(os, "pwritev", half)
+    assert store.put(1, 0, sample(1)) == 0
+    assert taken(store, 1) is None
+
+
+def test_where_memory_is_short_nothing_more_is_kept(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = MemoryLimits(total=1 << 30, available=100 << 20)
+    monkeypatch.setattr(limits, "memory", lambda **_: short)
+    store = make()
+    assert store.put(0, 0, sample(0)) == 0
+    assert not store.open
+
+
+def test_it_gives_memory_back_when_others_need_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make()
+    for number in range(40):
+        store.put(number, 0, sample(number))
+    before = memory_of(store)
+    total = 1 << 20
+    now = [MemoryLimits(total, (1 << 16) - 10 * NBYTES + (1 << 16))]  # 10 samples too few
+    monkeypatch.setattr(limits, "memory", lambda **_: now[0])
+    monkeypatch.setattr(store_module, "_LOOK_NS", 0)
+    taken(store, 0)
+    assert before - memory_of(store) > 9 * NBYTES
+    assert "other processes need memory" in caplog.text
+    now[0] = MemoryLimits(total, total)
+    kept = [number for number in range(40) if store.has(number)]
+    assert kept == list(range(len(kept)))
+    assert 25 <= len(kept) <= 30
+    assert all(np.array_equal(taken(store, k), sample(k)) for k in kept)
+
+
+def test_a_refused_store_has_and_keeps_nothing(make: Any) -> None:
+    store = make()
+    for number in range(10):
+        store.put(number, 0, sample(number))
+    assert store.refuse()
+    assert not store.refuse()
+    assert store.put(11, 0, sample(11)) == 0
+    assert (store.kept, store.open) == (0, False)
+    assert memory_of(store) < 5 * 4096
+
+
+def test_what_cannot_be_kept_raises(make: Any) -> None:
+    store = make()
+    with pytest.raises(UnkeptError):
+        store.put(0, 0, object())
+    assert store.first_failure()
+    assert not store.first_failure()
+
+
+def work(store: DecodedStore, seed: int) -> None:
+    """Read and write random samples in random versions; end if one is not whole."""
+    rng = np.random.default_rng(seed)
+    while True:
+        number, version = int(rng.integers(N)), int(rng.integers(2))
+        found = taken(store, number, version)
+        if found is None:
+            store.put(number, version, sample(number, version))
+        elif not np.array_equal(found, sample(number, version)):
+            os._exit(7)
+        if rng.random() < 0.01:
+            store.give_back(3 * NBYTES)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_processes_that_fill_and_read_a_store_see_whole_samples(make: Any, seed: int) -> None:
+    """Three processes work, and one after the other is killed."""
+    store = make(40 * NBYTES)
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=work, args=(store, 100 * seed + i)) for i in range(9)]
+    for worker in workers[:3]:
+        worker.start()
+    for i in range(3, len(workers)):
+        read = store.kept
+        until(lambda read=read: store.kept != read or store.kept > 20)  # type: ignore[misc]
+        workers[i].start()
+        assert workers[i - 3].exitcode is None
+        workers[i - 3].kill()
+    for worker in workers:
+        worker.kill()
+        worker.join()
+        assert worker.exitcode == -signal.SIGKILL
+    assert memory_of(store) <= 1.02 * store.limit + 9 * NBYTES  # what killed writers left
+    for number in range(N):
+        for version in range(2):
+            found = taken(store, number, version)
+            assert found is None or np.array_equal(found, sample(number, version))
+
+
+@pytest.mark.parametrize("seed", seeds(200))
+def test_room_never_exceeds_the_limit_nor_touches_the_reserve(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    used, available, reserve, whole, encoded = (int(n) for n in rng.integers(0, 1 << 20, 5))
+    limit = None if rng.random() < 0.5 else int(rng.integers(0, 1 << 20))
+    room = decoded_room(limit, used, available, reserve, whole=whole, encoded=encoded)
+    assert room >= 0
+    assert room == 0 or available - room >= 2 * reserve
+    assert limit is None or room == 0 or used + room <= limit
+    if limit is None and room and used + room < whole:
+        assert available - room >= 2 * reserve + encoded
