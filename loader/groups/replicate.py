@@ -63,6 +63,18 @@ def group_of(replicate: Any) -> tuple[int, ...]:
     return ranks
 
 
+def place_of(replicate: Any) -> tuple[int, int]:
+    """Return (number, count) of this rank's group among all groups of the job.
+
+    For groups whose ranks are not consecutive: the first rank of it, of all ranks.
+    """
+    ranks, world = group_of(replicate), rank_and_world()[1]
+    first, size = min(ranks), len(ranks)
+    if sorted(ranks) == list(range(first, first + size)) and not (first % size or world % size):
+        return first // size, world // size
+    return first, world
+
+
 def check(replicate: Any) -> None:
     """Check the argument, as far as possible before there is a process group.
 

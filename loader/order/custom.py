@@ -23,6 +23,7 @@ class CustomOrder(EpochOrder):
         super().__init__(loader, begun)
         self._begun = begun.sampler_iter
         self._kept = previous is not None and previous.base_seed == begun.base_seed
+        self._step = 0 if self._rehearsed is None else self._rehearsed.next_step
 
     def note_wrong_prediction(self) -> None:
         if self.copied is not None:
@@ -42,7 +43,12 @@ class CustomOrder(EpochOrder):
                 return
 
     def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
-        return None if self.copied is None else self.copied.plan(epochs_ahead, kept=self._kept)
+        plan = None if self.copied is None else self.copied.plan(epochs_ahead, kept=self._kept)
+        replays = self._replays(epochs_ahead)
+        return plan if plan is None or replays is None else plan.rehearsed(replays)
+
+    def _first_step(self) -> int:
+        return self._step
 
     def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)

@@ -36,6 +36,7 @@ from creel.loader.order.epoch_order import (
     index_sampler,
     inner_of,
     kind_of,
+    rehearsed_batches,
 )
 from creel.loader.order.generators import (
     GeneratorCopies,
@@ -100,6 +101,9 @@ def resume(
     """
     _check_kind(loader, state)
     load_own(index_sampler(loader), state.get("own", []))
+    rehearsed = rehearsed_batches(loader)
+    if rehearsed is not None:
+        rehearsed.next_step = state["rehearsal"]["step"]
     if not over:
         return None
     if not _is_known(loader):
@@ -268,7 +272,12 @@ def adopt(
     if not redraw:
         set_state(torch.default_generator, begun.before.rng)
     _put_back(loader, state)
-    order = ReplayedOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
+    order = ReplayedOrder(
+        *(loader, begun, previous, given),
+        rehearsal=state.get("rehearsal"),
+        redraw=redraw,
+        exchange=exchange,
+    )
     order.before = state["before"]  # an epoch that is saved once more is compared with it again
     return order
 
@@ -317,10 +326,16 @@ def _is_sound(sampler: DistributedSampler[object]) -> bool:
 
 
 def _check_kind(loader: DataLoader[object], state: OrderState) -> None:
-    """Raise ConfigError unless `state` is of this loader's kind of sampler."""
+    """Raise ConfigError unless `state` is of this loader's kind of sampler, and of its memory."""
     kind = kind_of(index_sampler(loader))
     if kind != state["kind"]:
         raise ConfigError(f"the saved state is of a {state['kind']}, this loader has a {kind}")
+    rehearsed, saved = rehearsed_batches(loader), state.get("rehearsal")
+    if (None if rehearsed is None else rehearsed.digest) != (saved and saved["memory"]):
+        raise ConfigError(
+            "the saved state is of an epoch with another rehearsal memory: make the memory by the"
+            " same calls of add, with the same seed and budget"
+        )
 
 
 def _check_total(loader: DataLoader[object], state: OrderState, given: StreamState) -> None:
