@@ -78,9 +78,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             read it again.
         max_bad_samples: how many bad samples this loader accepts on this rank; one more raises
             TooManyBadSamplesError.
-        rehearsal: a memory of earlier data, as it is when the loader is made. Behind the new samples
-            of each batch come `rehearsal.per_batch` of its rows (docs/continual.md); `len(loader)`
-            counts batches of new data. Not with `remap`, an iterable dataset or `batch_size=None`.
+        rehearsal: a memory of earlier data, as it is when the loader is made: behind the new
+            samples of each batch come `rehearsal.per_batch` of its rows (docs/continual.md).
+            `len(loader)` counts batches of new data. Not with `remap`, an iterable dataset or
+            `batch_size=None`.
 
     Raises:
         ConfigError: (a ValueError) a wrong setting, or options that exclude each other.

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 from creel.loader.binding.adapters import cacheable, leaf_of
 from creel.loader.binding.wrapped import Wrapped, is_wrapped, trace_of, unwrap
 from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
-from creel.loader.rehearsal.rehearsed import Kept, Rehearsed
+from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed
 from creel.policies.arrays import Ids, Ints, unique
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def inside(dataset: object) -> list[Any] | None:
         return [unwrap(dataset)]
     if type(dataset) is Transformed or unchanged(dataset, Subset):
         return [dataset.dataset]
-    if isinstance(dataset, (Kept, Rehearsed)):
+    if isinstance(dataset, (KeptRows, Rehearsed)):
         return list(dataset.datasets)
     if unchanged(dataset, ConcatDataset):
         return list(dataset.datasets)
@@ -341,7 +341,7 @@ class Tree:
         children = [self.build(one) for one in below]
         if isinstance(dataset, ConcatDataset):
             return ConcatNode(dataset, children)
-        if isinstance(dataset, (Kept, Rehearsed)):
+        if isinstance(dataset, (KeptRows, Rehearsed)):
             return PlacedNode(dataset, children)
         return TreeNode(dataset, children)  # Transformed or a StackDataset
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 
 from creel.errors import ConfigError
 from creel.loader.order.rehearsing import Content, RehearsedBatches
-from creel.loader.rehearsal.rehearsed import Kept, Rehearsed, length_of, new_data
+from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed, length_of, new_data
 from creel.policies.arrays import Ints
 from creel.policies.rehearsal.content import Keys, Offered, ascending, kept, merged, mixed
 
@@ -53,7 +53,7 @@ class Rehearsal:
         self.per_batch, self.budget, self.seed = per_batch, budget, seed
         nothing = np.empty(0, np.int64)
         self._kept = Offered(nothing, nothing, np.empty(0, np.uint64))
-        self._dataset = Kept([], np.empty(0, np.int32), nothing)
+        self._dataset = KeptRows([], np.empty(0, np.int32), nothing)
         self._offered = 0  # samples
         self._adds = 0
         self._ordered: bool | None = None
@@ -164,7 +164,7 @@ class Rehearsal:
             )
 
 
-def _rows(old: Kept, dataset: Any, n: int, chosen: NDArray[np.intp]) -> Kept:
+def _rows(old: KeptRows, dataset: Any, n: int, chosen: NDArray[np.intp]) -> KeptRows:
     """Return the `chosen` rows of those of `old`, followed by the n samples of a dataset."""
     base, numbers = _flat(dataset, n)
     datasets = [*old.datasets, base]
@@ -172,7 +172,7 @@ def _rows(old: Kept, dataset: Any, n: int, chosen: NDArray[np.intp]) -> Kept:
     part = np.concatenate([old.part, np.full(n, same, np.int32)])[chosen]
     index = np.concatenate([old.index, numbers])[chosen]
     used, part = np.unique(part, return_inverse=True)
-    return Kept([datasets[i] for i in used], part.astype(np.int32), index)
+    return KeptRows([datasets[i] for i in used], part.astype(np.int32), index)
 
 
 def _flat(dataset: Any, n: int) -> tuple[Any, Ints]:

@@ -15,7 +15,7 @@ from creel.errors import ConfigError
 from creel.policies.arrays import Ints
 
 
-class Kept(Dataset[Any]):
+class KeptRows(Dataset[Any]):
     """What a memory keeps: row k is sample `index[k]` of `datasets[part[k]]`.
 
     Attributes:
@@ -43,9 +43,9 @@ class Kept(Dataset[Any]):
         """Return where (n,) rows are: positions in `datasets`, and numbers there."""
         return self.part[rows], self.index[rows]
 
-    def over(self, datasets: Sequence[Any]) -> Kept:
+    def over(self, datasets: Sequence[Any]) -> KeptRows:
         """Return the same rows of copies of `datasets`."""
-        return Kept(datasets, self.part, self.index)
+        return KeptRows(datasets, self.part, self.index)
 
 
 class Rehearsed(Dataset[Any]):
@@ -55,7 +55,7 @@ class Rehearsed(Dataset[Any]):
     attributes are those of the new data.
     """
 
-    def __init__(self, new: Any, kept: Kept) -> None:
+    def __init__(self, new: Any, kept: KeptRows) -> None:
         """Put the rows behind the new data, as it is now.
 
         Raises:
