@@ -146,10 +146,10 @@ class WithReplays(Derived):
         self._of_new, self._replays = division, replays
         steps = division.steps(new.total)
         self._new_total = min(division.start(steps), new.total)
-        self.total = self._new_total + steps * replays.each
-        self.division = Division(division.size + replays.each)
+        self.total = self._new_total + steps * replays.passes.each
+        self.division = Division(division.size + replays.passes.each)
         if division.starts is not None:
-            more = np.arange(len(division.starts)) * replays.each
+            more = np.arange(len(division.starts)) * replays.passes.each
             self.division = Division(starts=division.starts + more)
         self.at_once, self.spread = new.at_once, new.spread
         if new.key is not None:
@@ -176,7 +176,7 @@ class WithReplays(Derived):
         bounds = self._of_new.start(first), min(self._of_new.start(last), self._new_total)
         new = indices_of(self._order.items(*bounds))
         ends = self._of_new.ends(first, last, len(new))
-        each, steps = self._replays.each, np.arange(first, last)
+        each, steps = self._replays.passes.each, np.arange(first, last)
         numbers = np.array([step_in_epoch(self._order, self._of_new, k) for k in steps.tolist()])
         places = (ends + (steps - first) * each)[:, None] + np.arange(each)
         items = np.empty(len(new) + places.size, np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,10 @@ from creel.loader.order.sampler_state import attribute
 from creel.policies.arrays import Ints
 from creel.policies.rehearsal.passes import Passes
 
+_log = logging.getLogger("creel.loader")
+
+#: Digests of memories that were found too small; each is said once.
+_small: set[str] = set()
 #: Steps between the first ones of two epochs whose batches cannot be counted before they are drawn.
 _UNCOUNTED = 1 << 32
 
@@ -39,21 +44,20 @@ class Replays:
     """The rows that one rank replays in the steps of one epoch. Thread-safe.
 
     Attributes:
+        passes: how all ranks share the rows.
         first_step: the number, among all steps of the job, of the epoch's first.
-        each: rows in a step.
     """
 
     def __init__(self, passes: Passes, rank: int, first_step: int, first_row: int) -> None:
         """`first_row`: the number of the memory's first row in the rehearsed dataset."""
-        self._passes, self._rank, self._first_row = passes, rank, first_row
+        self.passes, self._rank, self._first_row = passes, rank, first_row
         self.first_step = first_step
-        self.each = passes.each
         self.key = ("replays", passes, rank, first_step, first_row)
         self._drawn: dict[int, Permutation] = {}
 
     def rows(self, steps: Ints) -> Ints:
         """Return the (k, each) numbers of the rows in (k,) steps of the epoch."""
-        rows = self._passes.to_rank(self._rank, self.first_step + steps, self._head)
+        rows = self.passes.to_rank(self._rank, self.first_step + steps, self._head)
         return rows + self._first_row
 
     def joined(self, batch: Any, step: int) -> Any:
@@ -66,7 +70,7 @@ class Replays:
     def _head(self, number: int, k: int) -> NDArray[np.integer]:
         drawn = self._drawn.get(number)
         if drawn is None:
-            drawn = permutation(self._passes.kept, seeded(self._passes.seed_of(number)))
+            drawn = permutation(self.passes.kept, seeded(self.passes.seed_of(number)))
             self._drawn = {number: drawn}
         return drawn.first(k)
 
@@ -124,6 +128,10 @@ class RehearsedBatches(BatchSampler):
         """Begin an epoch, at step `first_step` of the job or else after the last epoch."""
         found = self.at(self.next_step if first_step is None else first_step)
         self.next_step = found.first_step + self.steps
+        rows, kept = found.passes.step_rows, found.passes.kept
+        if rows > kept and self.digest not in _small:
+            _small.add(self.digest)
+            _log.warning("a step replays %d rows of a memory of %d: it repeats them", rows, kept)
         return found
 
     def at(self, first_step: int) -> Replays:
