@@ -245,10 +245,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         A state taken before the first epoch, or at the end of one, begins the next epoch. The order
         of torch's samplers is resumed bit for bit, with any `num_workers`. A custom sampler is
         restored by `load_state_dict()` with its `state_dict()` from the start of the epoch, else by
-        `set_epoch()` with its `epoch`; with neither, its own state is not resumed. Also not
-        resumed: the global generators it draws from, the dataset's state, and random augmentation
-        in workers, whose generators restart. With `in_order=False` batches count as if they came in
-        order.
+        `set_epoch()` with its `epoch`; with neither, its own state is not resumed. If it is around
+        one of torch's (its attribute `sampler`), that draws the same again. Also not resumed: other
+        draws from the global generators, the dataset's state, and random augmentation in workers,
+        whose generators restart. With `in_order=False` batches count as if they came in order.
 
         If torch itself makes the batches (an iterable dataset, CREEL_DISABLE=1, not Linux), the
         position is unknown: the call warns, and the state restarts the epoch.

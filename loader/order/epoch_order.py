@@ -58,6 +58,7 @@ class OrderState(TypedDict, total=False):
     stream: StreamState
     loader_rng: str  # state of the loader's generator after the base seed
     own: list[OwnState]  # of custom samplers, before the epoch; after it if it is over
+    inner_rng: str  # of torch's sampler inside a custom one; state of its generator
     rehearsal: RehearsalState
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.custom import CustomOrder
+from creel.loader.order.custom import CustomOrder, inner_generator
 from creel.loader.order.derived import in_whole
 from creel.loader.order.epoch_order import (
     EpochOrder,
@@ -108,6 +108,9 @@ def resume(
         return None
     if not _is_known(loader):
         _put_back(loader, state)
+        inner = inner_generator(loader, index_sampler(loader))
+        if inner is not None and "inner_rng" in state:
+            set_state(inner, decode_state(state["inner_rng"]))
         return None
     moment = before(loader)
     begun = IteratorStart(iter(()), RandomSource().seed(loader.generator), moment)  # as torch draws
@@ -261,9 +264,10 @@ def adopt(
             raise ConfigError("remap: this torch deals samples to ranks in a way unknown to creel")
         if state is not None:
             _put_back(loader, state)
-            if loader.generator is not None:  # copied before it was put back
+            if loader.generator is not None or "inner_rng" in state:  # copied before it is put back
                 begun = begun._replace(before=begun.before._replace(copied=None))
-        return CustomOrder(loader, begun, previous)
+        redraw = state is not None and zlib.crc32(begun.before.rng) == state["before"]
+        return CustomOrder(loader, begun, previous, state, redraw=redraw)
     if state is None:
         return ReplayedOrder(loader, begun, previous, exchange=exchange)
     given = state.get("stream", {})
