@@ -6,7 +6,7 @@
 #   make test                        all tests
 #   make bench                       every benchmark of README, one after the other (some 40 minutes);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
-#   make stress                      2,000 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
+#   make stress                      2,500 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
 #   make frameworks                  the tests with frameworks and libraries that take or make a loader
 #   make lint                        format, lint, strict types
 #   make check                       the same and unit tests

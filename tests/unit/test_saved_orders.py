@@ -184,12 +184,13 @@ def around(kind: str, generator: str, *, workers: int = 0) -> Any:
     """Return a loader whose custom sampler is around one of torch's."""
     made = {name: torch.Generator().manual_seed(4) for name in GENERATORS[1:]}
     g = made.get(generator)
-    inner: Any = {
+    made_of: dict[str, Callable[[], Any]] = {
         "random": lambda: RandomSampler(range(N), generator=g),
         "replacement": lambda: RandomSampler(range(N), True, N, generator=g),
         "subset": lambda: SubsetRandomSampler(range(1, N, 2), g),
         "weighted": lambda: WeightedRandomSampler([1.0] * N, N, True, g),
-    }[kind.rsplit(maxsplit=1)[-1]]()
+    }
+    inner = made_of[kind.split()[-1]]()
     options: dict[str, Any] = {"generator": made["the loader's"], "num_workers": workers}
     if kind.startswith("single"):
         options["sampler"] = Around(inner)
