@@ -190,7 +190,7 @@ def around(kind: str, generator: str, *, workers: int = 0) -> Any:
         "subset": lambda: SubsetRandomSampler(range(1, N, 2), g),
         "weighted": lambda: WeightedRandomSampler([1.0] * N, N, True, g),
     }
-    inner = made_of[kind.split()[-1]]()
+    inner = made_of[kind.rsplit(maxsplit=1)[-1]]()
     options: dict[str, Any] = {"generator": made["the loader's"], "num_workers": workers}
     if kind.startswith("single"):
         options["sampler"] = Around(inner)
