@@ -31,6 +31,7 @@ from creel.errors import ConfigError
 from creel.loader.client import connections
 from kit import unique_name
 from shown import plain
+from testbed.ranks import ranks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -397,3 +398,35 @@ def test_rows_of_tensors_are_read_like_any() -> None:
     data = TensorDataset(torch.arange(4))
     loader: Any = creel.DataLoader(data, 2, sampler=SequentialSampler(data), rehearsal=rows)
     assert [batch[0][:2].tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+def replayed(_rank: int, **options: Any) -> Any:
+    """Return the rows that this rank of a job replays in each step of two epochs."""
+    generator = torch.Generator().manual_seed(3)
+    options |= {"generator": generator, "rehearsal": memory(3, 40), "creel": False}
+    loader: Any = creel.DataLoader(Noisy(NEW), 8, True, **options)
+    return [loader.replayed.tolist() for _ in range(2) for _ in loader]
+
+
+def test_ranks_without_a_distributed_sampler_replay_disjoint_rows(tmp_path: Path) -> None:
+    found = ranks(replayed, tmp_path, 4)
+    for step in zip(*found, strict=True):
+        assert len({row for rows in step for row in rows}) == 12
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_of_a_group_replay_alike_and_other_groups_other_rows(
+    tmp_path: Path, workers: int
+) -> None:
+    def act(rank: int) -> Any:
+        return replayed(rank, replicate=2, num_workers=workers)
+
+    found = ranks(act, tmp_path, 4)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    for one, other in zip(found[0], found[2], strict=True):
+        assert len({*one, *other}) == 6
