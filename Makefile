@@ -6,7 +6,7 @@
 #   make test                        all tests
 #   make bench                       every benchmark of README, one after the other (some 40 minutes);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
-#   make stress                      2,000 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
+#   make stress                      2,500 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
 #   make frameworks                  the tests with frameworks and libraries that take or make a loader
 #   make lint                        format, lint, strict types
 #   make check                       the same and unit tests
@@ -76,6 +76,7 @@ bench: $(STAMP)
 stress: $(STAMP)
 	@$(BIN)/python -m tests.stress.random_programs --count 1000 $(ARGS)
 	@$(BIN)/python -m tests.stress.random_programs --wrapped --count 1000
+	@$(BIN)/python -m tests.stress.rehearsal_programs --count 500
 	@$(BIN)/python -m tests.stress.chaos --kills 160
 	@SEEDS=20 $(PYTEST) -q tests/unit tests/parity/test_parity.py
 

@@ -8,28 +8,35 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import torch.utils.data
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, MapDataPipe
 
 from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
-from creel.loader.order.epoch_order import Progress, not_begun
+from creel.loader.iterators.returned import Returned
+from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batches
+from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
+from creel.loader.rehearsal.memory import Rehearsal
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.groups.exchange import distributed_sampler
     from creel.loader.groups.replicate import check as check_replicate
+    from creel.loader.groups.replicate import place_of
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
+    from creel.loader.iterators.torch_iters import torch_iterator
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 
@@ -71,6 +78,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             read it again.
         max_bad_samples: how many bad samples this loader accepts on this rank; one more raises
             TooManyBadSamplesError.
+        rehearsal: a memory of earlier data, as it is when the loader is made: behind the new
+            samples of each batch come `rehearsal.per_batch` of its rows (docs/continual.md).
+            `len(loader)` counts batches of new data. Not with `remap`, an iterable dataset or
+            `batch_size=None`.
 
     Raises:
         ConfigError: (a ValueError) a wrong setting, or options that exclude each other.
@@ -104,12 +115,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         replicate: int | ProcessGroup | DeviceMesh | None = None,
         on_error: OnError = "raise",
         max_bad_samples: int = 100,
+        rehearsal: Rehearsal | None = None,
         **kwargs: Any,
     ) -> None:
         self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
         self.remap, self.replicate = remap, replicate
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
+        self.rehearsal = rehearsal
         _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
+        if rehearsal is not None:
+            dataset = rehearsal.behind(dataset)
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:
@@ -133,6 +148,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             **kwargs,
         )
+        if rehearsal is not None:
+            self._rehearse(rehearsal)
         if not _may_take(self):
             return
         # A framework may still replace a sampler that torch has chosen by its DistributedSampler.
@@ -141,7 +158,26 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             distributed_sampler(self._index_sampler)
         self._loader_state().start_daemon_early(self)
 
+    def _rehearse(self, memory: Rehearsal) -> None:
+        """Add rows of the memory, as it is now, to each batch."""
+        if not self._auto_collation:
+            raise ConfigError("rehearsal needs batches: give batch_size or batch_sampler")
+        if type(self.batch_sampler) is RehearsedBatches:
+            raise ConfigError("batch_sampler has rows of a memory already: leave out rehearsal")
+        ranks = None if self.replicate is None else partial(place_of, self.replicate)
+        content = memory.content()
+        if content.kept:
+            first = len(self.dataset)  # type: ignore[arg-type]  # a Rehearsed
+            batches: Any = self.batch_sampler
+            self._creel_rehearsed = RehearsedBatches(batches, content, first, ranks)
+
     # --- torch's hooks ------------------------------------------------------------------------
+
+    @property
+    def _index_sampler(self) -> Any:
+        """What torch's iterators, and ours, iterate; `batch_sampler` stays that of new data."""
+        rehearsed = self.__dict__.get("_creel_rehearsed")
+        return super()._index_sampler if rehearsed is None else rehearsed
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
@@ -150,6 +186,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )
+            if MISSING is None and not isinstance(self.dataset, IterableDataset):
+                return torch_iterator(self)
             return super()._get_iterator()
         loader_state = self._loader_state()
         role = loader_state.role(self)
@@ -172,7 +210,29 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             weakref.finalize(self, loader_state.close).atexit = False
         return loader_state
 
-    # --- beyond torch: resuming and counters ----------------------------------------------------
+    # --- beyond torch: what is in a batch, resuming and counters --------------------------------
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """(n,) numbers of the samples in the batch that was returned last, in its order.
+
+        Row k of a rehearsal memory has the number `len(dataset) + k`. Empty before the first batch.
+
+        Raises:
+            ConfigError: the samples have no numbers: those of an iterable dataset, or other keys.
+        """
+        if isinstance(self.dataset, IterableDataset) or MISSING is not None:
+            raise ConfigError("the samples of an IterableDataset have no numbers")
+        return Returned.of(self).numbers()
+
+    @property
+    def replayed(self) -> NDArray[np.int64]:
+        """(r,) rows of `rehearsal.dataset` in the last batch, at its end; empty without any."""
+        if rehearsed_batches(self) is None:
+            return np.empty(0, np.int64)
+        first: int = self.dataset.first  # type: ignore[attr-defined]  # a Rehearsed
+        indices = self.indices
+        return indices[indices >= first] - first
 
     def state_dict(self, *, delivered: int | None = None) -> Progress:
         """Return the position in training, to resume from in another process; O(1).
@@ -185,10 +245,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         A state taken before the first epoch, or at the end of one, begins the next epoch. The order
         of torch's samplers is resumed bit for bit, with any `num_workers`. A custom sampler is
         restored by `load_state_dict()` with its `state_dict()` from the start of the epoch, else by
-        `set_epoch()` with its `epoch`; with neither, its own state is not resumed. Also not
-        resumed: the global generators it draws from, the dataset's state, and random augmentation
-        in workers, whose generators restart. With `in_order=False` batches count as if they came in
-        order.
+        `set_epoch()` with its `epoch`; with neither, its own state is not resumed. If it is around
+        one of torch's (its attribute `sampler`), that draws the same again. Also not resumed: other
+        draws from the global generators, the dataset's state, and random augmentation in workers,
+        whose generators restart. With `in_order=False` batches count as if they came in order.
 
         If torch itself makes the batches (an iterable dataset, CREEL_DISABLE=1, not Linux), the
         position is unknown: the call warns, and the state restarts the epoch.
@@ -232,8 +292,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
         inner = getattr(self.batch_sampler, "sampler", None)
+        rehearsed = self.__dict__.get("_creel_rehearsed")
         called: list[object] = []
-        for part in (self.sampler, self.batch_sampler, inner, self.dataset):
+        for part in (self.sampler, self.batch_sampler, inner, self.dataset, rehearsed):
             set_epoch: Callable[[int], object] | None = getattr(part, "set_epoch", None)
             if set_epoch is not None and not any(part is c for c in called):
                 set_epoch(epoch)
@@ -247,7 +308,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to this process and object: it is neither pickled nor copied.
-        return {k: v for k, v in self.__dict__.items() if k != "_creel_state"}
+        own = {"_creel_state", "_creel_returned"}
+        return {k: v for k, v in self.__dict__.items() if k not in own}
 
 
 def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
@@ -262,6 +324,10 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
         check_replicate(loader.replicate)
         if loader.remap is not None or iterable:
             raise ConfigError("replicate cannot be combined with remap or an IterableDataset")
+    if loader.rehearsal is not None and (loader.remap is not None or iterable):
+        raise ConfigError("rehearsal cannot be combined with remap or an IterableDataset")
+    if loader.rehearsal is not None and MISSING is not None:
+        raise ConfigError(f"this torch lacks {MISSING}: use memory.over() in place of rehearsal=")
     Tolerance(loader.on_error, loader.max_bad_samples).check()
     if loader.on_error != "raise" and iterable:
         raise ConfigError(

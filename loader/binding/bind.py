@@ -29,6 +29,7 @@ from creel.loader.datasets.base import CreelDataset, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
 from creel.loader.page_cache import in_page_cache
 from creel.loader.reading.lease import Lease
+from creel.loader.rehearsal.rehearsed import numbers_of
 from creel.policies.arrays import Ids, Ints
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 
@@ -164,7 +165,7 @@ class Binding:
 
     def digest(self) -> str:
         """Return a digest that is equal for bindings whose samples all have the same objects."""
-        samples = np.arange(len(self.dataset))  # type: ignore[arg-type]  # map-style datasets have a length
+        samples = np.arange(numbers_of(self.dataset))
         digest = xxhash.xxh3_128(self.manifest.key.encode())
         for column in self.objects(samples):
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)

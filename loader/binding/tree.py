@@ -16,7 +16,8 @@ from creel.loader.binding.wrapped import Trace, Wrapped, is_wrapped, trace_of, u
 from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
 from creel.loader.decoded.keeping import Keeping
 from creel.loader.decoded.kept import KeptDataset
-from creel.policies.arrays import Ids, Ints
+from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed
+from creel.policies.arrays import Ids, Ints, unique
 
 D = TypeVar("D")
 Objects = tuple[Ids, Ints]
@@ -40,6 +41,8 @@ def inside(dataset: object) -> list[Any] | None:
         return [unwrap(dataset)]
     if type(dataset) is Transformed or type(dataset) is KeptDataset or unchanged(dataset, Subset):
         return [dataset.dataset]
+    if isinstance(dataset, (KeptRows, Rehearsed)):
+        return list(dataset.datasets)
     if unchanged(dataset, ConcatDataset):
         return list(dataset.datasets)
     if unchanged(dataset, StackDataset):
@@ -289,11 +292,32 @@ class ConcatNode(TreeNode):
         return ConcatDataset([child.frozen(copies) for child in self.children])
 
     def raw(self) -> Raw | None:
-        first = self.children[0].raw()
-        # torch's ConcatDataset takes samples one by one, each with a call of batch_transform
-        if first is None or first.batch_transform is not None:
-            return None
-        return first if all(first.same(c.raw()) for c in self.children[1:]) else None
+        return _common_raw(self.children)
+
+
+class PlacedNode(TreeNode):
+    """The rows of a rehearsal memory, or new data with them: a sample of one of the children."""
+
+    def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
+        which, numbers = self.dataset.places(np.asarray(indices, np.int64))
+        places = [(c, np.flatnonzero(which == c)) for c in unique(which)]
+        return [(self.children[c], at, numbers[at]) for c, at in places]
+
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        made: Dataset[Sample] = self.dataset.over([c.frozen(copies) for c in self.children])
+        return made
+
+    def raw(self) -> Raw | None:
+        return _common_raw(self.children)
+
+
+def _common_raw(children: Sequence[TreeNode]) -> Raw | None:
+    """Return how samples of all children are made from bytes, if they are made alike."""
+    first = children[0].raw() if children else None
+    # Samples of several datasets are not read together: each has its own call of batch_transform.
+    if first is None or first.batch_transform is not None:
+        return None
+    return first if all(first.same(c.raw()) for c in children[1:]) else None
 
 
 def _merge(n: int, parts: Sequence[tuple[NDArray[np.intp] | None, Ids, Ints]]) -> Objects:
@@ -364,6 +388,8 @@ class Tree:
         children = [self.build(one) for one in below]
         if isinstance(dataset, ConcatDataset):
             return ConcatNode(dataset, children)
+        if isinstance(dataset, (KeptRows, Rehearsed)):
+            return PlacedNode(dataset, children)
         return TreeNode(dataset, children)  # Transformed or a StackDataset
 
     def traced(self, dataset: Dataset[Sample], trace: Trace) -> TreeNode:

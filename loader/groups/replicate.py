@@ -21,6 +21,7 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.groups.follower import Follower
 from creel.loader.groups.leader import Leader
 from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
+from creel.loader.order.epoch_order import rehearsed_batches
 from creel.loader.torch_private import default_store
 from creel.loader.transport.channel import Channel
 from creel.system.unix_peers import peer_of
@@ -61,6 +62,18 @@ def group_of(replicate: Any) -> tuple[int, ...]:
     if rank not in ranks:
         raise ConfigError(f"replicate: this rank, {rank}, is not in the group {list(ranks)}")
     return ranks
+
+
+def place_of(replicate: Any) -> tuple[int, int]:
+    """Return (number, count) of this rank's group among all groups of the job.
+
+    For groups whose ranks are not consecutive: the first rank of it, of all ranks.
+    """
+    ranks, world = group_of(replicate), rank_and_world()[1]
+    first, size = min(ranks), len(ranks)
+    if sorted(ranks) == list(range(first, first + size)) and not (first % size or world % size):
+        return first // size, world // size
+    return first, world
 
 
 def check(replicate: Any) -> None:
@@ -116,7 +129,9 @@ def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
         samples = -1
     numbers = samples, loader.batch_size or 0, loader.num_workers, loader.prefetch_factor or 0
     flags = plain, loader.persistent_workers, loader.in_order, loader.drop_last
-    return (*numbers, *map(int, flags))
+    rehearsed = rehearsed_batches(loader)
+    memory = 0 if rehearsed is None else int(rehearsed.digest, 16) >> 1  # 63 bits
+    return (*numbers, *map(int, flags), memory)
 
 
 def _address(name: str) -> str:

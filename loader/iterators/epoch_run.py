@@ -18,6 +18,7 @@ from creel.loader.binding.wrapped import Wrapped, recorded
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.reattach import StreamSearch
+from creel.loader.iterators.returned import Returned
 from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
@@ -63,6 +64,9 @@ class EpochRun:
         self._counted = 0  # delivered batches that the daemon's statistics include
         self._counted_at = 0.0
         self._unknown: list[Wrapped] = []  # recorded wrapped datasets; no daemon needed yet
+        self._returned = Returned.of(loader)
+        self._dataset: Any = loader.dataset
+        self._pulled: dict[int, Any] = {}  # what the sampler yielded for batches not yet returned
         self._unpublished: dict[int, int] = {}  # batch without a step -> its number of samples
         self._many = True  # whether a batch is made of several samples
         self.finished = False
@@ -129,6 +133,7 @@ class EpochRun:
         self.delivered, self.finished, self._published_ahead = self.skipped, False, False
         self._counted = self.skipped
         self._unpublished.clear()
+        self._pulled.clear()
         self._many = loader._auto_collation  # noqa: SLF001  torch's
         if self._served is not None:
             start = time.monotonic_ns()
@@ -154,6 +159,7 @@ class EpochRun:
 
     def claim(self, i: int, index: object) -> Claim:
         """Claim the session's step for the i-th batch after those skipped, about to be read."""
+        self._pulled[i] = index
         if self._search is not None:
             self._reattach(self.skipped + i)
         batch, served = self.skipped + i, self._served
@@ -239,13 +245,17 @@ class EpochRun:
             return ""
         return plain(public(address))
 
-    def deliver(self, i: int) -> None:
+    def deliver(self, i: int, batch: int | None = None) -> None:
         """Count a batch about to be returned, the one before the i-th after those skipped.
+
+        batch: its number after those skipped, if batches are not returned in order.
 
         A batch that raised counts as read if training goes on, and is read again if training stops
         there.
         """
         self._loader_state.meter["batches"] += 1
+        index = self._pulled.pop(i - 1 if batch is None else batch, None)
+        self._returned.note(self._loader_state.tolerance.delivered(index, self._dataset))
         self.delivered = self.skipped + i
         if any(map(recorded, self._unknown)):
             self._unknown = []

@@ -253,7 +253,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             raise_failure(data)
         if self._run.due():
             self._meter.add(self._pool.new_counts())
-        self._run.deliver(self._rcvd_idx)
+        self._run.deliver(self._rcvd_idx, event.index)
         return data
 
     def _note_bad(self, samples: list[BadSample]) -> None:

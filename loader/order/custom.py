@@ -2,36 +2,84 @@
 
 from __future__ import annotations
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart, OrderState
 from creel.loader.order.epoch_plan import EpochPlan
-from creel.loader.order.generators import encode_state, state_of
+from creel.loader.order.generators import decode_state, encode_state, set_state, state_of
+from creel.loader.order.sampler_state import attribute
+
+#: How many samplers may be around one of torch's.
+_DEEPEST = 4
 
 
 class CustomOrder(EpochOrder):
     """The order of a custom sampler: iterated when torch would, never ahead.
 
     It is predicted only if the user permits it, by running a copy (`sampler_copy`).
+
+    A sampler around one of torch's, by its attribute `sampler`, is resumed with the draws of that:
+    torch's draw at their first item only, from a generator of their own or else the global one.
     """
 
     known = False
 
     def __init__(
-        self, loader: DataLoader[object], begun: IteratorStart, previous: EpochOrder | None = None
+        self,
+        loader: DataLoader[object],
+        begun: IteratorStart,
+        previous: EpochOrder | None = None,
+        given: OrderState | None = None,
+        *,
+        redraw: bool = False,
     ) -> None:
+        """Make an order.
+
+        Args:
+            given: the state of an epoch to begin again.
+            redraw: the global generator is as it was then, so that its draws repeat themselves.
+        """
         super().__init__(loader, begun)
         self._begun = begun.sampler_iter
         self._kept = previous is not None and previous.base_seed == begun.base_seed
+        self._step = 0 if self._rehearsed is None else self._rehearsed.next_step
+        self._generator = inner_generator(loader, self._sampler)
+        self._inner_rng = ""  # state of it before the first item was pulled
+        self._given_rng = (given or {}).get("inner_rng", "")
+        if redraw and self._generator is torch.default_generator:
+            self._given_rng = ""
 
     def note_wrong_prediction(self) -> None:
         if self.copied is not None:
             self.copied.give_up("it yielded other samples than the sampler itself")
 
     def __next__(self) -> object:
-        pulled = next(self._begun)
+        first = not self.pulled and self._generator is not None
+        pulled = self._first() if first else next(self._begun)
         self.pulled += 1
         return pulled
+
+    def _first(self) -> object:
+        """Pull the first item, with the draws that a resumed epoch made at that time."""
+        generator = self._generator
+        assert generator is not None  # noqa: S101  see `__next__`
+        present = state_of(generator)
+        if not self._given_rng:
+            self._inner_rng = encode_state(present)
+            return next(self._begun)
+        self._inner_rng = self._given_rng
+        set_state(generator, decode_state(self._given_rng))
+        try:
+            return next(self._begun)
+        finally:
+            if generator is torch.default_generator:  # it belongs to the user
+                set_state(generator, present)
 
     def close(self) -> None:
         self._begun = iter(())
@@ -42,10 +90,35 @@ class CustomOrder(EpochOrder):
                 return
 
     def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
-        return None if self.copied is None else self.copied.plan(epochs_ahead, kept=self._kept)
+        plan = None if self.copied is None else self.copied.plan(epochs_ahead, kept=self._kept)
+        replays = self._replays(epochs_ahead)
+        return plan if plan is None or replays is None else plan.rehearsed(replays)
+
+    def _first_step(self) -> int:
+        return self._step
 
     def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)
         if over and self._loader.generator is not None:
             state["loader_rng"] = encode_state(state_of(self._loader.generator))
+        inner = self._generator
+        if inner is not None and not (over and inner is torch.default_generator):
+            begun = "" if over else self._inner_rng or self._given_rng
+            state["inner_rng"] = begun or encode_state(state_of(inner))
         return state
+
+
+def inner_generator(loader: DataLoader[object], sampler: object) -> torch.Generator | None:
+    """Return what one of torch's samplers inside a custom one draws from; None if none does.
+
+    None also for the loader's generator, which is saved for every order.
+    """
+    inner = attribute(sampler, "sampler")
+    for _ in range(_DEEPEST):
+        if type(inner) in {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}:
+            own: torch.Generator | None = inner.generator
+            if own is not None and own is loader.generator:
+                return None
+            return torch.default_generator if own is None else own
+        inner = attribute(inner, "sampler")
+    return None

@@ -1,4 +1,4 @@
-"""Streams that are part of another stream: one rank's share of it, or all but some batches."""
+"""Streams made of another one: one rank's share of it, all but some batches, or with replays."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
-from creel.loader.order.streams import Derived, Items, SamplerStream, Sequential, StreamState
+from creel.loader.order.rehearsing import Replays
+from creel.loader.order.streams import (
+    Derived,
+    Items,
+    SamplerStream,
+    Sequential,
+    StreamState,
+    indices_of,
+)
 from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 from creel.policies.order.dealing import Dealing, each_of
+from creel.policies.order.division import Division
 from creel.policies.order.remap import Exchange
 
 
@@ -72,6 +81,9 @@ class Distributed(Derived):
         state: StreamState = {"epoch": self._epoch, "world": world}
         return {**state, "offset": offset} if offset else state
 
+    def in_epoch(self, item: int) -> int:
+        return item + self._dealing.offset // self._dealing.world
+
 
 class Without(Derived):
     """A stream without some of its batches, of `each` items."""
@@ -118,6 +130,68 @@ class Without(Derived):
 
     def state(self) -> StreamState:
         return {**self._order.state(), "without": self._gone.tolist(), "each": self._each}
+
+    def in_epoch(self, item: int) -> int:
+        batch, rest = divmod(item, self._each)
+        whole = int(in_whole(np.array([batch]), self._gone)[0])
+        return self._order.in_epoch(whole * self._each + rest)
+
+
+class WithReplays(Derived):
+    """A stream with the rows of a rehearsal memory at the end of each step. Only to predict."""
+
+    def __init__(self, new: SamplerStream, division: Division, replays: Replays) -> None:
+        """division: of the new items."""
+        super().__init__(new)
+        self._of_new, self._replays = division, replays
+        steps = division.steps(new.total)
+        self._new_total = min(division.start(steps), new.total)
+        self.total = self._new_total + steps * replays.passes.each
+        self.division = Division(division.size + replays.passes.each)
+        if division.starts is not None:
+            more = np.arange(len(division.starts)) * replays.passes.each
+            self.division = Division(starts=division.starts + more)
+        self.at_once, self.spread = new.at_once, new.spread
+        if new.key is not None:
+            self.key = ("replays", new.key, division.size, replays.key)
+
+    @property
+    def ready(self) -> int:
+        ready = self._order.ready
+        if ready >= self._new_total:
+            return self.total
+        return self.division.start(self._of_new.within(ready))
+
+    def need(self, item: int) -> None:
+        if item >= self.total:
+            self._order.need(self._order.total)
+        else:
+            last = self._of_new.start(self.division.within(item) + 1)
+            self._order.need(min(last, self._new_total) - 1)
+
+    def items(self, start: int, stop: int) -> Items:
+        if start >= stop:
+            return np.empty(0, np.int32)
+        first, last = self.division.within(start), self.division.within(stop - 1) + 1
+        bounds = self._of_new.start(first), min(self._of_new.start(last), self._new_total)
+        new = indices_of(self._order.items(*bounds))
+        ends = self._of_new.ends(first, last, len(new))
+        each, steps = self._replays.passes.each, np.arange(first, last)
+        numbers = np.array([step_in_epoch(self._order, self._of_new, k) for k in steps.tolist()])
+        places = (ends + (steps - first) * each)[:, None] + np.arange(each)
+        items = np.empty(len(new) + places.size, np.int32)
+        is_new = np.ones(len(items), np.bool_)
+        items[places], is_new[places] = self._replays.rows(numbers), False
+        items[is_new] = new
+        begin = self.division.start(first)
+        return items[start - begin : stop - begin]
+
+
+def step_in_epoch(stream: SamplerStream, division: Division, step: int) -> int:
+    """Return a step's number in the whole epoch: earlier ones were read elsewhere, or left out."""
+    if division.starts is not None:
+        return step
+    return stream.in_epoch(division.start(step)) // division.size
 
 
 def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.loader.order.derived import Distributed
+from creel.loader.order.derived import Distributed, WithReplays
+from creel.loader.order.rehearsing import Replays
 from creel.loader.order.streams import FromArray, SamplerStream, Sequential, indices_of
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.order.division import Division
@@ -32,6 +33,13 @@ class PredictedEpoch(NamedTuple):
 
     division: Division
     stream: SamplerStream
+
+    def rehearsed(self, replays: Replays | None) -> PredictedEpoch:
+        """Return the epoch with what it replays; None: nothing."""
+        if replays is None:
+            return self
+        stream = WithReplays(self.stream, self.division, replays)
+        return PredictedEpoch(stream.division, stream)
 
 
 def run_to_end(items: Iterable[object], deadline: float = math.inf) -> PredictedEpoch | None:
@@ -69,6 +77,10 @@ class EpochPlan:
         self._work = work
         self._lock = threading.RLock()
         self._predicted: PredictedEpoch | None = None
+
+    def rehearsed(self, replays: Replays) -> EpochPlan:
+        """Return the plan of the same epoch with what it replays."""
+        return EpochPlan(lambda: self._opened().rehearsed(replays))
 
     @property
     def opened(self) -> bool:

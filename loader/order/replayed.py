@@ -28,13 +28,22 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from creel.loader.order.epoch_order import EpochOrder, IteratorStart, OrderState, inner_of
+from creel.loader.order.derived import step_in_epoch
+from creel.loader.order.epoch_order import (
+    EpochOrder,
+    IteratorStart,
+    OrderState,
+    RehearsalState,
+    inner_of,
+)
 from creel.loader.order.epoch_plan import EpochPlan, PredictedEpoch, run_to_end
 from creel.loader.order.generators import GeneratorCopies, RandomSource
+from creel.loader.order.rehearsing import Replays
 from creel.loader.order.replay import is_sequence, open_stream
 from creel.loader.order.streams import Items, SamplerStream, StreamState
 from creel.policies.order.division import Division
@@ -58,6 +67,7 @@ class ReplayedOrder(EpochOrder):
         previous: EpochOrder | None = None,
         given: StreamState | None = None,
         *,
+        rehearsal: RehearsalState | None = None,
         redraw: bool = False,
         exchange: Exchange | None = None,
     ) -> None:
@@ -65,6 +75,7 @@ class ReplayedOrder(EpochOrder):
 
         Args:
             given: state of the stream to reopen.
+            rehearsal: of the epoch to begin again.
             redraw: whether to repeat the stream's global draws even if its state is given.
             exchange: see `adopt`.
         """
@@ -73,7 +84,10 @@ class ReplayedOrder(EpochOrder):
         self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
         self.inner = inner_of(self._sampler)
         self._given, self._redraw = given, redraw
-        self.lookahead = 2 if getattr(self.inner, "replacement", False) else 1
+        if getattr(self.inner, "replacement", False):
+            self.lookahead = 2
+        self._given_step = None if rehearsal is None else rehearsal["step"]
+        self._begun_replays: Replays | None = None
         self._stream: SamplerStream | None = None
         self._division = Division()
         self._at = 0  # next item
@@ -90,6 +104,8 @@ class ReplayedOrder(EpochOrder):
     def _open(self) -> SamplerStream:
         if self._stream is None:
             self._division = self._divided()
+            if self._rehearsed is not None:
+                self._begun_replays = self._rehearsed.begin(self._given_step)
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
             self._stream = open_stream(self.inner, RandomSource(), self._given, self._exchange)
@@ -104,12 +120,23 @@ class ReplayedOrder(EpochOrder):
         return GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
 
     def __next__(self) -> object:
+        batch = self._next_batch()
+        if self._begun_replays is not None:
+            batch = self._with_replays(batch, self._begun_replays)
+        self.pulled += 1
+        return batch
+
+    def _with_replays(self, batch: Any, replays: Replays) -> object:
+        assert self._stream is not None  # noqa: S101  it was pulled from
+        step = step_in_epoch(self._stream, self._division, self.pulled)
+        return replays.joined(batch if self._batcher is not None else list(batch), step)
+
+    def _next_batch(self) -> Any:
         start = self._at
         if self._batcher is None:
             if start >= self._piece_end:
                 self._load(start, start + 1)
             self._at = start + 1
-            self.pulled += 1
             return self._piece[start - self._piece_start]
         # torch reads `batch_size` again for each batch, unless incomplete ones are dropped.
         drop = self._division.drop_last and self._stream is not None
@@ -117,7 +144,6 @@ class ReplayedOrder(EpochOrder):
         if stop > self._piece_end:
             stop = self._load(start, stop)
         self._at = stop
-        self.pulled += 1
         return self._piece[start - self._piece_start : stop - self._piece_start]
 
     def _load(self, start: int, stop: int) -> int:
@@ -150,7 +176,9 @@ class ReplayedOrder(EpochOrder):
         now = self._stream.fork(shadow) if self._stream is not None else None
         # A copy keeps the sampler's present settings.
         sampler = self.inner if is_sequence(self.inner) else copy.copy(self.inner)
-        return EpochPlan(functools.partial(self._predicted, epochs_ahead, shadow, now, sampler))
+        foresee = functools.partial(self._predicted, epochs_ahead, shadow, now, sampler)
+        replays = self._replays(epochs_ahead)
+        return EpochPlan(lambda: foresee().rehearsed(replays))
 
     def _predicted(
         self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
@@ -170,6 +198,13 @@ class ReplayedOrder(EpochOrder):
                 raise ValueError("the sequence is too long to predict")
             return found
         return PredictedEpoch(division, stream)
+
+    def _first_step(self) -> int:
+        if self._begun_replays is not None:
+            return self._begun_replays.first_step
+        if self._given_step is not None or self._rehearsed is None:
+            return self._given_step or 0
+        return self._rehearsed.next_step
 
     def epochs_to(self, sampler: object) -> int:
         """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.custom import CustomOrder
+from creel.loader.order.custom import CustomOrder, inner_generator
 from creel.loader.order.derived import in_whole
 from creel.loader.order.epoch_order import (
     EpochOrder,
@@ -36,6 +36,7 @@ from creel.loader.order.epoch_order import (
     index_sampler,
     inner_of,
     kind_of,
+    rehearsed_batches,
 )
 from creel.loader.order.generators import (
     GeneratorCopies,
@@ -100,10 +101,16 @@ def resume(
     """
     _check_kind(loader, state)
     load_own(index_sampler(loader), state.get("own", []))
+    rehearsed = rehearsed_batches(loader)
+    if rehearsed is not None:
+        rehearsed.next_step = state["rehearsal"]["step"]
     if not over:
         return None
     if not _is_known(loader):
         _put_back(loader, state)
+        inner = inner_generator(loader, index_sampler(loader))
+        if inner is not None and "inner_rng" in state:
+            set_state(inner, decode_state(state["inner_rng"]))
         return None
     moment = before(loader)
     begun = IteratorStart(iter(()), RandomSource().seed(loader.generator), moment)  # as torch draws
@@ -257,9 +264,10 @@ def adopt(
             raise ConfigError("remap: this torch deals samples to ranks in a way unknown to creel")
         if state is not None:
             _put_back(loader, state)
-            if loader.generator is not None:  # copied before it was put back
+            if loader.generator is not None or "inner_rng" in state:  # copied before it is put back
                 begun = begun._replace(before=begun.before._replace(copied=None))
-        return CustomOrder(loader, begun, previous)
+        redraw = state is not None and zlib.crc32(begun.before.rng) == state["before"]
+        return CustomOrder(loader, begun, previous, state, redraw=redraw)
     if state is None:
         return ReplayedOrder(loader, begun, previous, exchange=exchange)
     given = state.get("stream", {})
@@ -268,7 +276,12 @@ def adopt(
     if not redraw:
         set_state(torch.default_generator, begun.before.rng)
     _put_back(loader, state)
-    order = ReplayedOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
+    order = ReplayedOrder(
+        *(loader, begun, previous, given),
+        rehearsal=state.get("rehearsal"),
+        redraw=redraw,
+        exchange=exchange,
+    )
     order.before = state["before"]  # an epoch that is saved once more is compared with it again
     return order
 
@@ -317,10 +330,16 @@ def _is_sound(sampler: DistributedSampler[object]) -> bool:
 
 
 def _check_kind(loader: DataLoader[object], state: OrderState) -> None:
-    """Raise ConfigError unless `state` is of this loader's kind of sampler."""
+    """Raise ConfigError unless `state` is of this loader's kind of sampler, and of its memory."""
     kind = kind_of(index_sampler(loader))
     if kind != state["kind"]:
         raise ConfigError(f"the saved state is of a {state['kind']}, this loader has a {kind}")
+    rehearsed, saved = rehearsed_batches(loader), state.get("rehearsal")
+    if (None if rehearsed is None else rehearsed.digest) != (saved and saved["memory"]):
+        raise ConfigError(
+            "the saved state is of an epoch with another rehearsal memory: make the memory by the"
+            " same calls of add, with the same seed and budget"
+        )
 
 
 def _check_total(loader: DataLoader[object], state: OrderState, given: StreamState) -> None:

@@ -109,6 +109,10 @@ class SamplerStream:
         """Return what `open_stream` needs to reopen this stream in another process."""
         return {}
 
+    def in_epoch(self, item: int) -> int:
+        """Return how many items each rank has read, or left out, once `item` comes."""
+        return item
+
     def _rebase(self, source: RandomSource) -> None:
         """Stop sharing mutable state with the stream it was copied from; draw from `source`."""
 

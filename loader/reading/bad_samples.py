@@ -18,6 +18,7 @@ import xxhash
 from torch.utils.data import Dataset
 
 from creel.errors import ConfigError, TooManyBadSamplesError
+from creel.loader.rehearsal.rehearsed import span_of
 
 OnError = Literal["raise", "skip", "substitute"]
 #: How many samples are tried in place of a bad one.
@@ -87,6 +88,20 @@ class Tolerance:
         if new:
             self._new.append(BadSample(index, reason))
 
+    def delivered(self, index: Any, dataset: Any) -> Any:
+        """Return the numbers of the samples that a batch of `index` has, of good ones only."""
+        numbers = [_number(one) for one in index] if self.known and _is_group(index) else []
+        if not any(number in self.known for number in numbers):
+            return index
+        if self.on_error == "substitute":
+            return [self._in_place_of(number, dataset) for number in numbers]
+        good = [number for number in numbers if number not in self.known]
+        return good or [self._in_place_of(numbers[0], dataset)]  # a batch is never empty
+
+    def _in_place_of(self, number: int, dataset: Any) -> int:
+        tried = (replacement(number, k, *span_of(dataset, number)) for k in range(_TRIES))
+        return next(one for one in (number, *tried) if one not in self.known)
+
     def take_new(self) -> tuple[BadSample, ...]:
         """Return the samples that `found` has noted since the last call."""
         new, self._new = tuple(self._new), []
@@ -133,9 +148,9 @@ class Tolerant(Dataset[Any]):
         return self._replacement(_number(index)) if replace else _SKIPPED
 
     def _replacement(self, bad: int) -> Any:
-        n = len(self._dataset)
+        n, first = span_of(self._dataset, bad)
         for attempt in range(_TRIES):
-            index = replacement(bad, attempt, n)
+            index = replacement(bad, attempt, n, first)
             if index in self._tolerance.known:
                 continue
             try:
@@ -148,13 +163,16 @@ class Tolerant(Dataset[Any]):
         )
 
 
-def replacement(bad: int, attempt: int, n: int) -> int:
-    """Return the sample, of n, that attempt number `attempt` puts in place of a bad one.
+def replacement(bad: int, attempt: int, n: int, first: int = 0) -> int:
+    """Return the sample that attempt number `attempt` puts in place of a bad one.
+
+    Args:
+        n, first: it is one of the samples first, ..., first + n - 1.
 
     >>> [replacement(7, attempt, 1000) for attempt in range(3)]
     [662, 14, 255]
     """
-    return xxhash.xxh3_64_intdigest(struct.pack("<qq", bad, attempt)) % n
+    return first + xxhash.xxh3_64_intdigest(struct.pack("<qq", bad, attempt)) % n
 
 
 def plain(text: str) -> str:
@@ -169,6 +187,10 @@ def without_skipped(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return collate([sample for sample in samples if sample is not _SKIPPED])
 
     return collated
+
+
+def _is_group(index: Any) -> bool:
+    return isinstance(index, (list, tuple)) or getattr(index, "ndim", 0) == 1
 
 
 def _number(index: Any) -> int:

@@ -34,6 +34,11 @@ def test_random_programs_with_wrapped_datasets_show_the_same() -> None:
     assert shown == f"{count} programs, 0 differences\n"
 
 
+def test_random_continual_trainings_are_torchs_over_the_same_memory() -> None:
+    shown = said("rehearsal_programs", "--first", "3000", "--count", str(len(seeds(5))))
+    assert shown.endswith(" programs, 0 differences\n")
+
+
 @pytest.mark.faults
 def test_a_training_whose_daemons_are_killed_and_stopped_is_torchs() -> None:
     summary = said("chaos", "--kills", "1", "--first", "14", "--epochs", "2")

@@ -53,6 +53,12 @@ unbatched = DataLoader(Squares(), batch_size=None)
 without_parts = DataLoader(Squares(), batch_size=4, collate_fn=lambda _: {})
 drifting = DataLoader(Drifting(), batch_size=4)
 
+def rehearsing():
+    import creel
+    memory = creel.Rehearsal(3, budget=9)
+    memory.add(Squares(), [i % 2 for i in range(23)])
+    return creel.DataLoader(Squares(), 4, shuffle=True, num_workers=2, rehearsal=memory)
+
 class Broken(Squares):
     def __getitem__(self, i):
         if i == 9:
@@ -309,7 +315,8 @@ def verify(project: Path, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    "loader, batches", [("shuffled", 6), ("plain", 5), ("unbatched", 23), ("without_parts", 6)]
+    "loader, batches",
+    [("shuffled", 6), ("plain", 5), ("unbatched", 23), ("without_parts", 6), ("rehearsing", 6)],
 )
 def test_a_loader_is_verified(project: Path, loader: str, batches: int) -> None:
     code, out, _ = verify(project, "--json", f"loaders:{loader}")

@@ -23,6 +23,7 @@ from torch.utils.data import (
 from creel.loader.order import generators
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart, index_sampler
 from creel.loader.order.samplers import adopt, before
+from creel.loader.rehearsal.memory import Rehearsal
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]
@@ -42,7 +43,7 @@ def observe(
 
     keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
     """
-    moment, sampler = before(loader, previous, foresee=foresee), index_sampler(loader)
+    moment, sampler = before(loader, previous, foresee=foresee), loader._index_sampler
     sampler_iter = iter(sampler)
     if previous is not None and keep_seed:
         base_seed = previous.base_seed
@@ -148,3 +149,29 @@ def any_loader(case: int, *, workers: int = 0) -> Loader:
         inner = any_sampler(rng, n, generator)
         kwargs |= {"sampler": BatchSampler(inner, size, False), "batch_size": None}
     return DataLoader(Echo(n), **kwargs)
+
+
+def rehearsed(loader: Loader, memory: Rehearsal, **changes: Any) -> Loader:
+    """Return a loader like another one, with rows of a memory; they have numbers above its own."""
+    batches = memory.over(loader.dataset, changes.pop("batches", loader.batch_sampler), None)[1]
+    names = ("collate_fn", "generator", "num_workers", "persistent_workers")
+    options = {name: getattr(loader, name) for name in names} | changes
+    return DataLoader(Echo(1 << 30), batch_sampler=batches, **options)
+
+
+def any_memory(case: int) -> Rehearsal:
+    """Return the memory of a case, with one row or more."""
+    rng = random.Random(case + 1000)
+    memory = Rehearsal(rng.randrange(1, 9), budget=rng.choice([None, rng.randrange(1, 40)]))
+    for _ in range(rng.randrange(1, 4)):
+        memory.add(Echo(n := rng.randrange(1, 40)), rng.choice([None, np.arange(n) % 3]))
+    return memory
+
+
+def any_rehearsed_loader(case: int, *, workers: int = 0) -> Loader:
+    """Return the loader of a case: equal calls give equal, separate loaders with equal memories."""
+    found = any_loader(case, workers=workers)
+    while found.batch_sampler is None:
+        case += 100_003
+        found = any_loader(case, workers=workers)
+    return rehearsed(found, any_memory(case))

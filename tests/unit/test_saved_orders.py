@@ -6,18 +6,23 @@ import itertools
 import json
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from order_rig import Echo, Loader, any_loader, inner_of, observe, plain, same
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
+import creel
 from creel.errors import ConfigError
 from creel.loader.order.epoch_order import EpochOrder
 from creel.loader.order.samplers import without_batches
@@ -149,3 +154,92 @@ def test_a_saved_order_of_another_dataset_is_refused() -> None:
         observe(DataLoader(Echo(31), 4, shuffle=True), state=state)
     with pytest.raises(ConfigError, match="RandomSampler"):
         observe(DataLoader(Echo(30), 4), state=state)
+
+
+class Reversed(BatchSampler):
+    """A person's batch sampler around one of torch's samplers, which may be run ahead."""
+
+    foreseeable = True
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch[::-1]
+
+
+class Around(Sampler[int]):
+    """A person's sampler around one of torch's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return iter(list(self.sampler)[1:])
+
+
+N = 41
+GENERATORS = ("global", "own", "the loader's")
+
+
+def around(kind: str, generator: str, *, workers: int = 0) -> Any:
+    """Return a loader whose custom sampler is around one of torch's."""
+    made = {name: torch.Generator().manual_seed(4) for name in GENERATORS[1:]}
+    g = made.get(generator)
+    made_of: dict[str, Callable[[], Any]] = {
+        "random": lambda: RandomSampler(range(N), generator=g),
+        "replacement": lambda: RandomSampler(range(N), True, N, generator=g),
+        "subset": lambda: SubsetRandomSampler(range(1, N, 2), g),
+        "weighted": lambda: WeightedRandomSampler([1.0] * N, N, True, g),
+    }
+    inner = made_of[kind.rsplit(maxsplit=1)[-1]]()
+    options: dict[str, Any] = {"generator": made["the loader's"], "num_workers": workers}
+    if kind.startswith("single"):
+        options["sampler"] = Around(inner)
+    else:
+        options["batch_sampler"] = Reversed(inner, 4, False)
+    return creel.DataLoader(Echo(N), collate_fn=same, creel=False, **options)
+
+
+@pytest.mark.filterwarnings("ignore:(Reversed|Around) has neither")
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("kind", ["random", "replacement", "subset", "weighted", "single random"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_custom_sampler_around_torchs_goes_on_with_the_same_samples(
+    kind: str, generator: str, workers: int
+) -> None:
+    torch.manual_seed(0)
+    first = around(kind, generator, workers=workers)
+    list(first)
+    it = iter(first)
+    head = [next(it) for _ in range(3)]
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = list(it)
+    over = json.loads(json.dumps(first.state_dict()))
+    following = list(first)
+    assert len(head + rest) > 3
+
+    torch.manual_seed(999)
+    seen = torch.get_rng_state()
+    second = around(kind, generator, workers=0)
+    second.load_state_dict(state)
+    assert list(second) == rest
+    assert torch.equal(torch.get_rng_state(), seen), "the global generator belongs to the user"
+    if generator != "global":
+        assert list(second) == following
+        third = around(kind, generator)
+        third.load_state_dict(over)
+        assert list(third) == following
+
+
+@pytest.mark.filterwarnings("ignore:Reversed has neither")
+def test_a_script_that_seeds_and_resumes_makes_all_draws_again() -> None:
+    def trained(state: Any = None) -> list[Any]:
+        torch.manual_seed(7)
+        loader = around("random", "global")
+        if state:
+            loader.load_state_dict(state)
+        it = iter(loader)
+        out = list(it) if state else [next(it) for _ in range(3)] + [loader.state_dict(), *it]
+        return [*out, torch.rand(1).item()]
+
+    whole = trained()
+    assert trained(whole[3]) == whole[4:]

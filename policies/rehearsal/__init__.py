@@ -1,0 +1,4 @@
+"""Rehearsal: samples of earlier data that are mixed into each batch. Pure.
+
+`content` decides what a memory keeps, `passes` which of it each step replays.
+"""

@@ -1,0 +1,153 @@
+"""What a rehearsal memory keeps, and which of it each step replays: laws, and torch itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from creel.policies.arrays import Ints
+from creel.policies.rehearsal.content import Offered, ascending, kept, merged, mixed
+from creel.policies.rehearsal.passes import Passes
+from kit import seeds
+
+SEED = 5
+
+
+def offered(classes: NDArray[np.integer], first: int = 0, seed: int = SEED) -> Offered:
+    uids = np.arange(first, first + len(classes))
+    return Offered(uids, classes.astype(np.int64), mixed(uids, seed))
+
+
+def chosen(candidates: Offered, budget: int | None, seed: int = SEED) -> Offered:
+    return candidates.take(kept(candidates, budget, seed))
+
+
+def any_classes(rng: random.Random) -> Ints:
+    sizes = [rng.choice([1, 2, 7, rng.randrange(1, 400)]) for _ in range(rng.randrange(1, 9))]
+    classes = np.repeat(np.array([rng.randrange(-5, 1 << 40) for _ in sizes]), sizes)
+    rng.shuffle(shuffled := classes.tolist())
+    return np.array(shuffled)
+
+
+@pytest.mark.parametrize("case", seeds(40))
+def test_the_budget_is_used_whole_and_shares_differ_by_at_most_one(case: int) -> None:
+    rng = random.Random(case)
+    classes = any_classes(rng)
+    budget = rng.randrange(1, 2 * len(classes))
+    found = chosen(offered(classes), budget)
+    assert len(found.uids) == min(budget, len(classes))
+    assert np.all(np.diff(found.uids) > 0)
+    have, kept_of = Counter(classes.tolist()), Counter(found.classes.tolist())
+    cut = [kept_of[one] for one, many in have.items() if kept_of[one] < many]
+    if cut:
+        assert max(kept_of.values()) - min(cut) <= 1, "no class has more than one that was cut"
+
+
+@pytest.mark.parametrize("case", seeds(200))
+def test_what_is_kept_of_two_parts_is_what_is_kept_of_all(case: int) -> None:
+    rng = random.Random(case)
+    classes = any_classes(rng)
+    budget = rng.randrange(1, len(classes) + 2)
+    whole = offered(classes)
+    at = np.array([rng.random() < 0.5 for _ in classes])
+    parts = [chosen(whole.take(np.flatnonzero(side)), budget) for side in (at, ~at)]
+    again = chosen(merged(*parts), budget)
+    for ours, theirs in zip(again, chosen(whole, budget), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("case", seeds(20))
+def test_a_sample_that_has_left_never_comes_back(case: int) -> None:
+    rng = random.Random(case)
+    classes = any_classes(rng)
+    budget, gone = rng.randrange(1, len(classes) + 1), set[int]()
+    before: set[int] = set()
+    for end in sorted(rng.sample(range(len(classes) + 1), min(len(classes), 6))):
+        now = set(chosen(offered(classes[:end]), budget).uids.tolist())
+        assert not now & gone
+        gone |= before - now
+        before = now
+
+
+def test_each_sample_of_a_class_is_kept_as_often_as_the_others() -> None:
+    """Chi-square below its 1 - 1e-5 quantile, and no drift from the first to the last."""
+    sizes, budget, times = (400, 200, 60), 100, 2000
+    classes = np.repeat(np.arange(3), sizes)
+    counts = np.zeros(len(classes))
+    for seed in range(times):
+        counts[kept(offered(classes, seed=seed), budget, seed + times)] += 1
+    for one, size in enumerate(sizes):
+        mine = counts[classes == one]
+        share = mine.sum() / times / size
+        square = ((mine - times * share) ** 2).sum() / (times * share * (1 - share))
+        # Wilson and Hilferty 1931; 4.265 is the normal quantile of 1 - 1e-5.
+        limit = (size - 1) * (1 - 2 / (9 * (size - 1)) + 4.265 * (2 / (9 * (size - 1))) ** 0.5) ** 3
+        assert square < limit
+        if size >= 200:
+            tenth = size // 10
+            assert 0.95 < mine[-tenth:].mean() / mine[:tenth].mean() < 1.05
+
+
+def test_with_keys_of_the_persons_the_smallest_of_each_class_are_kept() -> None:
+    values = np.array([0.3, -1.0, 5.0, 0.1, 2.0, -0.0])
+    candidates = Offered(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), ascending(values))
+    assert chosen(candidates, 4).uids.tolist() == [0, 1, 3, 5]
+
+
+def test_no_budget_keeps_everything() -> None:
+    assert chosen(offered(np.array([3, 1, 3])), None).uids.tolist() == [0, 1, 2]
+
+
+# --- passes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", seeds(30))
+def test_a_pass_is_torchs_permutation_and_its_steps_repeat_no_row(case: int) -> None:
+    rng = random.Random(case)
+    each, world = rng.randrange(1, 20), rng.choice([1, 2, 4, 8])
+    passes = Passes(each * world + rng.randrange(300), each, world, rng.getrandbits(64))
+    first = rng.randrange(1 << 40)
+    rows = passes.to_all(np.arange(first, first + 3 * passes.steps), passes.head)
+    for number in range(first // passes.steps + 1, first // passes.steps + 3):
+        generator = torch.Generator().manual_seed(passes.seed_of(number))
+        drawn = torch.randperm(passes.kept, generator=generator).numpy()
+        at = number * passes.steps - first
+        mine = rows[at : at + passes.steps].ravel()
+        assert np.array_equal(mine, drawn[: len(mine)])
+        assert len(np.unique(mine)) == len(mine)
+        assert passes.kept - len(mine) < passes.step_rows, "all others sit out this pass"
+
+
+@pytest.mark.parametrize("case", seeds(20))
+def test_the_number_of_ranks_changes_no_global_batch(case: int) -> None:
+    rng = random.Random(case)
+    every, seed, kept_rows = 8 * rng.randrange(1, 5), rng.getrandbits(64), rng.randrange(1, 400)
+    steps = np.array([rng.randrange(1 << 20) for _ in range(20)])
+    found = []
+    for world in (1, 2, 4, 8):
+        passes = Passes(kept_rows, every // world, world, seed)
+        ranks = [passes.to_rank(rank, steps, passes.head) for rank in range(world)]
+        assert all(part.shape == (20, every // world) for part in ranks)
+        assert all(np.all(np.diff(part, axis=1) >= 0) for part in ranks)
+        found.append(np.sort(np.concatenate(ranks, axis=1), axis=1))
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("kept_rows", [1, 3, 7])
+def test_a_memory_smaller_than_a_step_is_repeated_evenly(kept_rows: int) -> None:
+    passes = Passes(kept_rows, 5, 2, 0)
+    for step in passes.to_all(np.arange(9), passes.head):
+        counts = np.bincount(step, minlength=kept_rows)
+        assert counts.max() - counts.min() <= 1
+
+
+def test_other_passes_and_other_memories_have_other_orders() -> None:
+    passes = Passes(50, 5, 1, 1)
+    heads = [passes.head(n, 50).tolist() for n in range(20)]
+    heads += [passes._replace(seed=2).head(n, 50).tolist() for n in range(20)]
+    assert len(set(map(tuple, heads))) == 40

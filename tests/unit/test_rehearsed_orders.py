@@ -1,0 +1,280 @@
+"""Orders with rows of a rehearsal memory: torch's batches, foreseen, and resumed anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from order_rig import (
+    Echo,
+    Loader,
+    any_memory,
+    any_rehearsed_loader,
+    inner_of,
+    observe,
+    plain,
+    rehearsed,
+    same,
+    states,
+)
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
+
+import creel
+from creel.errors import ConfigError
+from creel.loader.order.epoch_plan import same_batch
+from kit import seeds
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def set_epoch(loader: Loader, epoch: int) -> None:
+    if isinstance(inner_of(loader), DistributedSampler):
+        inner_of(loader).set_epoch(epoch)
+
+
+@pytest.mark.parametrize("case", seeds(60))
+def test_an_order_with_replays_is_what_torch_iterates(case: int) -> None:
+    ours, theirs = any_rehearsed_loader(case), any_rehearsed_loader(case)
+    previous = None
+    for epoch in range(3):
+        set_epoch(ours, epoch)
+        set_epoch(theirs, epoch)
+        torch.manual_seed(case + epoch)
+        previous = observe(ours, previous=previous)
+        found = [plain(batch) for batch in previous]
+        seen = states(ours)
+        torch.manual_seed(case + epoch)
+        assert str(found) == str(list(theirs))
+        assert seen == states(theirs)
+
+
+@pytest.mark.parametrize("case", seeds(60))
+def test_a_prediction_with_replays_is_what_comes(case: int) -> None:
+    loader = any_rehearsed_loader(case)
+    torch.manual_seed(case)
+    order, foreseen, steps = None, list[Any](), random.Random(case).randrange(4)
+    for epoch in range(4):
+        set_epoch(loader, epoch)
+        order = observe(loader, previous=order)
+        assert order.known
+        assert order.lookahead == 2
+        now = order.predict(0)
+        assert now is not None
+        assert all(plan.same(now) for plan in foreseen[:1])
+        pulled = [plain(b) for b in itertools.islice(order, steps)]
+        foreseen = [*foreseen[1:], order.predict(1), order.predict(2)][-2:]
+        pulled += [plain(b) for b in order]
+        assert now.steps == len(pulled)
+        assert all(same_batch(now.cut(i, i + 1)[0], b) for i, b in enumerate(pulled))
+        indices, ends = now.cut(0, now.steps)
+        assert indices.tolist() == [int(i) for b in pulled for i in b]
+        assert np.diff(ends, prepend=0).tolist() == [len(b) for b in pulled]
+
+
+@pytest.mark.parametrize("case", seeds(40))
+def test_an_epoch_with_replays_goes_on_in_another_process(case: int) -> None:
+    rng = random.Random(case)
+    first, second = any_rehearsed_loader(case), any_rehearsed_loader(case)
+    torch.manual_seed(case)
+    order = None
+    for epoch in range(rng.randrange(1, 4)):
+        set_epoch(first, epoch)
+        set_epoch(second, epoch)
+        order = observe(first, previous=order)
+        list(order) if rng.random() < 0.7 else list(itertools.islice(order, 2))
+    order = observe(first, previous=order)
+    taken = len(list(itertools.islice(order, rng.randrange(5))))
+    state = json.loads(json.dumps(order.state()))
+    rest = [plain(b) for b in order]
+    then = observe(first, previous=order)
+    following = [b[-1] for b in map(plain, then)]
+    torch.manual_seed(999)
+    again = observe(second, state=state)
+    again.skip(taken)
+    assert str([plain(b) for b in again]) == str(rest)
+    later = observe(second, previous=again)
+    assert [b[-1] for b in map(plain, later)] == following, "the last replay of each batch"
+
+
+class Buckets(Sampler[list[int]]):
+    """A person's batch sampler, which may be run ahead, with or without a length."""
+
+    foreseeable = True
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = 0
+
+    def __iter__(self) -> Any:
+        rng = random.Random(self.epoch)
+        self.epoch += 1
+        for first in range(0, self.n, 5):
+            yield rng.sample(range(self.n), rng.randrange(1, min(5, self.n - first) + 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_batches_of_a_persons_sampler_have_replays_too() -> None:
+    def loader() -> Loader:
+        data: Loader = DataLoader(Echo(23), batch_sampler=Buckets(23), collate_fn=same)
+        return rehearsed(data, any_memory(3))
+
+    ours, theirs = loader(), loader()
+    order = observe(ours)
+    ahead = order.predict(1)
+    assert ahead is not None
+    for epoch in range(3):
+        found = list(order)
+        assert found == list(theirs)
+        state = json.loads(json.dumps(order.state()))
+        again = loader()
+        again.batch_sampler.batches.set_epoch(epoch)  # type: ignore[union-attr]  # a RehearsedBatches
+        assert state["rehearsal"]["step"] == epoch << 32, "it has no length"
+        order = observe(ours, previous=order)
+        now = order.predict(0)
+        assert now is not None
+        assert epoch or ahead.same(now)
+
+
+# --- ranks ------------------------------------------------------------------------------------
+
+N = 203
+
+
+def ranks(world: int, each: int, replays: int, *, seed: int = 0) -> list[Any]:
+    """Return a loader for each rank, which reads directly."""
+    data = torch.arange(N)
+    made: list[Any] = []
+    for rank in range(world):
+        memory = creel.Rehearsal(replays, budget=70, seed=seed)
+        memory.add(torch.arange(1000, 1100))  # type: ignore[arg-type]  # a tensor is map-style
+        sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, True, 7)  # type: ignore[arg-type]  # as above
+        options: dict[str, Any] = {"creel": False, "sampler": sampler, "rehearsal": memory}
+        made.append(creel.DataLoader(data, each, **options))  # type: ignore[arg-type]  # as above
+    return made
+
+
+def global_batches(loaders: list[Any], epoch: int, steps: int | None = None) -> list[Any]:
+    """Return the new and the old samples of each step of all ranks, sorted."""
+    out = []
+    for loader in loaders:
+        loader.sampler.set_epoch(epoch)
+    for batches in itertools.islice(zip(*loaders, strict=True), steps):
+        found = sorted(x for batch in batches for x in batch.tolist())
+        out.append(([x for x in found if x < 1000], [x for x in found if x >= 1000]))
+    return out
+
+
+def resumed(state: Any, loaders: list[Any]) -> list[Any]:
+    assert len(json.dumps(state)) < 400
+    assert len(json.dumps(state["order"])) <= 300
+    for loader in loaders:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    return loaders
+
+
+def test_ranks_replay_disjoint_rows_and_a_pass_before_any_row_again() -> None:
+    seen: list[int] = []
+    for _, old in global_batches(ranks(2, 8, 5), 0):
+        assert len(set(old)) == len(old) == 10
+        seen += old
+    assert len(set(seen[:70])) == 70
+
+
+@pytest.mark.parametrize("old, new", [((2, 8, 4), (4, 4, 2)), ((4, 4, 2), (1, 16, 8))])
+@pytest.mark.parametrize("taken", [0, 1, 5, 12])
+def test_other_ranks_go_on_with_the_same_global_batches(
+    old: tuple[int, int, int], new: tuple[int, int, int], taken: int
+) -> None:
+    whole = ranks(*old)
+    wanted = [global_batches(whole, epoch) for epoch in range(3)]
+    before = ranks(*old)
+    assert global_batches(before, 0) == wanted[0]
+    assert global_batches(before, 1, taken) == wanted[1][:taken]
+    after = resumed(before[-1].state_dict(), ranks(*new))
+    rest = global_batches(after, 1)
+    assert [old for _, old in rest] == [old for _, old in wanted[1][taken:]]
+    assert rest[:-1] == wanted[1][taken:-1], "the last batch is filled up for more or fewer ranks"
+    assert [old for _, old in global_batches(after, 2)] == [old for _, old in wanted[2]]
+
+
+def test_another_batch_size_goes_on_with_the_rows_of_the_steps_that_it_begins_in() -> None:
+    first = ranks(1, 16, 8)
+    whole = global_batches(ranks(1, 16, 8), 0)
+    global_batches(first, 0, 4)
+    rest = global_batches(resumed(first[0].state_dict(), ranks(1, 32, 8)), 0)
+    assert [new for new, _ in rest] == [
+        sorted(a + b)
+        for (a, _), (b, _) in itertools.zip_longest(whole[4::2], whole[5::2], fillvalue=([], []))
+    ]
+    assert len({tuple(old) for _, old in rest}) == len(rest), "each step has other rows"
+
+
+def test_a_batch_that_is_left_out_leaves_out_its_rows_too() -> None:
+    whole = global_batches(ranks(1, 16, 8), 0)
+    first = ranks(1, 16, 8)
+    global_batches(first, 0, 3)
+    second = ranks(1, 16, 8)
+    second[0].load_state_dict(first[0].state_dict(), leave_out=[5, 6, 9])
+    assert global_batches(second, 0) == [whole[k] for k in (3, 4, 7, 8, 10, 11, 12)]
+
+
+def test_another_memory_is_refused() -> None:
+    first = ranks(1, 16, 8)
+    global_batches(first, 0, 3)
+    state = first[0].state_dict()
+    with pytest.raises(ConfigError, match="another rehearsal memory"):
+        ranks(1, 16, 8, seed=1)[0].load_state_dict(state)
+    data = torch.arange(N)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, 0, True, 7)  # type: ignore[arg-type]  # sized
+    alone: Any = creel.DataLoader(data, 16, sampler=sampler, creel=False)  # type: ignore[arg-type]  # map-style
+    with pytest.raises(ConfigError, match="another rehearsal memory"):
+        alone.load_state_dict(state)
+    list(alone)
+    with pytest.raises(ConfigError, match="another rehearsal memory"):
+        first[0].load_state_dict(alone.state_dict())
+
+
+def test_a_resume_at_every_batch_is_bit_exact() -> None:
+    data = torch.arange(60)
+
+    def loader() -> Any:
+        memory = creel.Rehearsal(3, budget=10)
+        memory.add(torch.arange(1000, 1050))  # type: ignore[arg-type]  # map-style
+        options: dict[str, Any] = {"shuffle": True, "creel": False, "rehearsal": memory}
+        return creel.DataLoader(data, 7, **options)  # type: ignore[arg-type]  # map-style
+
+    torch.manual_seed(0)
+    first = loader()
+    batches, saved = [], [first.state_dict()]
+    for _ in range(2):
+        for batch in first:
+            batches.append(batch.tolist())
+            saved.append(json.loads(json.dumps(first.state_dict())))
+        saved[-1] = json.loads(json.dumps(first.state_dict()))
+    for taken, state in enumerate(saved[1:], 1):
+        torch.manual_seed(5)
+        second = loader()
+        second.load_state_dict(state)
+        rest = [batch.tolist() for batch in second] if state["batches"] < 9 else []
+        end = 9 * (state["epoch"] + 1)
+        assert rest == batches[taken:end]
+
+
+def test_composing_and_planning_14_million_samples_takes_no_time() -> None:
+    data: Loader = DataLoader(Echo(14_000_000), 64, sampler=RandomSampler(Echo(14_000_000)))
+    memory = creel.Rehearsal(64)
+    memory.add(Echo(1_000_000))
+    loader = rehearsed(data, memory)
+    order = observe(loader)
+    assert order.known
+    plan = order.predict(0)
+    assert plan is not None
+    assert len(plan.cut(0, 100)[0]) == 128 * 100
+    assert [len(plain(batch)) for batch in itertools.islice(order, 100)] == [128] * 100
