@@ -61,10 +61,10 @@ $(FRAMEWORKS_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python examples/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
+	@$(BIN)/python examples/demo/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
 
 demo-cluster: $(STAMP)
-	@$(BIN)/python examples/demo_cluster.py $${DATA:+--data "$$DATA"} $(ARGS)
+	@$(BIN)/python examples/demo/demo_cluster.py $${DATA:+--data "$$DATA"} $(ARGS)
 
 test: $(STAMP)
 	@$(PYTEST) $(ARGS)

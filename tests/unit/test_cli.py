@@ -264,7 +264,7 @@ def test_the_options_of_all_commands_are_in_the_manual(option: str) -> None:
 
 
 def test_every_command_that_reads_offers_json() -> None:
-    acts = {"run", "top"}
+    acts = {"run", "top", "service install", "service show", "slurm show", "example"}
     for name, command in _commands().items():
         has = any("--json" in p.opts for p in command.params)
         assert has == (name not in acts), name

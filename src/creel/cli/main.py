@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from creel.cli.shipped import example, service, slurm_group
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.version import VERSION
 
@@ -378,7 +379,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     except ModuleNotFoundError as e:
         if e.name != "torch":
             raise
-        raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
+        raise ConfigError("creel verify needs torch: pip install 'creel-data[torch]'") from None
 
     result = verification.verify(target, arguments, steps)
     _print(result, as_json, lambda values: click.echo(verification.sentence(values)))
@@ -456,3 +457,9 @@ def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# --- files that come with creel ---------------------------------------------------------------
+
+for one in (service, slurm_group, example):
+    creel.add_command(one)
