@@ -89,7 +89,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
-	$(BIN)/mypy benchmarks examples
+	$(BIN)/mypy benchmarks examples scripts
 
 check: lint
 	$(PYTEST) -q tests/unit tests/test_layout.py

@@ -20,6 +20,7 @@ from kit import until
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("src", "cache", "daemon", "loader", "policies", "deploy", "examples")
+REPOSITORY = "https://forge.example/us/creel"
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -27,14 +28,15 @@ pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built from a copy of it."""
+    """The wheel of this tree, built from a copy of it as a release is."""
     tree, built = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=left_out)
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(built), str(tree))
+    script = (sys.executable, ROOT / "scripts/release.py", "build", "--repository", REPOSITORY)
+    subprocess.run((*script, "--tree", tree, "--out", built), check=True, timeout=120)
     (found,) = built.glob("*.whl")
     return found
 
@@ -89,6 +91,10 @@ def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Pat
         told = HeaderParser().parsestr(opened.read(metadata).decode())
     assert told["Name"] == "creel-data"
     extras = told.get_all("Provides-Extra", [])
+    assert f"Homepage, {REPOSITORY}" in told.get_all("Project-URL", [])
+    described = str(told.get_payload())
+    assert "](docs/" not in described
+    assert f"]({REPOSITORY}/blob/v{told['Version']}/docs/cli.md)" in described
     assert set(extras) == {"all", "encryption", "gcs", "http", "prometheus", "s3", "torch"}
 
 
