@@ -19,6 +19,7 @@ from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
+from creel.loader.notebook import cell
 from creel.loader.order.epoch_order import Progress, not_begun
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
@@ -244,6 +245,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         begun: LoaderState | None = self.__dict__.get("_creel_state")
         here = begun is not None and begun.pid == os.getpid()
         return (begun.meter if begun is not None and here else Meter()).stats()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of this loader: what it reads, and its counters."""
+        return cell(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to this process and object: it is neither pickled nor copied.

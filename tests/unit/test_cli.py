@@ -18,7 +18,7 @@ import pytest
 from cli_rig import STATS, STATUS, FakeClient, answering
 
 from creel.cache.storage.manifest import Manifest
-from creel.cli import main, run, warm
+from creel.cli import main, run, stats, warm
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.loader.client.client import Client
 
@@ -200,7 +200,8 @@ def test_settings_are_printed_as_toml_that_loads_again(
 def test_elsewhere_than_on_linux_there_is_no_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int
 ) -> None:
-    monkeypatch.setattr(main, "sys", mock.Mock(wraps=sys, platform="darwin"))
+    for module in (main, stats):
+        monkeypatch.setattr(module, "sys", mock.Mock(wraps=sys, platform="darwin"))
     assert main.main(words) == code
     assert "the daemon needs Linux" in capsys.readouterr().err
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from creel.loader.client.client import Client
 
 _FAILED, _USAGE, _NO_DAEMON, _INTERRUPTED = 1, 2, 3, 130
-_ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
 _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -130,38 +129,10 @@ def _config(context: click.Context, **flags: object) -> Config:
 @contextmanager
 def _client(context: click.Context) -> Iterator[Client]:
     """Yield a connection to the daemon, or raise NoDaemonError with what to do about it."""
-    from creel.loader.client.client import Client
+    from creel.cli.stats import connection
 
-    name = _config(context).daemon.name
-    if sys.platform != "linux":
-        raise NoDaemonError(_ELSEWHERE)
-    try:
-        client = Client.connect(name, "cli")
-    except NoDaemonError as e:
-        raise NoDaemonError(_no_daemon(name)) from e
-    try:
+    with connection(_config(context).daemon.name) as client:
         yield client
-    finally:
-        client.close()
-
-
-def _no_daemon(name: str) -> str:
-    """Return why no daemon answers, and what to do about it."""
-    from creel.addresses import elsewhere, held_by_another
-
-    uid = held_by_another(name)
-    if uid is not None:
-        return f"user {uid} holds the address of your daemon {name!r}: choose another daemon.name"
-    if pids := elsewhere(name):
-        return (
-            f"no daemon named {name!r} sees the files that you see here, but one runs elsewhere"
-            f" (process {', '.join(map(str, pids))}, in a container or a job with its own mounts):"
-            " ask from inside of it, as by docker exec, srun --overlap or nsenter -m"
-        )
-    return (
-        f"no daemon named {name!r} runs for you: start one with `creel run`, or just train (the"
-        " first DataLoader starts its own)"
-    )
 
 
 # --- run, stop --------------------------------------------------------------------------------
@@ -177,10 +148,10 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
     The daemon stops afterwards, and the exit code is COMMAND's. Without COMMAND: serve in the
     foreground until SIGTERM or Ctrl-C, as creeld does.
     """
-    from creel.cli import run
+    from creel.cli import run, stats
 
     if sys.platform != "linux":
-        raise ConfigError(_ELSEWHERE)
+        raise ConfigError(stats.ELSEWHERE)
     if not command:
         return run.serve(_config(context, **{"memory.budget": memory}))
     run.check_command(command[0])
