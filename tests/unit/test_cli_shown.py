@@ -215,3 +215,36 @@ def test_status_does_not_count_the_one_who_asks() -> None:
     assert ("in use", "0 clients, 1 session, 1 dataset") in view.status_pairs(
         STATUS | {"clients": 1}
     )
+
+
+def test_datasets_are_listed_by_path_those_in_use_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = {
+        "dataset": "2b39acd83cf4" + "0" * 20,
+        "path": "/data/val",
+        "objects": 4000,
+        "nbytes": 4 << 30,
+        "resident_objects": 2000,
+        "resident_nbytes": 2 << 30,
+        "disk_objects": 0,
+        "disk_used_nbytes": 0,
+        "sessions": 0,
+        "unused_s": 90.0,
+    }
+    view.datasets([row, row | {"path": "/data/train", "sessions": 2}, row | {"path": ""}])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        *("path", "/data/train", "/data/val", "(no common folder)")
+    ]
+    assert lines[1].split()[-2:] == ["now", "2b39acd8"]
+    assert "2.00 GiB (50 %)" in lines[2]
+    assert "90.0 s ago" in lines[2]
+    view.datasets([])
+    assert "no dataset is known" in capsys.readouterr().out
+
+
+def test_a_source_is_shown_by_its_path() -> None:
+    source = {"source": "2b39acd83cf4", "path": "/data/train", "reads": 1, "opens": 1, "nbytes": 5}
+    rows = dict(view.summary_pairs(STATS | {"sources": [source]}))
+    assert rows["read from"].startswith("/data/train: 1 reads")

@@ -253,14 +253,27 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
 
 
 @creel.command()
+@_as_json
+@click.pass_context
+def ls(context: click.Context, *, as_json: bool) -> None:
+    """List the datasets that the daemon knows, and how much of each it holds."""
+    from creel.cli import view
+
+    with _client(context) as client:
+        answer = client.ask("datasets")
+    _print(answer, as_json, lambda values: view.datasets(values["datasets"]))
+
+
+@creel.command()
 @click.argument("dataset")
 @_as_json
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of DATASET: first letters of its key (`creel stats --json`)."""
+    """Free what the daemon holds of DATASET, a path or first letters of a key (`creel ls`)."""
     with _client(context) as client:
-        answer = client.ask("drop", dataset=dataset)
-    _print(answer, as_json, lambda values: click.echo(f"dropped {values['dataset']}"))
+        path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
+        answer = client.ask("drop", dataset=path)
+    _print(answer, as_json, lambda told: click.echo(f"dropped {told['path'] or told['dataset']}"))
 
 
 @creel.command()
