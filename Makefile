@@ -8,6 +8,8 @@
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
 #   make stress                      2,500 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
 #   make frameworks                  the tests with frameworks and libraries that take or make a loader
+#   make floors                      a short set of tests with the oldest releases that creel permits
+#                                    (Python 3.10 to 3.12; torch 2.4 may bring gigabytes of CUDA)
 #   make lint                        format, lint, strict types
 #   make check                       the same and unit tests
 
@@ -26,12 +28,13 @@ STAMP := $(VENV)/.creel-stamp
 # The frameworks have an environment of their own: each sees what it brings, and nothing of ours.
 WITH_FRAMEWORKS := $(VENV)-frameworks
 FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
+WITH_FLOORS := $(VENV)-floors
 export DATA
 # An installed creel has been compiled; else each of the many processes here would do so anew (0.2 s).
 unexport PYTHONDONTWRITEBYTECODE
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo demo-cluster test bench stress frameworks lint check clean
+.PHONY: help setup demo demo-cluster test bench stress frameworks floors lint check clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -60,10 +63,10 @@ $(FRAMEWORKS_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python examples/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
+	@$(BIN)/python examples/demo/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
 
 demo-cluster: $(STAMP)
-	@$(BIN)/python examples/demo_cluster.py $${DATA:+--data "$$DATA"} $(ARGS)
+	@$(BIN)/python examples/demo/demo_cluster.py $${DATA:+--data "$$DATA"} $(ARGS)
 
 test: $(STAMP)
 	@$(PYTEST) $(ARGS)
@@ -84,15 +87,21 @@ stress: $(STAMP)
 frameworks: $(FRAMEWORKS_STAMP)
 	@FRAMEWORKS=required $(WITH_FRAMEWORKS)/bin/python -m pytest -n 2 tests/compat $(ARGS)
 
+floors:
+	@test -x $(WITH_FLOORS)/bin/python || $(PYTHON) -m venv $(WITH_FLOORS)
+	@PYTHONWARNINGS=ignore $(WITH_FLOORS)/bin/python -m pip install -q --disable-pip-version-check \
+	    -c constraints-floors.txt '.[all]' pytest pytest-timeout pytest-xdist hypothesis h5py
+	@$(WITH_FLOORS)/bin/python -m pytest -n 2 -q tests/unit tests/parity/test_parity.py $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
-	$(BIN)/mypy benchmarks examples
+	$(BIN)/mypy benchmarks examples scripts
 
 check: lint
 	$(PYTEST) -q tests/unit tests/test_layout.py
 
 clean:
-	rm -rf $(VENV) $(WITH_FRAMEWORKS) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(WITH_FRAMEWORKS) $(WITH_FLOORS) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -426,19 +426,15 @@ def _write(fd: int, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `creeld` command."""
+    """Run a daemon as arguments say that `creeld` (`cli/run.py`) or an embedding loader makes."""
     open_standard_files()
     leave_address_space()
-    parser = argparse.ArgumentParser(
-        prog="creeld", description="The daemon that keeps training fed; see `creel run`."
-    )
-    parser.add_argument("--name", help="which daemon of this user (CREEL_SOCKET)")
-    parser.add_argument("--memory", metavar="SIZE", help='budget: "64GiB", "50%%" or "auto"')
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error", "critical"])
-    parser.add_argument("--metrics", metavar="ADDRESS", help='for Prometheus: "127.0.0.1:9464"')
-    parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--config-fd", type=int, default=-1, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="python -m creel.daemon")
+    for flag in ("--name", "--memory", "--log-level", "--metrics"):
+        parser.add_argument(flag)
+    parser.add_argument("--embedded", action="store_true")
+    parser.add_argument("--ready-fd", type=int, default=-1)
+    parser.add_argument("--config-fd", type=int, default=-1)
     args = parser.parse_args(argv)
     flags = {
         "daemon.name": args.name,

@@ -22,6 +22,7 @@ from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.returned import Returned
+from creel.loader.notebook import cell
 from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batches
 from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
@@ -305,6 +306,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         begun: LoaderState | None = self.__dict__.get("_creel_state")
         here = begun is not None and begun.pid == os.getpid()
         return (begun.meter if begun is not None and here else Meter()).stats()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of this loader: what it reads, and its counters."""
+        return cell(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to this process and object: it is neither pickled nor copied.

@@ -12,6 +12,7 @@ Only the loader knows which samples need which objects; plans contain object ids
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -166,6 +167,23 @@ class Manifest:
             return self.table
         uris = self.addresses(np.arange(self.table.num_rows))
         return self.table.set_column(0, "uri", text_array(uris))
+
+    @cached_property
+    def place(self) -> str:
+        """Where the files lie, for people: `root`; else the only file, or the common folder.
+
+        The folder is that of the first file, the last one and up to 62 between: all would take
+        long. "" if they have none in common.
+
+        >>> Manifest.of_files(["/a/b/c", "/a/b/d/e"]).place, Manifest.of_files(["/a/b"]).place
+        ('/a/b', '/a/b')
+        """
+        rows = self.table.num_rows
+        if self.root or not rows:
+            return self.root.rstrip("/") or self.root
+        some = set(self.addresses(np.unique(np.linspace(0, rows - 1, 64).astype(np.int64))))
+        common = os.path.commonprefix(list(some))
+        return common if len(some) == 1 else common.rpartition("/")[0]
 
     @cached_property
     def _prefix(self) -> str:

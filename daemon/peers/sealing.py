@@ -34,7 +34,9 @@ _NONCE = struct.Struct("<Q4x")
 def why_not() -> str:
     """Return the reason why this node cannot encrypt payload; "" if it can."""
     if find_spec("cryptography") is None:
-        return "cluster.encrypt needs the package cryptography: pip install 'creel[encryption]'"
+        return (
+            "cluster.encrypt needs the package cryptography: pip install 'creel-data[encryption]'"
+        )
     return ""
 
 

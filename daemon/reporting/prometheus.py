@@ -34,7 +34,7 @@ def serve_page(address: str, take: Callable[[], dict[str, Any]]) -> PageServer:
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import choose_encoder
     except ImportError as e:
-        raise ConfigError("daemon.metrics needs `pip install creel[prometheus]`") from e
+        raise ConfigError("daemon.metrics needs pip install 'creel-data[prometheus]'") from e
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
     registry.register(_Collector(take))

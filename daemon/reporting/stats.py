@@ -96,12 +96,26 @@ def decoded(ranks: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def dataset(core: Snapshot, one: DatasetRecord) -> dict[str, Any]:
-    return {"dataset": one.key, "root": public(one.manifest.root), **core["datasets"][one.key]}
+    return {
+        "dataset": one.key,
+        "root": public(one.manifest.root),
+        "path": public(one.manifest.place),
+        **core["datasets"][one.key],
+    }
 
 
-def datasets(node: Node) -> list[dict[str, Any]]:
+def datasets(node: Node, now: float) -> list[dict[str, Any]]:
+    """Return a row for each dataset, with its open sessions and how long nobody has used it."""
     core = node.core.snapshot()
-    return [dataset(core, one) for one in node.registry.datasets.values()]
+    sessions = Counter(s.dataset.key for s in node.registry.sessions.values())
+    return [
+        dataset(core, one)
+        | {
+            "sessions": sessions[one.key],
+            "unused_s": 0.0 if sessions[one.key] or one.claims else now - one.used_at,
+        }
+        for one in node.registry.datasets.values()
+    ]
 
 
 def source(one: DatasetRecord) -> dict[str, Any]:
@@ -109,6 +123,7 @@ def source(one: DatasetRecord) -> dict[str, Any]:
     return {
         "source": public(one.manifest.root) or one.key[:12],
         "dataset": one.key,
+        "path": public(one.manifest.place),
         "opens": counted.opens,
         "reads": counted.reads,
         "nbytes": counted.nbytes,

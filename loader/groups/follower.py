@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.loader.client.packets import close_all
 from creel.loader.groups.leader import SentBatch, checksum
+from creel.loader.log_lines import with_rank
 from creel.loader.torch_private import ExceptionWrapper, raise_failure
 from creel.loader.transport.batch_message import Inbox
 from creel.loader.transport.channel import Channel
@@ -268,7 +269,7 @@ class ReplicaReader:
         if event is None:
             what = self._pool.describe(0)
             text = f"no batch for {self._warn_after_s:g} s: waiting for {what}"
-            warnings.warn(text, StallWarning, stacklevel=4)
+            warnings.warn(with_rank(text), StallWarning, stacklevel=4)
         while event is None:
             event = self._pool.next_event(1.0)
         if not isinstance(event, BatchResult):

@@ -115,6 +115,9 @@ class EpochRun:
         learns = self.binding is None and loader.creel is not False
         self._unknown = wrapped_in(loader.dataset) if learns else []
         resume, loader_state.resume = loader_state.resume, None
+        last = loader_state.run
+        whole = resume is None and last is not None and last.finished
+        loader_state.advice.epoch_begins(index_sampler(loader), after_a_whole_one=whole)
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from creel.loader.groups.leader import Leader, LeaderReader
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
+from creel.loader.log_lines import with_rank
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from creel.loader.iterators.meter import Meter
     from creel.loader.plan.batch_stream import BatchStream
     from creel.policies.arrays import Ids
-
-
-_log = logging.getLogger("creel.loader")
 
 
 class BatchReader(StepReader):
@@ -183,8 +180,7 @@ class BatchReader(StepReader):
             what = public(self._binding.manifest.location(int(absent[0]))[0])
         then = f"up to {left_s:g} s more" if left_s > 0 else "then creel reads it directly"
         text = f"no batch for {waited_s:g} s: waiting for the daemon to read {what}; {then}"
-        _log.warning(text)
-        warnings.warn(text, StallWarning, stacklevel=2)
+        warnings.warn(with_rank(text), StallWarning, stacklevel=2)
 
     def close(self) -> None:
         """Do nothing: no resource is held between batches."""

@@ -20,6 +20,7 @@ from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.groups.exchange import agreed, check_unchanged
 from creel.loader.groups.replicate import Role, join_group
+from creel.loader.iterators.advice import Advice
 from creel.loader.iterators.meter import Meter
 from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
@@ -71,6 +72,7 @@ class LoaderState:
         self.order: EpochOrder | None = None
         self.epoch = -1
         self.run: EpochRun | None = None
+        self.advice = Advice()
         self.resume: Progress | None = None
         self._stream: BatchStream | None = None  # a session without an iterator, for the next
         self._bound: tuple[object, Binding | None] = (None, None)

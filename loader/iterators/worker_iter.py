@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from creel.loader.groups.follower import Follower, ReplicaPool
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
+from creel.loader.log_lines import with_rank
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from creel.loader.dataloader import DataLoader
 
-_log = logging.getLogger("creel.loader")
 
 #: Seconds between checks for dead workers in a wait without a timeout.
 LOOK_S = 5.0
@@ -322,8 +321,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             f"no batch for {waited_s:.0f} s: batch {self._rcvd_idx} is with"
             f" {self._pool.describe(worker)}; still waiting (DataLoader(timeout=...) sets a limit)"
         )
-        _log.warning(text)
-        warnings.warn(text, StallWarning, stacklevel=4)
+        warnings.warn(with_rank(text), StallWarning, stacklevel=4)
 
     # --- closing ----------------------------------------------------------------------------
 

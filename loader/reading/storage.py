@@ -209,7 +209,8 @@ def _store(address: str, given: Options) -> Store:
                 _stores[key] = open_store(address, deadline_s, options)
             return _stores[key]
     except (ImportError, ValueError, SourceError) as e:  # fsspec or a part is missing
-        raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
+        why = e.strerror if isinstance(e, SourceError) else e
+        raise ConfigError(f"{public(address)} cannot be opened: {why}") from e
 
 
 def _with_retries(address: str, job: Callable[[Store], R], options: Options) -> R:

@@ -63,6 +63,9 @@ def wrap(dataset: D, *, whole: bool = False, storage_options: Options = None) ->
         return cast(D, dataset)
     if isinstance(dataset, IterableDataset):
         raise ConfigError("creel.wrap takes a map-style dataset, not an IterableDataset")
+    if isinstance(dataset, type):
+        name = dataset.__name__
+        raise ConfigError(f"creel.wrap takes a dataset, not its class: creel.wrap({name}(...))")
     if not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"creel.wrap takes a dataset, not {dataset!r}")
     return cast(D, _wrapped(dataset, Wrapping(whole, storage_options)))

@@ -338,6 +338,8 @@ def _known(key: str, origin: str) -> str:
 
 
 def _suggest(word: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    if named := [key for key in fields() if key.endswith(f".{word}")]:  # its section is missing
+        return f": did you mean {' or '.join(named)}?"
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f": did you mean {close[0]}?" if close else " (`creel config show` lists all)"
 

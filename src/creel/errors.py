@@ -60,6 +60,11 @@ class SourceError(CreelError, OSError):
             super().__init__(errno, reason, uri)
         self.uri = uri
 
+    def __str__(self) -> str:
+        if self.errno == 0:  # Python would write "[Errno 0]"
+            return f"{self.strerror}: {self.uri!r}" if self.uri else str(self.strerror)
+        return super().__str__()
+
 
 class SourceNotFoundError(SourceError, FileNotFoundError):
     """The object does not exist (any more)."""

@@ -172,8 +172,8 @@ class ClusterSettings(_Section, frozen=True):
     encrypt: Annotated[
         bool,
         _about(
-            "encrypt what nodes send each other (AES-256-GCM, needs creel[encryption]); the same"
-            " on all nodes of a job"
+            "encrypt what nodes send each other (AES-256-GCM, needs creel-data[encryption]); the"
+            " same on all nodes of a job"
         ),
     ] = False
 

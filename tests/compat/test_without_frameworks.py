@@ -100,7 +100,7 @@ def test_without_torch_the_command_line_works_and_the_rest_says_what_to_install(
         )
         assert done.returncode == code
         assert "Traceback" not in done.stderr
-        assert not code or "pip install 'creel[torch]'" in done.stderr
+        assert not code or "pip install 'creel-data[torch]'" in done.stderr
     done = subprocess.run(
         [sys.executable, "-c", "import creel; creel.DataLoader"],
         env=environment,
@@ -109,7 +109,7 @@ def test_without_torch_the_command_line_works_and_the_rest_says_what_to_install(
         timeout=60,
         check=False,
     )
-    assert "creel.DataLoader needs torch: pip install 'creel[torch]'" in done.stderr
+    assert "creel.DataLoader needs torch: pip install 'creel-data[torch]'" in done.stderr
 
 
 def test_pinning_without_an_accelerator_warns_as_torch_does() -> None:

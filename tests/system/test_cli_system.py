@@ -169,6 +169,17 @@ def test_a_daemon_is_seen_warmed_and_stopped(
     assert "/data: 60 reads" in creel("--name", name, "stats")
     assert f"daemon         {name}" in creel("--name", name, "doctor")
 
+    (row,) = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
+    assert (row["path"], row["resident_nbytes"], row["sessions"]) == (str(folder), 600_000, 0)
+    listed = creel("--name", name, "ls").splitlines()[1]
+    assert listed.startswith(str(folder))
+    assert "586 KiB (100 %)" in listed
+    assert creel("--name", name, "drop", f"{folder}/") == f"dropped {folder}\n"
+    (row,) = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
+    assert row["resident_objects"] == 0
+    creel("--name", name, "drop", row["dataset"][:8])
+    creel("--name", name, "drop", "/nowhere", code=2)
+
     stopped = creel("--name", name, "stop", "--json")
     assert json.loads(stopped)["stopping"] == "once its clients have disconnected"
     assert daemon.wait(60) == 0

@@ -18,7 +18,7 @@ import pytest
 from cli_rig import STATS, STATUS, FakeClient, answering
 
 from creel.cache.storage.manifest import Manifest
-from creel.cli import main, run, warm
+from creel.cli import main, run, stats, warm
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.loader.client.client import Client
 
@@ -200,7 +200,8 @@ def test_settings_are_printed_as_toml_that_loads_again(
 def test_elsewhere_than_on_linux_there_is_no_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int
 ) -> None:
-    monkeypatch.setattr(main, "sys", mock.Mock(wraps=sys, platform="darwin"))
+    for module in (main, stats):
+        monkeypatch.setattr(module, "sys", mock.Mock(wraps=sys, platform="darwin"))
     assert main.main(words) == code
     assert "the daemon needs Linux" in capsys.readouterr().err
 
@@ -264,7 +265,7 @@ def test_the_options_of_all_commands_are_in_the_manual(option: str) -> None:
 
 
 def test_every_command_that_reads_offers_json() -> None:
-    acts = {"run", "top"}
+    acts = {"run", "top", "service install", "service show", "slurm show", "example"}
     for name, command in _commands().items():
         has = any("--json" in p.opts for p in command.params)
         assert has == (name not in acts), name

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from cli_rig import SESSION, STATS, STATUS, FakeClient, answering
 
@@ -159,6 +161,29 @@ def test_rates_begin_where_a_stream_was_first_told_of() -> None:
     assert top.starts(past, 4.0) == {1: (first, 3.0), 2: (other, 1.0)}
 
 
+def test_processor_and_memory_are_those_of_daemon_trainers_and_what_is_below_them() -> None:
+    from creel.cli.processes import Usage
+
+    ready, done = multiprocessing.Pipe()
+    worker = multiprocessing.Process(target=ready.recv)
+    worker.start()
+    try:
+        usage = Usage()
+        usage.rows(1, [os.getpid()])
+        rows = dict(usage.rows(1, [os.getpid()]))
+        assert set(rows) >= {"daemon", "trainers", "workers"}
+        assert rows["trainers"].startswith("1: ")
+        shared = psutil.Process(worker.pid).memory_info().shared
+        assert shared > 1 << 20, "which counts in none of them"
+        below = len(psutil.Process().children(recursive=True))
+        assert rows["workers"].startswith(f"{below}: ")
+        assert "% of a core" in rows["workers"]
+        assert "daemon" not in dict(usage.rows(0x7FFFFFF0, [])), "it has ended"
+    finally:
+        done.send(None)
+        worker.join(60)
+
+
 @pytest.mark.parametrize(
     ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (190, "sampler")]
 )
@@ -173,7 +198,9 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
     told = STATS | {"sessions": [wide, SESSION]}
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width))
+    taken = [("daemon", "1: 3 % of a core, 28.0 MiB not shared")]
+    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width, taken))
+    assert "28.0 MiB not shared" in out.getvalue()
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
@@ -188,3 +215,36 @@ def test_status_does_not_count_the_one_who_asks() -> None:
     assert ("in use", "0 clients, 1 session, 1 dataset") in view.status_pairs(
         STATUS | {"clients": 1}
     )
+
+
+def test_datasets_are_listed_by_path_those_in_use_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = {
+        "dataset": "2b39acd83cf4" + "0" * 20,
+        "path": "/data/val",
+        "objects": 4000,
+        "nbytes": 4 << 30,
+        "resident_objects": 2000,
+        "resident_nbytes": 2 << 30,
+        "disk_objects": 0,
+        "disk_used_nbytes": 0,
+        "sessions": 0,
+        "unused_s": 90.0,
+    }
+    view.datasets([row, row | {"path": "/data/train", "sessions": 2}, row | {"path": ""}])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        *("path", "/data/train", "/data/val", "(no common folder)")
+    ]
+    assert lines[1].split()[-2:] == ["now", "2b39acd8"]
+    assert "2.00 GiB (50 %)" in lines[2]
+    assert "90.0 s ago" in lines[2]
+    view.datasets([])
+    assert "no dataset is known" in capsys.readouterr().out
+
+
+def test_a_source_is_shown_by_its_path() -> None:
+    source = {"source": "2b39acd83cf4", "path": "/data/train", "reads": 1, "opens": 1, "nbytes": 5}
+    rows = dict(view.summary_pairs(STATS | {"sources": [source]}))
+    assert rows["read from"].startswith("/data/train: 1 reads")

@@ -412,3 +412,12 @@ def test_in_a_container_the_mount_itself_is_our_group(memory_of: MemoryOf) -> No
         "sys/fs/cgroup/memory.current": "0",
     }
     assert memory_of("0::/../outside\n", files) == (1 << 30, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    "word, meant",
+    [("budget", "memory.budget or disk.budget"), ("log_level", "daemon.log_level")],
+)
+def test_a_setting_without_its_section_is_told_the_section(word: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}\\?"):
+        Config.load({word: "1GiB"})

@@ -86,6 +86,18 @@ def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "pids 3, 4" in check.found
 
 
+def test_another_package_that_is_imported_as_creel_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have = {"creel-data": VERSION, "creel": "9.9"}
+    monkeypatch.setattr(doctor, "_version", lambda name: have.get(name, "-"))
+    check = checked("package")
+    assert (check.level, "creel 9.9" in check.found) == ("warn", True)
+    assert check.remedy.startswith("pip uninstall creel, then")
+    del have["creel"]
+    assert checked("package") == doctor.Finding("package", "ok", f"creel-data {VERSION}")
+
+
 def test_env_names_versions_and_our_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

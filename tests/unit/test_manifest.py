@@ -281,3 +281,24 @@ def test_columns_are_looked_at_where_they_lie() -> None:
         kept = tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes() - before
         tracemalloc.stop()
         assert kept < files
+
+
+@pytest.mark.parametrize(
+    "files, place",
+    [
+        (["/data/a/1", "/data/a/2", "/data/b/1"], "/data"),
+        (["/data/tokens.bin"], "/data/tokens.bin"),
+        (["/data/train1/a", "/data/train2/a"], "/data"),
+        (["s3://b/x/1", "s3://b/x/2"], "s3://b/x"),
+        (["/a/1", "s3://b/1"], ""),
+        ([], ""),
+        ([f"/d/{i:06d}" for i in range(100_000)], "/d"),
+    ],
+)
+def test_a_place_is_the_folder_that_files_have_in_common(files: list[str], place: str) -> None:
+    assert Manifest.of_files(files).place == place
+
+
+def test_a_root_is_the_place() -> None:
+    assert Manifest.of_files(["a", "b"], root="/data/").place == "/data"
+    assert Manifest.of_files(["a", "b"], root="/").place == "/"

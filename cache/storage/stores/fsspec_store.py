@@ -187,20 +187,22 @@ def fsspec_of(uri: str, deadline_s: float, options: Mapping[str, Any], *, handed
             is then left out.
 
     Raises:
-        SourceError: fsspec is not installed.
+        SourceError: fsspec is not installed, or not what it needs for HTTP.
         ImportError, ValueError: fsspec has no such file system.
     """
+    scheme = uri.partition("://")[0].lower()
     try:
         import fsspec
+
+        if scheme in {"http", "https"}:
+            import aiohttp
     except ImportError as e:
-        raise SourceError(errno.ENOSYS, "needs `pip install creel[http]`", uri) from e
+        text = f"{scheme}:// needs {e.name}: pip install 'creel-data[http]'"
+        raise SourceError(0, text, uri) from e
     if handed:
         fsspec.config.conf.clear()
-    scheme = uri.partition("://")[0].lower()
     given = dict(options)
     if scheme in {"http", "https"}:
-        import aiohttp
-
         limit = aiohttp.ClientTimeout(None, sock_connect=deadline_s, sock_read=deadline_s)
         configured = fsspec.config.conf.get(scheme, {}).get("client_kwargs", {})
         given["client_kwargs"] = {

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from creel.cache.storage.stores.retry import public
 from creel.daemon.core.events import Dropped, Warm
 from creel.daemon.reporting import stats
 from creel.daemon.service.node import Node
@@ -74,13 +75,18 @@ def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
 
 
 def _named(node: Node, args: Args) -> DatasetRecord:
-    """Return the one dataset whose key begins with `args["dataset"]`."""
-    key = args.get("dataset")
-    if not isinstance(key, str) or not key:
-        raise ConfigError("which dataset? `creel stats` lists them")
-    found = [d for k, d in node.registry.datasets.items() if k.startswith(key)]
-    if len(found) != 1:
-        raise ConfigError(f"{len(found)} datasets have a key that begins with {key!r}")
+    """Return the one dataset that lies at `args["dataset"]`, or whose key begins with it."""
+    name = args.get("dataset")
+    if not isinstance(name, str) or not name:
+        raise ConfigError("which dataset? `creel ls` lists them")
+    held = node.registry.datasets.values()
+    found = [d for d in held if name in {d.manifest.place, public(d.manifest.place)}]
+    found = found or [d for d in held if d.key.startswith(name)]
+    if not found:
+        raise ConfigError(f"no dataset is held of {name!r}: `creel ls` lists them")
+    if len(found) > 1:
+        keys = ", ".join(d.key[:8] for d in found)
+        raise ConfigError(f"{len(found)} datasets are held of {name!r}: give one of {keys}")
     return found[0]
 
 
@@ -88,7 +94,7 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "ping": lambda node, _: {"state": node.state},
     "status": lambda node, _: _status(node, stats.memory(node, node.core.snapshot())),
     "stats": lambda node, _: stats.stats(node),
-    "datasets": lambda node, _: {"datasets": stats.datasets(node)},
+    "datasets": lambda node, _: {"datasets": stats.datasets(node, time.monotonic())},
     "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
     "warm": lambda node, args: _submit(node, Warm, args),
     "drop": lambda node, args: _submit(node, Dropped, args),

@@ -7,15 +7,14 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NamedTuple
 
 import click
 
 from creel import addresses
 from creel.cache.memory.memfd import memfd
+from creel.cli.processes import daemon_pids
 from creel.config import KEY_VARIABLE, Config, config_files, memory_budget
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.system import limits
@@ -23,6 +22,7 @@ from creel.units import format_size
 from creel.version import VERSION
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
+PACKAGE = "creel-data"  # as the index knows it; `creel` there is another project
 _PACKAGES = ("numpy", "pyarrow", "pyzmq", "msgspec", "torch", "torchvision", "fsspec")
 
 
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[Finding]:
     """Yield all checks of this machine; `ask("status")` returns the daemon's answer or raises."""
-    for look in (_system, _python, _torch):
+    for look in (_system, _python, _package, _torch):
         yield look()
     if platform.system() != "Linux":  # the other checks are about a daemon, which needs Linux
         return
@@ -70,10 +70,23 @@ def _python() -> Finding:
     return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
+def _package() -> Finding:
+    """Look for the other project that is imported as creel: files of both would be mixed."""
+    other = _version("creel")
+    if other != "-":
+        found = f"the package creel {other} is installed, another project with this import name"
+        remedy = f"pip uninstall creel, then pip install --force-reinstall --no-deps {PACKAGE}"
+        return Finding("package", "warn", found, remedy)
+    found = _version(PACKAGE)
+    return Finding(
+        "package", "ok", f"{PACKAGE} {found}" if found != "-" else "not installed by pip"
+    )
+
+
 def _torch() -> Finding:
     found = _version("torch")
     if found == "-":
-        return Finding("torch", "warn", found, "training needs it: pip install 'creel[torch]'")
+        return Finding("torch", "warn", found, "training needs it: pip install 'creel-data[torch]'")
     return Finding("torch", "ok", found)
 
 
@@ -192,16 +205,6 @@ def _daemons() -> Finding:
             "daemons", "warn", listed, "each has its own budget: use one name, stop the others"
         )
     return Finding("daemons", "ok", "you run one" if pids else "you run none")
-
-
-def daemon_pids() -> Iterator[int]:
-    """Yield the pids of this user's daemons."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended, or may not be inspected
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:5]
-            ours = any(word == "creel.daemon" or Path(word).name == "creeld" for word in words)
-            if ours and folder.stat().st_uid == os.getuid():
-                yield int(folder.name)
 
 
 def _cpus() -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from creel.cli.shipped import example, service, slurm_group
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.version import VERSION
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from creel.loader.client.client import Client
 
 _FAILED, _USAGE, _NO_DAEMON, _INTERRUPTED = 1, 2, 3, 130
-_ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
 _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -129,38 +129,10 @@ def _config(context: click.Context, **flags: object) -> Config:
 @contextmanager
 def _client(context: click.Context) -> Iterator[Client]:
     """Yield a connection to the daemon, or raise NoDaemonError with what to do about it."""
-    from creel.loader.client.client import Client
+    from creel.cli.stats import connection
 
-    name = _config(context).daemon.name
-    if sys.platform != "linux":
-        raise NoDaemonError(_ELSEWHERE)
-    try:
-        client = Client.connect(name, "cli")
-    except NoDaemonError as e:
-        raise NoDaemonError(_no_daemon(name)) from e
-    try:
+    with connection(_config(context).daemon.name) as client:
         yield client
-    finally:
-        client.close()
-
-
-def _no_daemon(name: str) -> str:
-    """Return why no daemon answers, and what to do about it."""
-    from creel.addresses import elsewhere, held_by_another
-
-    uid = held_by_another(name)
-    if uid is not None:
-        return f"user {uid} holds the address of your daemon {name!r}: choose another daemon.name"
-    if pids := elsewhere(name):
-        return (
-            f"no daemon named {name!r} sees the files that you see here, but one runs elsewhere"
-            f" (process {', '.join(map(str, pids))}, in a container or a job with its own mounts):"
-            " ask from inside of it, as by docker exec, srun --overlap or nsenter -m"
-        )
-    return (
-        f"no daemon named {name!r} runs for you: start one with `creel run`, or just train (the"
-        " first DataLoader starts its own)"
-    )
 
 
 # --- run, stop --------------------------------------------------------------------------------
@@ -176,10 +148,10 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
     The daemon stops afterwards, and the exit code is COMMAND's. Without COMMAND: serve in the
     foreground until SIGTERM or Ctrl-C, as creeld does.
     """
-    from creel.cli import run
+    from creel.cli import run, stats
 
     if sys.platform != "linux":
-        raise ConfigError(_ELSEWHERE)
+        raise ConfigError(stats.ELSEWHERE)
     if not command:
         return run.serve(_config(context, **{"memory.budget": memory}))
     run.check_command(command[0])
@@ -281,14 +253,27 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
 
 
 @creel.command()
+@_as_json
+@click.pass_context
+def ls(context: click.Context, *, as_json: bool) -> None:
+    """List the datasets that the daemon knows, and how much of each it holds."""
+    from creel.cli import view
+
+    with _client(context) as client:
+        answer = client.ask("datasets")
+    _print(answer, as_json, lambda values: view.datasets(values["datasets"]))
+
+
+@creel.command()
 @click.argument("dataset")
 @_as_json
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of DATASET: first letters of its key (`creel stats --json`)."""
+    """Free what the daemon holds of DATASET, a path or first letters of a key (`creel ls`)."""
     with _client(context) as client:
-        answer = client.ask("drop", dataset=dataset)
-    _print(answer, as_json, lambda values: click.echo(f"dropped {values['dataset']}"))
+        path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
+        answer = client.ask("drop", dataset=path)
+    _print(answer, as_json, lambda told: click.echo(f"dropped {told['path'] or told['dataset']}"))
 
 
 @creel.command()
@@ -378,7 +363,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     except ModuleNotFoundError as e:
         if e.name != "torch":
             raise
-        raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
+        raise ConfigError("creel verify needs torch: pip install 'creel-data[torch]'") from None
 
     result = verification.verify(target, arguments, steps)
     _print(result, as_json, lambda values: click.echo(verification.sentence(values)))
@@ -456,3 +441,9 @@ def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# --- files that come with creel ---------------------------------------------------------------
+
+for one in (service, slurm_group, example):
+    creel.add_command(one)

@@ -1,4 +1,4 @@
-"""`creel run`: run a daemon for the duration of a command, or in the foreground."""
+"""`creel run`: run a daemon for the duration of a command, or in the foreground; `creeld`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+import click
+
 from creel.config import Config
 from creel.errors import ConfigError, NoDaemonError, UnavailableError
+from creel.version import VERSION
 
 _START_S = 15.0  # usually one second; more from a cold parallel file system
 _STOP_S = 10.0
@@ -37,6 +40,24 @@ def serve(config: Config) -> int:
     from creel.daemon.main import main
 
     return int(main([]) or 0)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--name", help="Name of the daemon (default: CREEL_SOCKET, or the configuration's).")
+@click.option("--memory", metavar="SIZE", help='Memory budget: "64GiB", "50%" or "auto".')
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error", "critical"]))
+@click.option("--metrics", metavar="ADDRESS", help='Serve Prometheus here: "127.0.0.1:9464".')
+@click.version_option(VERSION, prog_name="creeld", message="%(prog)s %(version)s")
+@click.pass_context
+def creeld(context: click.Context, /, **options: str | None) -> None:
+    """Run the daemon that keeps training fed, in the foreground until SIGTERM or Ctrl-C.
+
+    `creel service install` runs it as a service.
+    """
+    from creel.daemon.main import main
+
+    given = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value}
+    context.exit(main([word for pair in given.items() for word in pair]))
 
 
 def around(config: Config, command: Sequence[str]) -> int:

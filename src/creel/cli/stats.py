@@ -1,12 +1,94 @@
-"""`creel stats`: print the daemon's answer, which `daemon/reporting/stats.py` puts together."""
+"""`creel stats` and `creel.stats()`: the daemon's answer, from `daemon/reporting/stats.py`."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from creel.cli import view, why
 from creel.cli.view import Values
 from creel.counters import OF_RANKS
+from creel.errors import NoDaemonError
+
+if TYPE_CHECKING:
+    from creel.loader.client.client import Client
+
+ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
+
+
+class Stats(dict[str, Any]):
+    """The answer of `creel stats --json`; shown as tables at a prompt and in a notebook."""
+
+    def __repr__(self) -> str:
+        lines = [f"{name:<20} {value}" for name, value in view.summary_pairs(self)]
+        return "\n".join([*lines, *view.columns(*self._rows())])
+
+    def _repr_html_(self) -> str:
+        from creel.loader.notebook import html, rows_html
+
+        header, rows = self._rows()
+        return html("creel", view.summary_pairs(self)) + rows_html(header, rows)
+
+    def _rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return header and rows of the open streams of batches; without any, of ranks so far."""
+        if self["sessions"]:
+            return view.SESSION_HEADER, [view.session_row(s) for s in self["sessions"]]
+        return view.RANK_HEADER, [view.rank_row(r) for r in self["ranks"]]
+
+
+def stats(name: str | None = None) -> Stats:
+    """Return the counters of this user's daemon: a dict, shown as tables in a notebook.
+
+    Args:
+        name: of the daemon; None: the one that loaders of this process use.
+
+    Raises:
+        NoDaemonError: none runs.
+    """
+    from creel.config import Config
+
+    with connection(name or Config.load()[0].daemon.name) as client:
+        return Stats(client.ask("stats"))
+
+
+@contextmanager
+def connection(name: str) -> Iterator[Client]:
+    """Yield a connection to the daemon, or raise NoDaemonError with what to do about it."""
+    from creel.loader.client.client import Client
+
+    if sys.platform != "linux":
+        raise NoDaemonError(ELSEWHERE)
+    try:
+        client = Client.connect(name, "cli")
+    except NoDaemonError as e:
+        raise NoDaemonError(_no_daemon(name)) from e
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _no_daemon(name: str) -> str:
+    """Return why no daemon answers, and what to do about it."""
+    from creel.addresses import elsewhere, held_by_another
+
+    uid = held_by_another(name)
+    if uid is not None:
+        return f"user {uid} holds the address of your daemon {name!r}: choose another daemon.name"
+    if pids := elsewhere(name):
+        return (
+            f"no daemon named {name!r} sees the files that you see here, but one runs elsewhere"
+            f" (process {', '.join(map(str, pids))}, in a container or a job with its own mounts):"
+            " ask from inside of it, as by docker exec, srun --overlap or nsenter -m"
+        )
+    return (
+        f"no daemon named {name!r} runs for you: start one with `creel run`, or just train (the"
+        " first DataLoader starts its own)"
+    )
 
 
 def reasons(answer: Values, *, as_json: bool) -> None:

@@ -9,13 +9,14 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from creel.cli.processes import Usage
 from creel.cli.view import (
     DROP,
     TOP_HEADER,
@@ -36,13 +37,22 @@ def show(stats: Callable[[], Values], status: Callable[[], Values], interval: fl
     """Draw until q or Ctrl-C."""
     past = deque([(time.monotonic(), stats())])
     console = Console()
+    usage = Usage()
+
+    def taken(daemon: Values, answer: Values) -> list[tuple[str, str]]:
+        return usage.rows(daemon["pid"], {s["pid"] for s in answer["sessions"]})
+
     with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        live.update(screen(status(), past[0][1], {}, console.width), refresh=True)
+        daemon, answer = status(), past[0][1]
+        shown = screen(daemon, answer, {}, console.width, taken(daemon, answer))
+        live.update(shown, refresh=True)
         while "q" not in pressed(interval):
             daemon, answer, now = status(), stats(), time.monotonic()
             while len(past) > 1 and now - past[1][0] >= _RATES_S:
                 past.popleft()
-            live.update(screen(daemon, answer, starts(past, now), console.width), refresh=True)
+            before = starts(past, now)
+            shown = screen(daemon, answer, before, console.width, taken(daemon, answer))
+            live.update(shown, refresh=True)
             past.append((now, answer))
 
 
@@ -60,10 +70,13 @@ def screen(
     answer: Values,
     before: Mapping[int, tuple[Values, float]],
     width: int,
+    taken: Sequence[tuple[str, str]] = (),
 ) -> RenderableType:
     """Render one screen of `width` characters: the node, then a row per stream of batches.
 
-    `before`: the result of `starts`.
+    Args:
+        before: the result of `starts`.
+        taken: what processes take of the machine (`Usage.rows`).
     """
     title = Text.assemble(
         ("creel ", "bold"),
@@ -72,7 +85,7 @@ def screen(
     )
     lines = [
         Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
-        for name, value in summary_pairs(answer)
+        for name, value in (*summary_pairs(answer), *taken)
     ]
     rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in answer["sessions"]]
     if not rows:

@@ -174,7 +174,7 @@ def summary_pairs(answer: Values) -> list[tuple[str, str]]:
 
 
 def _source_rows(source: Values) -> Iterator[tuple[str, str]]:
-    name = source["source"]
+    name = source.get("path") or source["source"]
     row = (
         f"{name if len(name) <= _NAME else '...' + name[3 - _NAME :]}:"
         f" {format_count(source['reads'])} reads, {format_count(source['opens'])} opens,"
@@ -185,6 +185,36 @@ def _source_rows(source: Values) -> Iterator[tuple[str, str]]:
     if trouble:
         last = source.get("last_error", "")
         yield "  trouble there", ", ".join(trouble) + (f"; last: {last}" if last else "")
+
+
+DATASET_HEADER = ("path", "objects", "bytes", "in memory", "on disk", "last use", "key")
+
+
+def dataset_row(one: Values) -> tuple[str, ...]:
+    """Return the row of one dataset that a daemon knows."""
+    return (
+        one.get("path") or "(no common folder)",
+        format_count(one["objects"]),
+        format_size(one["nbytes"]),
+        _part(one["resident_nbytes"], one["resident_objects"], one["objects"]),
+        _part(one["disk_used_nbytes"], one["disk_objects"], one["objects"]),
+        "now" if one["sessions"] else f"{short_seconds(one['unused_s'])} ago",
+        one["dataset"][:8],
+    )
+
+
+def datasets(rows: Sequence[Values]) -> None:
+    """Print the datasets, those in use and used last first."""
+    if not rows:
+        click.echo("no dataset is known: training and `creel warm` make them so")
+        return
+    latest = sorted(rows, key=lambda one: (not one["sessions"], one["unused_s"]))
+    table(DATASET_HEADER, [dataset_row(one) for one in latest], drop=(("key",), ("objects",)))
+
+
+def _part(nbytes: int, objects: int, of: int) -> str:
+    """Return, for example, "3.2 GiB (50 %)"; the share is that of objects."""
+    return f"{format_size(nbytes)} ({100 * objects / of:.0f} %)" if objects and of else "-"
 
 
 _COLUMNS = tuple(c for c in OF_RANKS if c.column)

@@ -1,6 +1,6 @@
 """The same distributed training twice, with torch's DataLoader and with creel's, on emulated hosts.
 
-    make demo-cluster                or    python examples/demo_cluster.py --help
+    make demo-cluster                or    python examples/demo/demo_cluster.py --help
 
 The hosts are network namespaces of this machine with links of their own. The storage is a slow file
 system that counts the files opened. Each host runs a rank of `train_ddp.py`, which knows nothing of

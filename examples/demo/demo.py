@@ -1,6 +1,6 @@
 """The same training twice, with torch's DataLoader and with creel's, from a slow HTTP server.
 
-    make demo                        or    python examples/demo.py --help
+    make demo                        or    python examples/demo/demo.py --help
 
 Both use the same dataset class, arguments and seeds. The server is a real process on loopback, with
 limited bandwidth and some latency; it counts its requests. The demo ends with a table.
@@ -44,7 +44,7 @@ from creel.config import Config
 from creel.errors import CreelError
 from creel.units import format_size, parse_seconds, parse_size
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from testbed.http_server import Server  # noqa: E402  - is among the tests, which use it, too
 

@@ -1,0 +1,178 @@
+"""Build, check and tag a release. Uploads nothing: it ends with the command that would.
+
+    python scripts/release.py check
+    python scripts/release.py build --repository https://host/owner/creel
+    python scripts/release.py tag
+
+`check` says what stands in the way: changes that are not committed, a CHANGELOG without this
+version, a tag that exists. `build` makes dist/*.whl and dist/*.tar.gz of the last commit, and opens
+them. No file of the repository says where it lies, so `build` is told, and writes it into the
+package's links and into those of README, which an index shows. `make test` comes before, in CI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VERSION = re.findall(
+    r'^VERSION = "(.+)"', (ROOT / "src/creel/version.py").read_text(), re.MULTILINE
+)[0]
+TAG = f"v{VERSION}"
+_LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)\)")  # a link within the repository
+_NEEDED = ("py.typed", "deploy/creeld.service", "deploy/slurm/prolog.sh", "examples/train.py")
+_BUILD = (
+    "import sys; from setuptools import build_meta as b; out = sys.argv[1];"
+    " b.build_sdist(out); b.build_wheel(out)"
+)
+
+
+def check() -> list[str]:
+    """Return what stands in the way of a release of the last commit."""
+    found = []
+    if _git("status", "--porcelain"):
+        found.append("there are changes that are not committed")
+    if not re.search(rf"^## {re.escape(VERSION)} - \d{{4}}-", _changelog(), re.MULTILINE):
+        found.append(f"CHANGELOG.md has no heading '## {VERSION} - YYYY-MM-DD'")
+    if _git("tag", "--list", TAG):
+        found.append(f"the tag {TAG} exists: raise VERSION in src/creel/version.py")
+    return found
+
+
+def prepare(tree: Path, repository: str) -> None:
+    """Write the address of the repository into a copy of it: the package's and README's links."""
+    readme = tree / "README.md"
+    readme.write_text(absolute(readme.read_text(), f"{repository}/blob/{TAG}"))
+    urls = {
+        "Homepage": repository,
+        "Changelog": f"{repository}/blob/{TAG}/CHANGELOG.md",
+        "Documentation": f"{repository}/tree/{TAG}/docs",
+        "Issues": f"{repository}/issues",
+    }
+    lines = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
+    with (tree / "pyproject.toml").open("a") as f:
+        f.write(f"\n[project.urls]\n{lines}")
+
+
+def absolute(text: str, base: str) -> str:
+    """Return Markdown whose links within the repository begin with `base`.
+
+    >>> absolute("[a](docs/a.md#b) [c](#c) [d](https://d)", "https://x")
+    '[a](https://x/docs/a.md#b) [c](#c) [d](https://d)'
+    """
+    return _LINK.sub(rf"]({base}/\1)", text)
+
+
+def build(tree: Path, out: Path) -> list[Path]:
+    """Build sdist and wheel of a tree, check both, and return them.
+
+    The sdist is built again: what it lacks is missing in the wheel that comes of it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("creel_data-*"):
+        old.unlink()
+    _build(tree, out)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(sdist) as opened:
+            opened.extractall(folder, filter="data")
+        (inner,) = Path(folder).iterdir()
+        _build(inner, Path(folder) / "again")
+        (again,) = Path(folder).glob("again/*.whl")
+        _require(_names(again) == _names(wheel), "the sdist lacks files that the wheel has")
+    _look_into(wheel)
+    return [wheel, sdist]
+
+
+def _build(tree: Path, out: Path) -> None:
+    out.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", _BUILD, str(out.resolve())]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    _require(done.returncode == 0, f"the build failed:\n{done.stderr}")
+
+
+def _look_into(wheel: Path) -> None:
+    names = _names(wheel)
+    missing = [name for name in _NEEDED if f"creel/{name}" not in names]
+    _require(not missing, f"the wheel has no {', '.join(missing)}")
+    strange = [name for name in names if not name.startswith(("creel/", "creel_data-"))]
+    _require(not strange, f"the wheel has {', '.join(strange)}")
+    with zipfile.ZipFile(wheel) as opened:
+        text = opened.read(f"creel_data-{VERSION}.dist-info/METADATA").decode()
+    told = HeaderParser().parsestr(text)
+    _require((told["Name"], told["Version"]) == ("creel-data", VERSION), "another name or version")
+    _require(
+        not _LINK.search(str(told.get_payload())), "README has links that an index cannot follow"
+    )
+
+
+def _names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        return set(opened.namelist())
+
+
+def tag() -> None:
+    """Tag the last commit, with what CHANGELOG says of this version."""
+    _, _, rest = _changelog().partition(f"## {VERSION} - ")
+    text = rest.partition("\n")[2].partition("\n## ")[0].strip()
+    _git("tag", "--annotate", "--cleanup=verbatim", "-m", f"creel {VERSION}\n\n{text}", TAG)
+
+
+def _changelog() -> str:
+    return (ROOT / "CHANGELOG.md").read_text()
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _require(good: bool, otherwise: str) -> None:
+    if not good:
+        raise SystemExit(f"release: {otherwise}")
+
+
+def _export(folder: str) -> Path:
+    """Return a folder with the files of the last commit."""
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", "HEAD"], check=True, capture_output=True
+    )
+    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    return Path(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["check", "build", "tag"])
+    parser.add_argument("--repository", help="address of the repository, for `build`")
+    parser.add_argument("--tree", type=Path, help="a copy to build, instead of the last commit")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    args = parser.parse_args()
+    if args.what == "build":
+        _require(bool(args.repository), "--repository is missing: where does the source lie?")
+        with tempfile.TemporaryDirectory() as folder:
+            tree = args.tree or _export(folder)
+            prepare(tree, args.repository.rstrip("/"))
+            for path in build(tree, args.out):
+                print(f"built {path}")
+        print(f"upload them, once tagged: twine upload {args.out}/creel_data-{VERSION}*")
+        return
+    found = check()
+    _require(not found, "; ".join(found))
+    if args.what == "tag":
+        tag()
+        print(f"tagged {TAG}; publish it: git push origin {TAG}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a person finds in `creel`, and files that come with it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import creel
+from creel.cli import main, shipped
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_dir_shows_the_public_names_only() -> None:
+    assert sorted(dir(creel)) == sorted([*creel.__all__, "__version__"])
+    assert all(hasattr(creel, name) for name in dir(creel))
+
+
+@pytest.mark.parametrize(
+    "wrong, right",
+    [("Dataloader", "DataLoader"), ("imagefolder", "ImageFolder"), ("wrapp", "wrap")],
+)
+def test_a_misspelt_name_gets_a_suggestion(wrong: str, right: str) -> None:
+    with pytest.raises(AttributeError, match=rf"'{wrong}'; did you mean creel\.{right}\?$"):
+        getattr(creel, wrong)
+
+
+def test_a_name_like_no_other_gets_none() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute .quux.$"):
+        getattr(creel, "quux")  # noqa: B009  its type is unknown otherwise
+
+
+def test_the_page_on_stable_names_lists_all_of_them() -> None:
+    page = (ROOT / "docs/stability.md").read_text()
+    assert set(re.findall(r"`creel\.(\w+)`", page)) >= {*creel.__all__, "__version__"}
+
+
+def test_a_service_is_written_and_one_of_the_persons_own_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = tmp_path / "systemd/user/creeld.service"
+    assert main.main(["service", "install"]) == 0
+    assert f"wrote {path}\n" in capsys.readouterr().out
+    written = path.read_text()
+    assert re.search(r"^ExecStart=/.*/creeld$", written, re.MULTILINE)
+    assert main.main(["service", "install"]) == 0
+    path.write_text("mine")
+    assert main.main(["service", "install"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert main.main(["service", "install", "--force"]) == 0
+    assert path.read_text() == written
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main.main(["service", "install"]) == 2
+    assert "cannot be written: Permission denied" in capsys.readouterr().err
+
+
+def test_all_that_can_be_shown_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in shipped.SLURM:
+        assert main.main(["slurm", "show", name]) == 0
+        assert "\nbin=/usr/bin\n" not in capsys.readouterr().out
+    for name in shipped.EXAMPLES:
+        assert main.main(["example", name]) == 0
+        assert "from creel import" in (text := capsys.readouterr().out) or "import creel" in text
