@@ -182,7 +182,7 @@ class Manifest:
         if self.root or not rows:
             return self.root.rstrip("/") or self.root
         some = set(self.addresses(np.unique(np.linspace(0, rows - 1, 64).astype(np.int64))))
-        common = os.path.commonprefix(list(some))
+        common = os.path.commonprefix(list(some))  # noqa: RUF071  of addresses; cut below
         return common if len(some) == 1 else common.rpartition("/")[0]
 
     @cached_property
