@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
-from creel.counters import report
+from creel.counters import GAUGES, report
 
 if TYPE_CHECKING:
     from creel.daemon.service.node import Node
@@ -141,7 +141,7 @@ class Ranks:
 
     def add_closed(self, one: SessionRecord) -> None:
         """Keep the counters of a session that ends, while its shared words still exist."""
-        _add(self._closed, one)
+        _add(self._closed, one, leave_out=GAUGES)
         while len(self._closed) > _MAX_RANKS:
             del self._closed[next(iter(self._closed))]
 
@@ -154,12 +154,17 @@ class Ranks:
         return [{"job": job, "rank": rank, **report(n)} for (job, rank), n in latest]
 
 
-def _add(sums: dict[tuple[str, int], dict[str, int]], one: SessionRecord) -> None:
+def _add(
+    sums: dict[tuple[str, int], dict[str, int]],
+    one: SessionRecord,
+    leave_out: frozenset[str] = frozenset(),
+) -> None:
     """Add a session's counters to those of its rank, and make that rank the latest."""
     who = one.opened.job, one.opened.rank
     before = sums.pop(who, {})
     # Clients may write anything: counters never go down.
-    sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in one.words.counters().items()}
+    counted = {k: 0 if k in leave_out else n for k, n in one.words.counters().items()}
+    sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in counted.items()}
 
 
 def stats(node: Node) -> dict[str, Any]:

@@ -193,13 +193,14 @@ class BatchStream:
             self._cancel()
         self.session.done(self._next)
 
-    def count(self, first: int, last: int, more: dict[str, int]) -> None:
+    def count(self, first: int, last: int, more: dict[str, int], workers: int) -> None:
         """Count delivered batches [first, last) of the epoch for `creel stats`.
 
         Batches without a claim (DIRECT) are not counted here; the caller adds them to
-        `more`, as other counters.
+        `more`, as other counters. `workers`: how many make batches at the moment.
         """
         words = self.session.words
+        words.set("workers", workers)
         before, self._counted_at = self._counted_at, time.monotonic_ns()
         pieces = self._now.take(first, last)
         for name, value in more.items():

@@ -52,7 +52,7 @@ class Counter(NamedTuple):
     @property
     def words(self) -> tuple[str, ...]:
         """Names of the shared words."""
-        if self.of != "rank" or self.kind == "gauge":
+        if self.of != "rank" or (self.kind == "gauge" and self.writer == "daemon"):
             return ()
         ns = "_ns" if self.unit == "s" else ""
         return tuple(f"{self.name}_{m}{ns}" for m in self.members) or (self.name + ns,)
@@ -118,6 +118,15 @@ COUNTERS = (
         members=("source", "decode", "collate", "handover"),
     ),
     Counter(
+        *("rank", "cpu", "worker", "s", "creel_worker_cpu_seconds"),
+        *("Time workers were on a processor, all their threads together.", "cpu"),
+    ),
+    Counter(
+        *("rank", "workers", "delivery", "", "creel_workers"),
+        *("Workers, or threads in their place, that make batches.", "workers"),
+        kind="gauge",
+    ),
+    Counter(
         *("rank", "stall", "meter", "s", "creel_stall_seconds"),
         *("Time a training process waited.", "stall"),
         label="cause",
@@ -137,6 +146,8 @@ COUNTERS = (
 
 #: The counters of a rank, which have shared words.
 OF_RANKS = tuple(c for c in COUNTERS if c.words)
+#: Names of the words that say what is now: they end with their session.
+GAUGES = frozenset(word for c in OF_RANKS if c.kind == "gauge" for word in c.words)
 #: Names of the words that whoever makes batches counts, each worker in shared words of its own.
 OF_WORKERS = tuple(word for c in OF_RANKS if c.writer == "worker" for word in c.words)
 CAUSES, STAGES = (next(c.members for c in OF_RANKS if c.name == n) for n in ("stall", "busy"))
