@@ -178,7 +178,8 @@ def stats(node: Node) -> dict[str, Any]:
         "memory": memory(node, core),
         "tiers": tiers(core),
         "core": core,
-        "sources": [source(d) for d in node.registry.datasets.values()],
+        # Without objects: of loaders that only count.
+        "sources": [source(d) for d in node.registry.datasets.values() if len(d.manifest)],
         "sessions": sessions,
         "ranks": node.ranks.reports(node.registry.sessions.values()),
         "peers": {f"{what}_nbytes": n for what, n in node.clusters.traffic().items()},

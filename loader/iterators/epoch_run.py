@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +79,8 @@ class EpochRun:
     def _set_served(self) -> None:
         """Note which session serves this epoch's reads, after a change of `stream` or its use."""
         #: None: reads bypass the daemon.
-        self._served: BatchStream | None = None if self._page_cached else self.stream
+        passes_by = self._page_cached or self.binding is None
+        self._served: BatchStream | None = None if passes_by else self.stream
         #: What workers need to use that session.
         self.ticket: Ticket | None = None if self._served is None else self._served.ticket
 
@@ -100,9 +100,11 @@ class EpochRun:
             or loader_state.page_cached(loader, binding, None)
         ):
             return None
+        if self.stream is not None:  # it only counts
+            self.stream.close()
         self.stream = loader_state.take_stream(loader)
-        self._set_served()
         self.binding = None if self.stream is None else binding
+        self._set_served()
         return None if self.binding is None else binding.digest()
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
@@ -149,8 +151,8 @@ class EpochRun:
         What would be read directly until then lies on other nodes, and in step with this rank they
         all would wait for the source.
         """
-        stream = self.stream
-        if self._search is not None and stream is not None and stream.session.client.cluster:
+        served = self._served
+        if self._search is not None and served is not None and served.session.client.cluster:
             self._loader_state.meter["stall_daemon_ns"] += self._search.wait()
 
     def claim(self, i: int, index: object) -> Claim:
@@ -173,7 +175,11 @@ class EpochRun:
         if binding is not None and self._asks_again:
             self._page_cached = loader_state.page_cached(loader, binding, self.stream)
         self._asks_again = True
-        if self.stream is not None or binding is None:
+        if self.stream is not None:
+            return
+        if binding is None:
+            if loader.creel is not False:
+                self._uncounted_from = time.monotonic() - loader_state.uncounted_s
             return
         stream = loader_state.take_stream(loader, wait=not self._page_cached)
         if stream is not None and stream.binding is binding:
@@ -198,8 +204,8 @@ class EpochRun:
         self.stream, self._published_ahead = found, False
         self._set_served()
         self._report_bad()
-        if not self._page_cached:
-            found.begin(self.order, batch)
+        if self._served is not None:
+            self._served.begin(self.order, batch)
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
@@ -263,9 +269,9 @@ class EpochRun:
             self._unknown = []
             start_daemon_early(self._loader_state.config)
         now = now_ns / 1e9
-        if self.binding is not None and 0 < self._uncounted_from <= now - COUNT_S:
+        if 0 < self._uncounted_from <= now - COUNT_S:
             self._uncounted_from = 0.0
-            self._search = StreamSearch(partial(self._loader_state.open, self.binding))
+            self._search = self._loader_state.search(self.binding)
         stream, due = self.stream, now - self._counted_at >= COUNT_S
         if due:
             self._count()
@@ -273,7 +279,7 @@ class EpochRun:
             return
         if not stream.session.client.alive:
             # The daemon has ended. A daemon that is only stopped may go on.
-            self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
+            self._search = self._loader_state.search(self.binding)
 
     def _record(self, times: BatchTimes | None, worker: int, now_ns: int) -> None:
         """Write a batch into the session's flight recorder (2 us)."""

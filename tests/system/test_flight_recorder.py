@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from creel.counters import CAUSES
 from creel.loader.client import connections
 from creel.loader.iterators import epoch_run
 from daemons import Running
+from kit import stopped, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -160,3 +162,64 @@ def test_a_loader_without_a_session_counts_while_its_epoch_runs(
     assert told["busy_s"]["decode"] >= (0.03 if workers else 0)
     assert sum(told["stall_s"].values()) > 0
     assert connections.connected(embedded) is None  # no daemon was started for that
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_without_objects_is_counted_and_recorded_where_a_daemon_runs(
+    workers: int, daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epoch_run, "COUNT_S", 0.0)
+    loader = creel.DataLoader(Opaque(), 4, num_workers=workers)
+
+    def epoch() -> None:
+        assert [int(i) for batch in loader for i in batch] == [*range(64)]
+
+    def counted() -> bool:
+        epoch()
+        return bool(answer_of(daemon)["ranks"])
+
+    until(counted, what="the daemon counts")
+    before = answer_of(daemon)["ranks"][0]
+    batches = iter(loader)
+    next(batches)
+    first = stream_of(loader).words.log.rows()[-1].step
+    for _ in range(7):
+        next(batches)
+    (session,) = answer_of(daemon)["sessions"]
+    (rank,) = answer_of(daemon)["ranks"]
+    assert rank["workers"] == session["workers"] == workers
+    assert rank["batches"] == before["batches"] + 8
+    assert rank["samples"] == before["samples"] + 32
+    assert sum(rank["stall_s"].values()) > sum(before["stall_s"].values())
+    if workers:
+        assert rank["busy_s"]["decode"] > before["busy_s"]["decode"]
+    rows = stream_of(loader).words.log.rows()
+    assert rows[-1].step == first + 7
+    check_rows(rows, {*range(workers)} or {-1})
+    answer = answer_of(daemon)
+    assert (answer["sources"], answer["fetch"]["bugs"]) == ([], 0)
+
+
+def test_a_dataset_without_objects_asks_no_daemon_where_creel_is_off(
+    daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epoch_run, "COUNT_S", 0.0)
+    loader = creel.DataLoader(Opaque(), 4, creel=False)
+    for _ in range(2):
+        assert len(list(loader)) == 16
+    assert connections.connected(daemon.name) is None
+
+
+def test_a_stopped_daemon_holds_up_no_loader_that_it_would_only_count(
+    daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epoch_run, "COUNT_S", 0.0)
+    loader = creel.DataLoader(Opaque(), 4)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        until(lambda: stopped(daemon.pid), what="the daemon is stopped")
+        began = time.monotonic()
+        assert len(list(loader)) == 16
+        assert time.monotonic() - began < 9  # a reply is waited for 10 s
+    finally:
+        daemon.signal(signal.SIGCONT)
