@@ -270,7 +270,7 @@ class EpochRun:
             start_daemon_early(self._loader_state.config)
         now = now_ns / 1e9
         if 0 < self._uncounted_from <= now - COUNT_S:
-            self._uncounted_from = 0.0
+            self._uncounted_from = self._loader_state.uncounted_s = 0.0
             self._search = self._loader_state.search(self.binding)
         stream, due = self.stream, now - self._counted_at >= COUNT_S
         if due:
