@@ -6,7 +6,8 @@ order holds without fences, even on weakly ordered processors: between two of th
 runs thousands of instructions, more than a processor reorders. A daemon never trusts a client's
 words: it clamps them to valid values (`min`, monotonic).
 
-`SharedWords` belongs to one session (4 KiB memfd; daemon and client map it read-write).
+`SharedWords` belongs to one session (64 KiB memfd; daemon and client map it read-write). Behind
+4 KiB of single words it has the session's last batches (`batch_log`).
 `LocationTable` belongs to one dataset (the daemon writes, clients map it read-only): the offset of
 each object. A new table is all zeros, which the system allocates lazily, at no cost per object.
 """
@@ -18,13 +19,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from creel.cache.memory import batch_log
 from creel.cache.memory.memfd import mapped
 from creel.cache.memory.pools.allocator import Lengths
 from creel.cache.memory.pools.offsets import Offsets
 from creel.counters import OF_RANKS
 from creel.policies.arrays import Ints
 
-WORDS_NBYTES = 4096
+WORDS_NBYTES = batch_log.NBYTES
 _MAX_RECORDS = 2**31 - 1
 
 # Words that the daemon writes:
@@ -42,6 +44,7 @@ EARLY_STEPS = 64
 # Words that the trainer writes:
 DONE = 64  # all steps < DONE have released their bytes
 WANTED = 65  # highest step + 1 for which a reader stalls; the daemon serves it first
+RECORDED = batch_log.RECORDED  # batches in the log so far
 #: Word of each counter by name, see `creel.counters`: those of the daemon from 32 on, those of the
 #: trainer from 128 on.
 COUNTER = {
@@ -62,6 +65,7 @@ class SharedWords:
         self._map = mapped(fd, WORDS_NBYTES)
         #: The words themselves, for readers that cannot afford a call for each.
         self.cells = memoryview(self._map).cast("q")
+        self.log = batch_log.BatchLog(self.cells)
 
     def __getitem__(self, word: int) -> int:
         return self.cells[word]
@@ -87,10 +91,15 @@ class SharedWords:
         """Add to a counter (trainer only)."""
         self.cells[COUNTER[counter]] += value
 
+    def set(self, gauge: str, value: int) -> None:
+        """Set a gauge (trainer only)."""
+        self.cells[COUNTER[gauge]] = value
+
     def counters(self) -> dict[str, int]:
         return {name: self.cells[word] for name, word in COUNTER.items()}
 
     def close(self) -> None:
+        self.log.close()
         self.cells.release()
         self._map.close()
 

@@ -107,6 +107,8 @@ class Manifest:
         """Join manifests in order; ids of part i continue after those of part i-1."""
         import pyarrow as pa
 
+        if not parts:
+            return cls.of_files([])
         if len(parts) == 1:
             return replace(parts[0], table=parts[0].table.combine_chunks())
         roots, access = {p.root for p in parts}, _joined_access(parts)

@@ -169,7 +169,7 @@ class Ranks:
 
     def add_closed(self, one: SessionRecord) -> None:
         """Keep the counters of a session that ends, while its shared words still exist."""
-        _add(self._closed, one, ended=True)
+        _add(self._closed, one, leave_out=GAUGES)
         while len(self._closed) > _MAX_RANKS:
             del self._closed[next(iter(self._closed))]
 
@@ -183,15 +183,15 @@ class Ranks:
 
 
 def _add(
-    sums: dict[tuple[str, int], dict[str, int]], one: SessionRecord, *, ended: bool = False
+    sums: dict[tuple[str, int], dict[str, int]],
+    one: SessionRecord,
+    leave_out: frozenset[str] = frozenset(),
 ) -> None:
     """Add a session's counters to those of its rank, and make that rank the latest."""
     who = one.opened.job, one.opened.rank
     before = sums.pop(who, {})
-    counted = one.words.counters()
-    if ended:
-        counted |= dict.fromkeys(GAUGES, 0)
     # Clients may write anything: counters never go down.
+    counted = {k: 0 if k in leave_out else n for k, n in one.words.counters().items()}
     sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in counted.items()}
 
 
@@ -207,7 +207,8 @@ def stats(node: Node) -> dict[str, Any]:
         "memory": memory(node, core),
         "tiers": tiers(core) | decoded(ranks),
         "core": core,
-        "sources": [source(d) for d in node.registry.datasets.values()],
+        # Without objects: of loaders that only count.
+        "sources": [source(d) for d in node.registry.datasets.values() if len(d.manifest)],
         "sessions": sessions,
         "ranks": ranks,
         "peers": {f"{what}_nbytes": n for what, n in node.clusters.traffic().items()},

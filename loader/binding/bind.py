@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -261,6 +261,12 @@ def bind(dataset: object) -> Binding | None:
     if not tree.leaves:
         return None
     return Binding(root, tree.leaves)
+
+
+@cache
+def nothing() -> Binding:
+    """Return the binding of a dataset without any objects, for sessions that only count."""
+    return Binding(TreeNode(None), [])
 
 
 def bound(dataset: Dataset[Sample], trace: Trace) -> Binding:

@@ -23,6 +23,7 @@ from creel.loader.client.embed import (
 from creel.loader.client.session import Session
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.system.forks import at_fork
+from creel.system.limits import few_descriptors
 
 _log = logging.getLogger("creel.loader")
 
@@ -70,6 +71,26 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
             else:
                 _pauses.pop(name, None)
                 _clients[name] = client
+        return client
+
+
+def running_client(config: Config) -> Client | None:
+    """Return this process's connection to a daemon that runs already, or make one; else None.
+
+    For what needs no daemon: none is started, nobody is warned, and a failure does not keep others
+    from trying. Waits up to 10 s for a daemon that is stopped.
+    """
+    name = config.daemon.name
+    with _lock:
+        client = _clients.get(name)
+        if client is not None:
+            return client if client.alive else None
+        if name in _starts or time.monotonic() < _not_before.get(name, 0.0) or few_descriptors():
+            return None
+        try:
+            client = _clients[name] = Client.connect(name)
+        except (UnavailableError, OSError):
+            return None
         return client
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, plain
 from creel.loader.torch_private import BaseDataLoaderIter
+from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -76,12 +76,15 @@ class EpochRun:
         self._published_ahead = False
         self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
+        self._workers = 0
+        self._new_counts: Callable[[], Mapping[str, int]] | None = None
         self._set_served()
 
     def _set_served(self) -> None:
         """Note which session serves this epoch's reads, after a change of `stream` or its use."""
         #: None: reads bypass the daemon.
-        self._served: BatchStream | None = None if self._page_cached else self.stream
+        passes_by = self._page_cached or self.binding is None
+        self._served: BatchStream | None = None if passes_by else self.stream
         #: What workers need to use that session.
         self.ticket: Ticket | None = None if self._served is None else self._served.ticket
 
@@ -101,9 +104,11 @@ class EpochRun:
             or loader_state.page_cached(loader, binding, None)
         ):
             return None
+        if self.stream is not None:  # it only counts
+            self.stream.close()
         self.stream = loader_state.take_stream(loader)
-        self._set_served()
         self.binding = None if self.stream is None else binding
+        self._set_served()
         return None if self.binding is None else binding.digest()
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
@@ -156,8 +161,8 @@ class EpochRun:
         What would be read directly until then lies on other nodes, and in step with this rank they
         all would wait for the source.
         """
-        stream = self.stream
-        if self._search is not None and stream is not None and stream.session.client.cluster:
+        served = self._served
+        if self._search is not None and served is not None and served.session.client.cluster:
             self._loader_state.meter["stall_daemon_ns"] += self._search.wait()
 
     def claim(self, i: int, index: object) -> Claim:
@@ -181,7 +186,11 @@ class EpochRun:
         if binding is not None and self._asks_again:
             self._page_cached = loader_state.page_cached(loader, binding, self.stream)
         self._asks_again = True
-        if self.stream is not None or binding is None:
+        if self.stream is not None:
+            return
+        if binding is None:
+            if loader.creel is not False:
+                self._uncounted_from = time.monotonic() - loader_state.uncounted_s
             return
         stream = loader_state.take_stream(loader, wait=not self._page_cached)
         if stream is not None and stream.binding is binding:
@@ -206,8 +215,8 @@ class EpochRun:
         self.stream, self._published_ahead = found, False
         self._set_served()
         self._report_bad()
-        if not self._page_cached:
-            found.begin(self.order, batch)
+        if self._served is not None:
+            self._served.begin(self.order, batch)
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
@@ -248,47 +257,67 @@ class EpochRun:
             return ""
         return plain(public(address))
 
-    def deliver(self, i: int, batch: int | None = None) -> None:
-        """Count a batch about to be returned, the one before the i-th after those skipped.
+    def made_by(self, workers: int, counts: Callable[[], Mapping[str, int]] | None = None) -> None:
+        """Note how many workers make the batches, and what returns their new counts, by name."""
+        self._workers, self._new_counts = workers, counts
 
-        batch: its number after those skipped, if batches are not returned in order.
+    def deliver(
+        self, i: int, times: BatchTimes | None = None, worker: int = -1, batch: int | None = None
+    ) -> None:
+        """Count and record a batch about to be returned, before the i-th after those skipped.
 
         A batch that raised counts as read if training goes on, and is read again if training stops
         there.
+
+        Args:
+            times: of the batch; None: the trainer made it.
+            worker: who made it, see `BatchRow`.
+            batch: its number after those skipped, if batches are not returned in order.
         """
         self._loader_state.meter["batches"] += 1
         index = self._pulled.pop(i - 1 if batch is None else batch, None)
         self._returned.note(self._loader_state.tolerance.delivered(index, self._dataset))
         self.delivered = self.skipped + i
+        now_ns = time.monotonic_ns()
+        if self.stream is not None:
+            self._record(times, worker, now_ns)
         if any(map(recorded, self._unknown)):
             self._unknown = []
             start_daemon_early(self._loader_state.config)
-        waited_s = time.monotonic() - self._uncounted_from if self._uncounted_from else 0.0
-        if self.binding is not None and waited_s and waited_s >= COUNT_S:
-            self._uncounted_from = 0.0
-            self._search = StreamSearch(partial(self._loader_state.open, self.binding))
-        stream, due = self.stream, self.due()
+        now = now_ns / 1e9
+        if 0 < self._uncounted_from <= now - COUNT_S:
+            self._uncounted_from = self._loader_state.uncounted_s = 0.0
+            self._search = self._loader_state.search(self.binding)
+        stream, due = self.stream, now - self._counted_at >= COUNT_S
         if due:
             self._count()
         if self._search is not None or stream is None or not (due or stream.session.gone):
             return
         if not stream.session.client.alive:
             # The daemon has ended. A daemon that is only stopped may go on.
-            self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
+            self._search = self._loader_state.search(self.binding)
 
-    def due(self) -> bool:
-        """Whether to update the daemon's statistics now: at most once per `COUNT_S`."""
-        if self.stream is None or self.delivered == self._counted:
-            return False
-        return time.monotonic() - self._counted_at >= COUNT_S
+    def _record(self, times: BatchTimes | None, worker: int, now_ns: int) -> None:
+        """Write a batch into the session's flight recorder (2 us)."""
+        assert self.stream is not None  # noqa: S101  see `deliver`
+        source, decode, collate, daemon, sampler = self._loader_state.meter.new_stalls()
+        wait_began = now_ns - source - decode - collate - daemon - sampler
+        if times is None:  # all that the trainer did for it counts as waiting
+            ready = wait_began + sampler + daemon + source
+            collating = ready + decode
+            times = BatchTimes(wait_began + sampler, ready, collating, collating + collate)
+        when = times.began, times.ready, times.collating, times.packed
+        self.stream.session.words.log.add(*when, wait_began, now_ns, worker)
 
     def _count(self) -> None:
         """Add the batches since the last update to the daemon's statistics.
 
-        Does nothing while the daemon is not alive: if it is only stopped, a later update counts
-        them.
+        The daemon learns nothing while it is not alive: if it is only stopped, a later update
+        counts them.
         """
         self._counted_at = time.monotonic()
+        if self._new_counts is not None:
+            self._loader_state.meter.add(self._new_counts())
         if self.stream is None or not self.stream.alive:
             return
         first, self._counted = self._counted, self.delivered
@@ -299,11 +328,13 @@ class EpochRun:
         ]
         if sizes:
             more |= {"batches": len(sizes), "samples": sum(sizes)}
-        self.stream.count(first, self._counted, more)
+        self.stream.count(first, self._counted, more, self._workers)
 
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
+        self._workers = 0
         self._count()
+        self._new_counts = None
         self._end_search()
         stream, self.stream = self.stream, None
         self._set_served()

@@ -126,15 +126,17 @@ def _serve(
 
 
 def _read(task: Task, reader: BatchReader, meter: Meter, pinning: Pinning | None) -> ReadBatch:
-    began = time.monotonic_ns()
+    began, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
     meter.unreported()  # count from here on
     data = _data(task, reader, pinning)
+    cpu_ns = time.thread_time_ns() - cpu_ns
     spent = meter.unreported()
     source, decode, collate, lost = (spent.get(f"stall_{cause}_ns", 0) for cause in BATCH_CAUSES)
     ready = began + source + lost
     times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
     counts = {name: spent[name] for name in OF_WORKERS if name in spent}
     counts |= {"busy_source_ns": source, "busy_decode_ns": decode, "busy_collate_ns": collate}
+    counts["cpu_ns"] = cpu_ns
     return ReadBatch(data, times, counts)
 
 
@@ -192,6 +194,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             waits = DirectReads(allowed=False)
             readers = [reader(meter, waits) for meter in meters]
             self._threads = ReaderThreads(readers, meters, pinning)
+            run.made_by(len(readers))
         else:
             self._reader = reader(None, None)
         self._reset(loader, first_iter=True)
@@ -230,20 +233,22 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
                 self._shutdown_workers()
             raise StopIteration
         asked = self._queue[0]  # stays first if Ctrl-C or a timeout ends the wait
+        times, worker = None, -1
         if isinstance(asked, Task):
             data = _data(asked, self._reader, self._pinning)
         else:
-            data = self._awaited(asked)
+            read = self._awaited(asked)
+            data, times, worker = read.data, read.times, self._taken % self._num_workers
         self._queue.popleft()
         self._taken += 1
         run.done(self._taken)
         self._pull()
         if isinstance(data, ExceptionWrapper):
             raise_failure(data)
-        run.deliver(self._taken)
+        run.deliver(self._taken, times, worker)
         return data
 
-    def _awaited(self, batch: Batch) -> Any:
+    def _awaited(self, batch: Batch) -> ReadBatch:
         """Wait for a thread's batch and return it.
 
         Raises:
@@ -257,7 +262,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         if since:
             self._meter.awaited(read.times, since, time.monotonic_ns())
         self._meter.add(read.counts)
-        return read.data
+        return read
 
     def _drop_queue(self) -> None:
         for batch in self._queue:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter, sub
 from typing import Any
 
-from creel.counters import OF_RANKS, OF_WORKERS, report
+from creel.counters import CAUSES, OF_RANKS, OF_WORKERS, report
 from creel.loader.workers.stages import BATCH_CAUSES, CAUSE_OF, BatchTimes, divide
 
 _OWN = (word for c in OF_RANKS if c.writer == "meter" for word in c.words)
+_stalls = itemgetter(*(f"stall_{cause}_ns" for cause in CAUSES))
 _NAMES = ("batches", *_OWN, *OF_WORKERS)
 
 
@@ -18,6 +20,7 @@ class Meter(dict[str, int]):
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(_NAMES, 0))
         self._reported = dict(self)
+        self._stalls = _stalls(self)
 
     def awaited(self, times: BatchTimes, since: int, until: int) -> None:
         """Count a wait for a worker's batch, from `since` until `until` (monotonic ns)."""
@@ -43,6 +46,11 @@ class Meter(dict[str, int]):
     def decoded(self, hits: int, misses: int) -> None:
         self["decoded_hits"] += hits
         self["decoded_misses"] += misses
+
+    def new_stalls(self) -> list[int]:
+        """Return the ns waited since the last call, by cause in the order of `CAUSES`."""
+        before, self._stalls = self._stalls, _stalls(self)
+        return list(map(sub, self._stalls, before))  # once a batch: a third of a loop's time
 
     def unreported(self) -> dict[str, int]:
         """Return the nonzero increments since the last call, except for batches."""

@@ -33,11 +33,16 @@ class StreamSearch:
     (`EpochRun.await_daemon`).
     """
 
-    def __init__(self, open_stream: Callable[[], BatchStream | None]) -> None:
+    def __init__(
+        self, open_stream: Callable[[], BatchStream | None], *, once: bool = False
+    ) -> None:
         """Begin the search. `take` or `leave` ends it, without locks: a finaliser may call them.
 
-        `open_stream` opens a session, or starts a daemon for one; called in the thread.
+        Args:
+            open_stream: opens a session, or starts a daemon for one; called in the thread.
+            once: give up after the first try.
         """
+        self._once = once
         self._open_stream: Callable[[], BatchStream | None] | None = open_stream
         self._found: deque[BatchStream] = deque()
         self.next_at = 0.0  # time.monotonic() of the next try
@@ -60,6 +65,7 @@ class StreamSearch:
             self._found.append(stream)
             if self.over:
                 self.leave()  # as the trainer's own call may have come before
+        if stream is not None or self._once:
             self._open_stream = None
         self._looked.set()
 

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import default_collate
 
 from creel.config import Config
 from creel.errors import ConfigError
-from creel.loader.binding.bind import Binding, bind
+from creel.loader.binding.bind import Binding, bind, nothing
 from creel.loader.binding.tree import declares, keepings_in, wrapped_in
 from creel.loader.binding.wrapped import configure
 from creel.loader.client.connections import connected, start_daemon_early
@@ -22,6 +23,7 @@ from creel.loader.groups.exchange import agreed, check_unchanged
 from creel.loader.groups.replicate import Role, join_group
 from creel.loader.iterators.advice import Advice
 from creel.loader.iterators.meter import Meter
+from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
@@ -33,6 +35,7 @@ from creel.loader.order.samplers import before, resharded, resized, resume, with
 from creel.loader.plan.batch_stream import (
     BatchStream,
     open_batch_stream,
+    open_counting_stream,
 )
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import Tolerance
@@ -151,7 +154,7 @@ class LoaderState:
         binding = self.binding(loader)
         stream, self._stream = self._stream, None
         if stream is not None:
-            if stream.alive and stream.binding is binding:
+            if stream.alive and stream.binding is (binding or nothing()):
                 return stream
             stream.close()
         return None if binding is None or not wait else self.open(binding)
@@ -159,6 +162,12 @@ class LoaderState:
     def open(self, binding: Binding) -> BatchStream | None:
         """Open a session, waiting for the daemon; warn of settings that the daemon lacks."""
         return open_batch_stream(binding, self.config, self._origins)
+
+    def search(self, binding: Binding | None) -> StreamSearch:
+        """Open a session in a thread; without a binding one that only counts, if a daemon runs."""
+        if binding is None:
+            return StreamSearch(partial(open_counting_stream, self.config), once=True)
+        return StreamSearch(partial(self.open, binding))
 
     def page_cached(
         self, loader: DataLoader[Any], binding: Binding, stream: BatchStream | None

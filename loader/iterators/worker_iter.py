@@ -78,6 +78,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         start = time.monotonic_ns()
         self._pool = self._new_pool(loader)
         self._tag = self._pool.tag
+        run.made_by(len(self._pool.members), self._pool.new_counts)
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
         if pinning is not None:
@@ -250,9 +251,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             self._note_bad(self._pool.take_bad())
         if isinstance(data, ExceptionWrapper):
             raise_failure(data)
-        if self._run.due():
-            self._meter.add(self._pool.new_counts())
-        self._run.deliver(self._rcvd_idx, event.index)
+        self._run.deliver(self._rcvd_idx, event.times, worker, batch=event.index)
         return data
 
     def _note_bad(self, samples: list[BadSample]) -> None:
@@ -334,7 +333,6 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._shutdown = True
         if os.getpid() != self._pool.pid:
             return
-        self._meter.add(self._pool.new_counts())
         self._run.leave()
         self._drop_held()
         self._loader_state.keep_slots(self._pool.close())

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from creel.cache.memory.shared_words import READY
 from creel.config import Config
 from creel.errors import ConfigError, UnavailableError
-from creel.loader.client.connections import open_session
+from creel.loader.binding.bind import nothing
+from creel.loader.client.connections import open_session, running_client
 from creel.loader.client.session import Session
 from creel.loader.cluster.join import join_cluster
 from creel.loader.cluster.ranks import job_name, rank_and_world
@@ -199,13 +200,14 @@ class BatchStream:
             self._cancel()
         self.session.done(self._next)
 
-    def count(self, first: int, last: int, more: dict[str, int]) -> None:
+    def count(self, first: int, last: int, more: dict[str, int], workers: int) -> None:
         """Count delivered batches [first, last) of the epoch for `creel stats`.
 
         Batches without a claim (DIRECT) are not counted here; the caller adds them to
-        `more`, as other counters.
+        `more`, as other counters. `workers`: how many make batches at the moment.
         """
         words = self.session.words
+        words.set("workers", workers)
         before, self._counted_at = self._counted_at, time.monotonic_ns()
         pieces = self._now.take(first, last)
         for name, value in more.items():
@@ -246,6 +248,19 @@ def open_batch_stream(
         return None
     if config.loader.cluster:
         join_cluster(session.client, config.cluster, rank, world)
+    return BatchStream(session, binding, config.daemon.name)
+
+
+def open_counting_stream(config: Config) -> BatchStream | None:
+    """Open a session that only counts, for a dataset without objects, if a daemon runs already."""
+    client = running_client(config)
+    if client is None:
+        return None
+    (rank, world), binding = rank_and_world(), nothing()
+    try:
+        session = client.open_manifest(binding.manifest, job_name(), rank, world, recheck="never")
+    except (UnavailableError, OSError):
+        return None
     return BatchStream(session, binding, config.daemon.name)
 
 

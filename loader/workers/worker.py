@@ -122,6 +122,7 @@ class _Worker(StepReader):
         self._init_failure: ExceptionWrapper | None = None
         self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
         self._lost = False
+        self._cpu_ns = time.process_time_ns()
         (_, fds) = self._get()
         self._words = WorkerWords(fds[0], self._num_workers)
         os.close(fds[0])
@@ -282,7 +283,8 @@ class _Worker(StepReader):
             busy_collate_ns=sending - collating,
         )
         self._send(tag, batch, data)
-        self._count(busy_handover_ns=self._enter(IDLE) - sending)
+        before, self._cpu_ns = self._cpu_ns, time.process_time_ns()
+        self._count(busy_handover_ns=self._enter(IDLE) - sending, cpu_ns=self._cpu_ns - before)
 
     def _count(self, **counts: int) -> None:
         """Add to this worker's counters, by their names in `creel.counters`."""

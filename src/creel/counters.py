@@ -123,6 +123,15 @@ COUNTERS = (
         members=("source", "decode", "collate", "handover"),
     ),
     Counter(
+        *("rank", "cpu", "worker", "s", "creel_worker_cpu_seconds"),
+        *("Time workers were on a processor, all their threads together.", "cpu"),
+    ),
+    Counter(
+        *("rank", "workers", "delivery", "", "creel_workers"),
+        *("Workers, or threads in their place, that make batches.", "workers"),
+        kind="gauge",
+    ),
+    Counter(
         *("rank", "stall", "meter", "s", "creel_stall_seconds"),
         *("Time a training process waited.", "stall"),
         label="cause",
@@ -161,10 +170,10 @@ COUNTERS = (
 
 #: The counters of a rank, which have shared words.
 OF_RANKS = tuple(c for c in COUNTERS if c.words)
+#: Names of the words that say what is now: they end with their session.
+GAUGES = frozenset(word for c in OF_RANKS if c.kind == "gauge" for word in c.words)
 #: Names of the words that whoever makes batches counts, each worker in shared words of its own.
 OF_WORKERS = tuple(word for c in OF_RANKS if c.writer == "worker" for word in c.words)
-#: Shared words that end with their session.
-GAUGES = frozenset(word for c in OF_RANKS if c.kind == "gauge" for word in c.words)
 CAUSES, STAGES = (next(c.members for c in OF_RANKS if c.name == n) for n in ("stall", "busy"))
 
 

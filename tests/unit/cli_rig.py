@@ -39,6 +39,8 @@ SESSION: dict[str, Any] = {
     "direct_nbytes": 300_000,
     "stall_s": {"source": 0.5, "decode": 12.0, "collate": 0.0, "daemon": 0.0, "sampler": 0.0},
     "busy_s": {"source": 1.0, "decode": 30.0, "collate": 2.0, "handover": 0.5},
+    "cpu_s": 28.0,
+    "workers": 4,
     "failed": 1,
     "lead_s": 300.0,
     "lead_now_s": 4.0,

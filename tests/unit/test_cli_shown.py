@@ -32,7 +32,7 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
     assert "read from            /data: 100 reads, 100 opens, 10.0 MiB\n" in out
     assert "  trouble there      3 retries\n" in out
     row, *by_stage, title, header, stalls = (line.split() for line in out.splitlines()[-7:])
-    said = "resnet 3 100 64 4.0 s 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 12.5 s"
+    said = "resnet 3 100 64 4.0 s 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 28.0 s 4 12.5 s"
     assert " ".join(row) == said
     assert by_stage[0] == ["busy", "by", "stage"]
     assert by_stage[1] == ["job", "rank", *SESSION["busy_s"]]
@@ -53,7 +53,7 @@ def test_what_was_counted_is_shown_when_training_is_over(
     assert main.main(["stats"]) == 0
     lines = capsys.readouterr().out.splitlines()[-8:]
     row = " ".join(lines[1].split())
-    assert row == "- 3 100 25,600 3.58 GiB 2 0 B 0 0.0 s 0.0 s 12.5 s"
+    assert row == "- 3 100 25,600 3.58 GiB 2 0 B 0 0.0 s 0.0 s 0.0 s 0 12.5 s"
     assert lines[7].split()[:4] == ["-", "3", "0.5", "s"]
     assert daemon.closed
 
@@ -131,10 +131,11 @@ def test_rates_are_differences_over_time() -> None:
         "lead_s": SESSION["lead_s"] + 100,
         "stall_s": SESSION["stall_s"] | {"source": 1.0},
         "busy_s": SESSION["busy_s"] | {"decode": 33.0},
+        "cpu_s": SESSION["cpu_s"] + 2.4,
     }
     row = view.top_row(later, SESSION, 2.0)
-    rates = ("25", "2,500", "25.0 MiB", "2", "293 KiB", "1", "2.0 s", "150 %", "25 %")
-    assert row[5:] == (*rates, "source", "25 %", *["0 %"] * 4)
+    rates = ("25", "2,500", "25.0 MiB", "2", "293 KiB", "1", "2.0 s", "150 %", "120 %", "4", "25 %")
+    assert row[5:] == (*rates, "source", "25 %", *["0 %"] * 4)  # workers are no rate
 
 
 def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ def test_processor_and_memory_are_those_of_daemon_trainers_and_what_is_below_the
 
 
 @pytest.mark.parametrize(
-    ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (190, "sampler")]
+    ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (210, "sampler")]
 )
 def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None:
     from io import StringIO

@@ -105,6 +105,16 @@ def test_a_ranks_counters_stay_when_a_loader_of_it_is_closed(session: Callable[.
     assert {one["rank"]: one["samples"] for one in ranks.reports([])} == {0: 140, 1: 5}
 
 
+def test_workers_of_a_closed_loader_are_no_workers_of_its_rank(session: Callable[..., Any]) -> None:
+    ranks = Ranks()
+    ranks.add_closed(session("a", 0, workers=4, cpu_ns=10**9))
+    train, validate = (session("a", 0, workers=n, cpu_ns=10**9) for n in (2, 3))
+    (told,) = ranks.reports([train, validate])
+    assert (told["workers"], told["cpu_s"]) == (5, 3.0)
+    (told,) = ranks.reports([])
+    assert told["workers"] == 0
+
+
 def test_a_client_that_lies_takes_nothing_from_its_rank(session: Callable[..., Any]) -> None:
     ranks = Ranks()
     ranks.add_closed(session("a", 0, samples=7))

@@ -219,12 +219,25 @@ def _part(nbytes: int, objects: int, of: int) -> str:
 
 _COLUMNS = tuple(c for c in OF_RANKS if c.column)
 #: Columns that `creel top` shows as rates; it shows durations as shares of the time.
-_RATES = tuple(c for c in _COLUMNS if c.writer == "delivery" and c.unit != "s")
+_RATES = tuple(
+    c for c in _COLUMNS if c.writer == "delivery" and c.unit != "s" and c.kind == "counter"
+)
 _STREAM = ("job", "rank", "step", "ahead", "lead")
 SESSION_HEADER = (*_STREAM, *(c.column for c in _COLUMNS))
 RANK_HEADER = ("job", "rank", *SESSION_HEADER[len(_STREAM) :])
 TOP_HEADER = (*_STREAM, *(c.column + "/s" * (c in _RATES) for c in _COLUMNS), "mostly", *CAUSES)
-_DROP = ("direct bytes", "mean lead", "batches", "busy", "lead", "failed", "bytes", "ahead")
+_DROP = (
+    "direct bytes",
+    "mean lead",
+    "cpu",
+    "workers",
+    "batches",
+    "busy",
+    "lead",
+    "failed",
+    "bytes",
+    "ahead",
+)
 DROP = (CAUSES, *((name, f"{name}/s") for name in (*_DROP, "direct", "step")))
 
 
@@ -287,7 +300,7 @@ def top_row(session: Values, before: Values | None, seconds: float) -> tuple[str
         if one.per:
             row.append(short_seconds(news / max(session[one.per] - old.get(one.per, 0), 1)))
         elif one.unit == "s":
-            most = math.inf if one.label == "stage" else 100.0  # there are several workers
+            most = math.inf if one.writer == "worker" else 100.0  # there are several workers
             row.append(f"{min(100 * news / seconds, most):.0f} %")
         else:
             row.append(_FORMAT[one.unit](news / seconds if one in _RATES else _total(session, one)))
