@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import Round, measured, median, report, skip_unless
+from measure import Round, measured, median, report, skip_unless, touch_memory
 from torch.utils.data import DataLoader, Dataset
 
 import creel
@@ -38,6 +38,7 @@ except ImportError:
     skip_unless(False, "Pillow")
 
 LIMIT = "4GiB"
+MOST_NBYTES = 600_000  # of a decoded image
 
 
 def write(folder: Path, images: int) -> list[str]:
@@ -120,6 +121,7 @@ def compare(name: str, paths: list[str], o: argparse.Namespace) -> dict[str, obj
     theirs = DataLoader(Files(paths, decode, transform), **options)
     plain = creel.FileDataset(paths, decode=decode, transform=transform)
     ours = creel.DataLoader(plain, **options)
+    touch_memory(2 * len(paths) * MOST_NBYTES)  # the last store's is not free at once
     epoch(theirs)
     epoch(ours)
     rounds: list[dict[str, Round]] = []

@@ -35,7 +35,7 @@ from creel.cache.memory.memfd import (
     memfd,
 )
 from creel.loader.decoded.codec import decode, encode
-from creel.policies.memory import decoded_room, given_back, reserve
+from creel.policies.memory import decoded_room, given_back, next_look_s, reserve
 from creel.system import limits
 from creel.system.forks import forget_in_child
 from creel.units import format_size
@@ -45,7 +45,7 @@ _log = logging.getLogger("creel.loader")
 #: Bytes of the words, before the index.
 WORDS_NBYTES = 4096
 # The words:
-_END, _USED, _SAMPLES, _CLOSED_NS, _LOOKED_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = (
+_END, _USED, _SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = (
     range(10)
 )
 #: Samples begin at multiples of this. A word of the index is place and length, both in these units.
@@ -60,8 +60,8 @@ _HEAD = struct.Struct("<qq")
 _FIRST_NBYTES = 1024
 #: Most buffers of one system call, and most bytes (Linux).
 _MOST_BUFFERS, _MOST_NBYTES = 1000, 1 << 30
-#: The free memory is looked at after this many bytes, and this often while samples are read.
-_LOOK_NBYTES, _LOOK_NS = 8 << 20, 250_000_000
+#: The free memory is looked at each time that so many bytes were written.
+_LOOK_NBYTES = 8 << 20
 #: How long nothing is kept after memory was short.
 _SHORT_NS = 1_000_000_000
 _FOREVER_NS = (1 << 63) - 1
@@ -298,16 +298,17 @@ class DecodedStore:
         return first
 
     def _look(self) -> None:
-        """Give memory back if other processes lack it; looks four times a second."""
-        if time.monotonic_ns() - self._words[_LOOKED_NS] < _LOOK_NS:
+        """Give memory back if other processes lack it; looks the more often the less is free."""
+        if time.monotonic_ns() < self._words[_LOOK_NS]:
             return
         with _Locked(self):
             now = time.monotonic_ns()
-            if now - self._words[_LOOKED_NS] < _LOOK_NS:  # another process has just looked
+            if now < self._words[_LOOK_NS]:  # another process has just looked
                 return
-            self._words[_LOOKED_NS] = now
-        memory = limits.memory(active=True)
-        wanted = given_back(memory.available, reserve(memory.total), 0)
+            memory = limits.memory(active=True)
+            keep = reserve(memory.total)
+            self._words[_LOOK_NS] = now + int(1e9 * next_look_s(memory.available, keep))
+        wanted = given_back(memory.available, keep, 0)
         if wanted > 0:
             self.give_back(wanted)
 

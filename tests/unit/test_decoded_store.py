@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.loader.decoded import store as store_module
 from creel.loader.decoded.codec import UnkeptError
 from creel.loader.decoded.store import DecodedStore, new_memory
 from creel.policies.memory import decoded_room
@@ -150,7 +149,6 @@ def test_it_gives_memory_back_when_others_need_it(
     total = 1 << 20
     now = [MemoryLimits(total, (1 << 16) - 10 * NBYTES + (1 << 16))]  # 10 samples too few
     monkeypatch.setattr(limits, "memory", lambda **_: now[0])
-    monkeypatch.setattr(store_module, "_LOOK_NS", 0)
     taken(store, 0)
     assert before - memory_of(store) > 9 * NBYTES
     assert "other processes need memory" in caplog.text
