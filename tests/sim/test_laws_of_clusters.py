@@ -91,8 +91,8 @@ def test_with_room_for_all_the_source_is_read_once(nodes: int, moved: float) -> 
 
 def test_one_percent_of_room_is_enough_for_the_steps_in_use() -> None:
     """A node full of objects that stay would have to evict some of them in each step."""
-    order = job(4, 7680)
-    runs = Nodes(4, order, 1.01).run(3)
+    order = job(2, 3840)
+    runs = Nodes(2, order, 1.01).run(3)
     assert sum(counts["source"] for counts in runs) <= 1.005 * order.samples
     assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
 
