@@ -20,7 +20,7 @@ from creel.loader.binding.gather import Gatherer
 from creel.loader.iterators import gather_iter
 from kit import until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120), pytest.mark.usefixtures("embedded")]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120), pytest.mark.usefixtures("served")]
 
 ROWS, NBYTES, BATCH = 200, 512, 8
 
