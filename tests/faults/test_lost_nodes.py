@@ -88,7 +88,7 @@ def finish(job: Job, ranks: list[int]) -> tuple[int, int]:
     return job.opens(), job.opens() - until_last
 
 
-def test_what_a_killed_node_should_hold_is_read_from_the_source() -> None:
+def test_objects_that_a_killed_node_should_hold_are_read_from_the_source() -> None:
     """In each epoch, by whoever needs it: nobody plans anew."""
     with running() as job:
         job.cluster.kill("n3")

@@ -154,7 +154,7 @@ def test_a_worker_that_remembers_is_no_new_one(shared: dict[str, Any]) -> None:
     [None, np.arange(500, dtype="u8"), np.arange(500, dtype=">i4")],
     ids=["-", "u8", ">i4"],
 )
-def test_what_torch_says_of_a_batch_it_cannot_collate(
+def test_a_batch_that_cannot_be_collated_fails_in_torchs_words(
     labels: Any, workers: int, folder: Path, shared: dict[str, Any]
 ) -> None:
     """Batches without samples, and numbers that are not tensors."""

@@ -17,7 +17,9 @@ def job(nodes: int, samples: int = 960, batch: int = 8) -> JobOrder:
 
 
 @pytest.mark.parametrize("nodes, held", [(2, 0.5), (4, 0.9)])
-def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: float) -> None:
+def test_objects_that_the_memories_together_hold_are_not_read_again(
+    nodes: int, held: float
+) -> None:
     order = job(nodes, 1920)
     first, *later = Nodes(nodes, order, held).run(4)
     # Each node reads ahead into the next epoch before it ends this one.
@@ -71,7 +73,7 @@ def test_memories_that_hardly_hold_a_step_wait_for_nothing_but_reads_and_writes(
     nodes.run(2)
 
 
-def test_what_neither_memories_nor_disks_hold_is_read_again() -> None:
+def test_objects_that_neither_memories_nor_disks_hold_are_read_again() -> None:
     order = job(2)
     _, *later = Nodes(2, order, 0.3, disk=0.2).run(4)
     for counts in later[1:]:
@@ -141,7 +143,7 @@ def test_a_node_that_stays_away_costs_what_it_should_hold_in_each_epoch() -> Non
 
 
 @pytest.mark.parametrize("held, part, node", [(0.6, 0.5, 0), (1.2, 0.02, 3), (1.6, 0.9, 3)])
-def test_what_a_restarted_daemon_held_is_read_once_more(
+def test_objects_that_a_restarted_daemon_held_are_read_once_more(
     held: float, part: float, node: int
 ) -> None:
     """Also that of the lowest node, whose plans count; it is told of the rest of the epoch."""

@@ -40,7 +40,7 @@ class Followers(Nodes):
 
 @pytest.mark.parametrize("nodes", [2, 3])
 @pytest.mark.parametrize("shares", [False, True])
-def test_what_all_memories_hold_is_read_once(nodes: int, *, shares: bool) -> None:
+def test_objects_that_all_memories_hold_are_read_once(nodes: int, *, shares: bool) -> None:
     runs = Followers(nodes, 1.2, shares=shares).run(3)
     assert sum(counts["source"] for counts in runs) <= 1.005 * SAMPLES
     assert sum(counts["refused"] for counts in runs) <= 0.005 * SAMPLES
@@ -48,7 +48,7 @@ def test_what_all_memories_hold_is_read_once(nodes: int, *, shares: bool) -> Non
 
 @pytest.mark.parametrize("held", [0.3, 0.7])
 @pytest.mark.parametrize("shares", [False, True])
-def test_what_they_hold_of_it_is_not_read_again(held: float, *, shares: bool) -> None:
+def test_the_part_that_memories_hold_is_not_read_again(held: float, *, shares: bool) -> None:
     runs = Followers(2, held, shares=shares).run(3)
     reads = 1 if shares else 2
     for counts in runs[1:]:
@@ -92,7 +92,7 @@ def test_no_epoch_reads_more_than_without_peers(held: float, *, shares: bool) ->
         assert counts["source"] <= 1.02 * otherwise["source"]
 
 
-def test_what_a_lost_node_was_home_of_is_read_once_again() -> None:
+def test_objects_at_home_on_a_lost_node_are_read_once_again() -> None:
     nodes = Followers(4, 1.6, shares=False)
     nodes.run(2)
     lost = int(nodes.shells[3].held().sum())

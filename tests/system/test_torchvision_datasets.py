@@ -189,7 +189,9 @@ TREES: dict[Callable[[Path], Any], int] = {
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
-def test_what_it_opens_is_opened_once_and_its_samples_are_torchs(tree: Any, tmp_path: Path) -> None:
+def test_files_of_a_torchvision_dataset_are_opened_once_and_samples_are_torchs(
+    tree: Any, tmp_path: Path
+) -> None:
     source, mount = tmp_path / "data", tmp_path / "mount"
     source.mkdir()
     dataset = tree(source)
