@@ -93,12 +93,6 @@ class Peer:
         self.arena.close()
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def started(stack: ExitStack) -> Peer:
     peer = Peer()
     stack.callback(peer.close)
