@@ -19,6 +19,7 @@ from creel.daemon.core.events import (
     Action,
     AskPlan,
     CancelFetches,
+    CheckVersions,
     DiskOpened,
     DropFromDisk,
     Event,
@@ -149,6 +150,7 @@ class Rig(CoreShell):
         self.copied = 0  # objects
         self.plans: list[PlanRetention] = []
         self.plans_asked: list[AskPlan] = []  # requests to peers that are not answered
+        self.to_check: list[CheckVersions] = []  # questions that the storage has not answered
         self.disk: dict[str, dict[int, int]] = {}  # bytes of each object that is on disk
         self.to_disk: list[SpillObjects | DropFromDisk] = []  # the disk's orders
         self.disk_fails: str | None = None  # a dataset whose writes fail
@@ -319,6 +321,8 @@ class Rig(CoreShell):
         elif isinstance(action, PlanRetention | AskPlan):
             asked: list[Any] = self.plans if isinstance(action, PlanRetention) else self.plans_asked
             asked.append(action)
+        elif isinstance(action, CheckVersions):
+            self.to_check.append(action)
         elif isinstance(action, CancelFetches):
             self.cancelled |= action.fetches
         elif isinstance(action, SpillObjects | DropFromDisk):

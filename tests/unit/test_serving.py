@@ -13,7 +13,6 @@ from creel.daemon.core.events import (
     SOURCE,
     Action,
     Checked,
-    CheckVersions,
     ClusterChanged,
     EpochBegan,
     EpochDealt,
@@ -39,7 +38,6 @@ class Node(Rig):
     def __init__(self, objects: int, held: int, sizes: list[int] | None = None) -> None:
         super().__init__(held * 100 if sizes is None else held * 128)
         self.answers: list[ServeObjects] = []
-        self.checks: list[CheckVersions] = []
         self.changed: set[int] = set()  # files
         self.requests = 100
         self.register("d", sizes or [100] * objects)
@@ -48,8 +46,6 @@ class Node(Rig):
     def do(self, action: Action) -> None:
         if isinstance(action, ServeObjects):
             self.answers.append(action)
-        elif isinstance(action, CheckVersions):
-            self.checks.append(action)
         else:
             super().do(action)
 
@@ -57,8 +53,8 @@ class Node(Rig):
         return np.full(len(fetch.ids), OLD)
 
     def check_all(self) -> None:
-        while self.checks:
-            check = self.checks.pop()
+        while self.to_check:
+            check = self.to_check.pop()
             found = [NEW if file in self.changed else OLD for file in check.files.tolist()]
             self.feed(Checked(check.check, np.array(found)))
 
