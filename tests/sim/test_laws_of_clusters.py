@@ -121,7 +121,7 @@ def test_ranks_that_exchange_samples_move_few(nodes: int, held: float) -> None:
 def test_a_peer_that_is_gone_costs_what_it_held() -> None:
     order = job(4)
     nodes = Nodes(4, order, 1.1)
-    nodes.run(3)
+    nodes.run(2)
     nodes.gone.add(3)
     (counts,) = nodes.run(1)
     held = int(nodes.shells[3].held().sum())
@@ -133,9 +133,9 @@ def test_a_node_that_stays_away_costs_what_it_should_hold_in_each_epoch() -> Non
     """Nobody plans anew: who needs such an object reads the source, and all others lie at peers."""
     order = job(4)
     nodes = Nodes(4, order, 1.4)
-    nodes.run(3)
+    nodes.run(2)
     nodes.run(1, lambda: nodes.lose(3))
-    for counts in nodes.run(4):
+    for counts in nodes.run(3):
         # Its rank reads nothing; a fourth of what the others read lay on the lost node.
         assert counts["source"] <= 3 / 4 * (1 / 4 + 0.03) * order.samples
         assert counts["refused"] <= 0.01 * order.samples
@@ -149,7 +149,7 @@ def test_objects_that_a_restarted_daemon_held_are_read_once_more(
     """Also that of the lowest node, whose plans count; it is told of the rest of the epoch."""
     order = job(4, 960)
     nodes = Nodes(4, order, held)
-    nodes.run(3)
+    nodes.run(2)
     lost = 0
 
     def restart() -> None:
@@ -160,7 +160,7 @@ def test_objects_that_a_restarted_daemon_held_are_read_once_more(
 
     runs = [*nodes.run(1, restart, part), *nodes.run(3)]
     assert sum(counts["shared"] for counts in runs) == 1
-    undisturbed = Nodes(4, order, held).run(7)[3:]
+    undisturbed = Nodes(4, order, held).run(6)[2:]
     extra = [one["source"] - other["source"] for one, other in zip(runs, undisturbed, strict=True)]
     assert sum(extra) <= 1.05 * lost
     assert extra[-1] <= 0.01 * order.samples
@@ -176,7 +176,7 @@ def test_a_daemon_that_comes_back_an_epoch_later_takes_up_its_old_role(held: flo
     nodes.run(1, lambda: nodes.lose(3))
     nodes.run(1)
     (first,) = nodes.run(1, lambda: nodes.restart(3), part=0.02)
-    later = nodes.run(4)
+    later = nodes.run(3)
     assert first["shared"] == 1
     for counts in later[1:]:
         assert counts["source"] <= max(1 - held, 0) * order.samples + 0.03 * order.samples
@@ -192,7 +192,7 @@ def test_nodes_that_do_not_reach_each_other_read_the_source_until_they_do(
     """Also if only one of the two does not reach the other. What each is to hold stays the same."""
     order = job(4, 960)
     nodes = Nodes(4, order, 1.2)
-    nodes.run(3)
+    nodes.run(2)
     pairs = {(0, 3), (3, 0)} if both else {(0, 3)}
     nodes.part(pairs, pairs if noticed else set())
     apart = nodes.run(2)

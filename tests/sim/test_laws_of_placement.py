@@ -206,7 +206,7 @@ def test_the_simulator_counts_the_same() -> None:
 @pytest.mark.parametrize("nodes, f", [(2, 0.5), (8, 2.0)])
 def test_the_simulator_counts_what_real_cores_do(nodes: int, f: float) -> None:
     """Shares of reads agree within 0.012; most of that is chance, with so few objects."""
-    n, epochs, first = (4096, 12, 6) if f > 1 else (2048, 6, 3)
+    n, epochs, first = (4096, 9, 5) if f > 1 else (2048, 6, 3)
     order = JobOrder(n, nodes, n // nodes, 4, 100)
     counts = cores.Nodes(nodes, order, f).run(epochs)[first:]
     memory = int(f * n / nodes)
