@@ -7,10 +7,10 @@ from collections import deque
 
 import numpy as np
 import pytest
-from core_rig import Bytes, Rig, absent
+from core_rig import Rig, absent
 from random_events import Chaos, Images
 
-from core_shell import CoreShell
+from core_shell import Bytes, CoreShell
 from creel.cache.memory.pools.allocator import Allocator
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.core import Core

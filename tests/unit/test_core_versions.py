@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from core_rig import Labels, Rig
+from core_rig import Rig
 from numpy.typing import NDArray
 
+from core_shell import Labels
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
