@@ -103,7 +103,9 @@ def written(daemon: Running) -> int:
     return seen[-1]
 
 
-def test_what_memory_has_no_room_for_is_read_from_disk(files: Manifest, scratch: Path) -> None:
+def test_objects_that_memory_has_no_room_for_are_read_from_disk(
+    files: Manifest, scratch: Path
+) -> None:
     cores = Cores()
     with running(scratch) as daemon, Reading(daemon, files) as reading:
         reading.epoch()
@@ -164,7 +166,7 @@ def test_a_daemon_killed_while_it_writes_gives_no_wrong_byte_to_the_next(
     assert counted["failed"] == 0
 
 
-def test_what_only_memory_has_is_written_when_the_daemon_ends(
+def test_objects_that_only_memory_has_are_written_when_the_daemon_ends(
     files: Manifest, scratch: Path
 ) -> None:
     """Objects read ahead for a step that was not read yet are pinned, so not written before."""

@@ -448,7 +448,7 @@ def write_over(daemon: Running, rows: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["process", "thread"])
-def test_what_is_copied_while_the_session_closes_is_read_anew(
+def test_rows_copied_while_the_session_closes_are_read_anew(
     tight: Running, rows: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 3 * FEW)
