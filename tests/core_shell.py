@@ -3,18 +3,20 @@
 The core's actions are of two kinds. Some write tables that readers look at: `CoreShell.keep` does
 so. All others ask for something that takes time: a read, a write, a plan, an answer to a peer. They
 wait in `waiting` until the test says how they end; `fulfil` ends one as a source, a disk and a
-planner do that never fail.
+planner do that never fail. Bytes are `Labels` (who lies where), real `Bytes`, or none.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.pools.allocator import Allocator
 from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     Action,
@@ -44,6 +46,71 @@ I64 = NDArray[np.int64]
 #: A version that some storage may tell.
 VERSION = 5 << 40 | 1
 _UNANSWERED = Publish | SetReady | ReleaseMemory | CancelFetches | DropFromDisk
+
+
+class Labels:
+    """An arena that knows whose bytes lie where, and stores none."""
+
+    #: Whether also the bytes of objects that no reader holds are compared after each event.
+    compares_all = False
+
+    def __init__(self) -> None:
+        self.runs: Runs = {}  # runs written last to each place
+        #: By start of a run: dataset, object, bytes.
+        self._owner: dict[int, tuple[str, int, int]] = {}
+
+    def ranges(self, place: int, nbytes: int) -> list[list[int]]:
+        return [[place, nbytes]] if place >= 0 else self.runs[place].tolist()
+
+    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
+        """Write an object to its place."""
+        for start, size in self.ranges(place, nbytes):
+            for at, (_, _, n) in list(self._owner.items()):
+                if at < start + size and start < at + n:
+                    del self._owner[at]
+            self._owner[start] = (name, x, size)
+
+    def holds(self, place: int, name: str, x: int, nbytes: int) -> bool:
+        """Whether an object's bytes are at its place."""
+        ranges = self.ranges(place, nbytes)
+        return all(self._owner.get(at) == (name, x, n) for at, n in ranges)
+
+    def release(self, start: int, nbytes: int) -> None:
+        """Forget the bytes of a range."""
+        for at in [at for at in self._owner if start <= at < start + nbytes]:
+            del self._owner[at]
+
+
+class Bytes(Labels):
+    """An arena with real bytes, of which those of unpinned objects are compared as well."""
+
+    compares_all = True
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self._arena = np.zeros(nbytes, np.uint8)
+        self.linked = 0  # runs with headers
+
+    @staticmethod
+    @cache
+    def content(name: str, x: int, nbytes: int) -> bytes:
+        return np.random.default_rng([ord(name), x]).bytes(nbytes)
+
+    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
+        arena, data = self._arena.data, self.content(name, x, nbytes)
+        for start, header in headers(self.runs[place], nbytes) if place < NOWHERE else []:
+            arena[start : start + HEADER.size] = header
+            self.linked += 1
+        for piece in pieces(arena, place, nbytes) or []:
+            piece[:], data = data[: len(piece)], data[len(piece) :]
+        assert not data
+
+    def holds(self, place: int, name: str, x: int, nbytes: int) -> bool:
+        found = pieces(self._arena.data, place, nbytes) or []
+        return b"".join(found) == self.content(name, x, nbytes)
+
+    def release(self, start: int, nbytes: int) -> None:
+        self._arena[start : start + nbytes] = 0
 
 
 class CoreShell:

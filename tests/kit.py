@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = ""
 
 
 class Cores:
-    """The time of the machine's cores since this was made.
+    """The time since this was made of the cores that we may use.
 
     How often several processes that run beside each other read a source depends on how fast each
     is. Such counts, and times, say something about creel only while the cores have time to spare.
@@ -95,10 +95,12 @@ class Cores:
 
     @staticmethod
     def _jiffies() -> tuple[int, int]:
-        """Return the time that all cores were idle, and their time; what a host stole is used."""
-        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
-        spent = [int(word) for word in line.split()[1:9]]  # the rest is part of these
-        return spent[3] + spent[4], sum(spent)
+        """Return the time that our cores were idle, and their time; what a host stole is used."""
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = map(str.split, Path("/proc/stat").read_text(encoding="ascii").splitlines())
+        # The words after the eighth are part of these.
+        spent = np.array([line[1:9] for line in lines if line[0] in ours], np.int64).sum(axis=0)
+        return int(spent[3] + spent[4]), int(spent.sum())
 
 
 def forget_stores(patch: pytest.MonkeyPatch, settings: FetchSettings | None = None) -> None:

@@ -41,7 +41,7 @@ def finished(ranks: list[Rank], epoch: int, cores: Cores) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
-def test_what_a_lost_daemon_held_is_read_once_more_at_most(fault: str) -> None:
+def test_objects_that_a_lost_daemon_held_are_read_once_more_at_most(fault: str) -> None:
     cores = Cores()
     memory = int(1.2 * FILES * jobs.HELD_NBYTES / WORLD)
     more = {"STEP_S": str(EPOCH_S * BATCH * WORLD / FILES)}

@@ -136,7 +136,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 
 @pytest.mark.parametrize("kind", ["rows", "files"])
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_changes_the_order_gets_torchs_batches(
+def test_a_changed_order_gives_torchs_batches(
     paths: list[str], rows: Any, served: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:
     if seed % 2:  # threads gather rows, and pause between looking them up and copying them

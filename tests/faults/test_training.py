@@ -83,8 +83,7 @@ def assert_same_epoch(ours: Any, theirs: Any, at: dict[int, Any] | None = None) 
     assert taken == len(theirs)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("when", [1, 7, 20])
+@pytest.mark.parametrize("when, workers", [(1, 2), (7, 0), (20, 2)])
 def test_a_killed_daemon_changes_no_batch(
     folder: Path, served: str, when: int, workers: int
 ) -> None:

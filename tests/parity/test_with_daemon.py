@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ def embedded() -> Iterator[dict[str, Any]]:
 
 #: One daemon for all tests that do not disturb it, and one for each other test.
 shared = pytest.fixture(scope="module")(embedded)
-options = pytest.fixture(embedded)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +151,7 @@ def test_a_worker_that_remembers_is_no_new_one(shared: dict[str, Any]) -> None:
     [None, np.arange(500, dtype="u8"), np.arange(500, dtype=">i4")],
     ids=["-", "u8", ">i4"],
 )
-def test_what_torch_says_of_a_batch_it_cannot_collate(
+def test_a_batch_that_cannot_be_collated_fails_in_torchs_words(
     labels: Any, workers: int, folder: Path, shared: dict[str, Any]
 ) -> None:
     """Batches without samples, and numbers that are not tensors."""
@@ -184,26 +181,6 @@ def test_batches_are_torchs(
     data = dataset(kind, folder)
     theirs = run(torch.utils.data.DataLoader, data, kind, workers, **more)
     assert run(creel.DataLoader, data, kind, workers, creel=shared, **more) == theirs
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["rows", "files"])
-def test_a_killed_daemon_costs_no_batch(
-    kind: str, workers: int, folder: Path, options: dict[str, Any]
-) -> None:
-    data = dataset(kind, folder)
-    collate = list if kind == "files" else None
-    loader = creel.DataLoader(data, 7, num_workers=workers, collate_fn=collate, creel=options)
-    theirs = [plain(b) for b in torch.utils.data.DataLoader(data, 7, collate_fn=collate)]
-    ours = []
-    for i, batch in enumerate(loader):
-        ours.append(plain(batch))
-        if i == 2:
-            client = connections.connected(options["daemon.name"])
-            assert client is not None
-            os.kill(client.daemon_pid, signal.SIGKILL)
-    assert ours == theirs
-    assert [plain(b) for b in loader] == theirs
 
 
 def test_a_resumed_run_reads_on_where_it_was(folder: Path, shared: dict[str, Any]) -> None:

@@ -17,7 +17,9 @@ def job(nodes: int, samples: int = 960, batch: int = 8) -> JobOrder:
 
 
 @pytest.mark.parametrize("nodes, held", [(2, 0.5), (4, 0.9)])
-def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: float) -> None:
+def test_objects_that_the_memories_together_hold_are_not_read_again(
+    nodes: int, held: float
+) -> None:
     order = job(nodes, 1920)
     first, *later = Nodes(nodes, order, held).run(4)
     # Each node reads ahead into the next epoch before it ends this one.
@@ -71,7 +73,7 @@ def test_memories_that_hardly_hold_a_step_wait_for_nothing_but_reads_and_writes(
     nodes.run(2)
 
 
-def test_what_neither_memories_nor_disks_hold_is_read_again() -> None:
+def test_objects_that_neither_memories_nor_disks_hold_are_read_again() -> None:
     order = job(2)
     _, *later = Nodes(2, order, 0.3, disk=0.2).run(4)
     for counts in later[1:]:
@@ -91,8 +93,8 @@ def test_with_room_for_all_the_source_is_read_once(nodes: int, moved: float) -> 
 
 def test_one_percent_of_room_is_enough_for_the_steps_in_use() -> None:
     """A node full of objects that stay would have to evict some of them in each step."""
-    order = job(4, 7680)
-    runs = Nodes(4, order, 1.01).run(3)
+    order = job(2, 3840)
+    runs = Nodes(2, order, 1.01).run(3)
     assert sum(counts["source"] for counts in runs) <= 1.005 * order.samples
     assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
 
@@ -119,7 +121,7 @@ def test_ranks_that_exchange_samples_move_few(nodes: int, held: float) -> None:
 def test_a_peer_that_is_gone_costs_what_it_held() -> None:
     order = job(4)
     nodes = Nodes(4, order, 1.1)
-    nodes.run(3)
+    nodes.run(2)
     nodes.gone.add(3)
     (counts,) = nodes.run(1)
     held = int(nodes.shells[3].held().sum())
@@ -131,9 +133,9 @@ def test_a_node_that_stays_away_costs_what_it_should_hold_in_each_epoch() -> Non
     """Nobody plans anew: who needs such an object reads the source, and all others lie at peers."""
     order = job(4)
     nodes = Nodes(4, order, 1.4)
-    nodes.run(3)
+    nodes.run(2)
     nodes.run(1, lambda: nodes.lose(3))
-    for counts in nodes.run(4):
+    for counts in nodes.run(3):
         # Its rank reads nothing; a fourth of what the others read lay on the lost node.
         assert counts["source"] <= 3 / 4 * (1 / 4 + 0.03) * order.samples
         assert counts["refused"] <= 0.01 * order.samples
@@ -141,13 +143,13 @@ def test_a_node_that_stays_away_costs_what_it_should_hold_in_each_epoch() -> Non
 
 
 @pytest.mark.parametrize("held, part, node", [(0.6, 0.5, 0), (1.2, 0.02, 3), (1.6, 0.9, 3)])
-def test_what_a_restarted_daemon_held_is_read_once_more(
+def test_objects_that_a_restarted_daemon_held_are_read_once_more(
     held: float, part: float, node: int
 ) -> None:
     """Also that of the lowest node, whose plans count; it is told of the rest of the epoch."""
     order = job(4, 960)
     nodes = Nodes(4, order, held)
-    nodes.run(3)
+    nodes.run(2)
     lost = 0
 
     def restart() -> None:
@@ -158,7 +160,7 @@ def test_what_a_restarted_daemon_held_is_read_once_more(
 
     runs = [*nodes.run(1, restart, part), *nodes.run(3)]
     assert sum(counts["shared"] for counts in runs) == 1
-    undisturbed = Nodes(4, order, held).run(7)[3:]
+    undisturbed = Nodes(4, order, held).run(6)[2:]
     extra = [one["source"] - other["source"] for one, other in zip(runs, undisturbed, strict=True)]
     assert sum(extra) <= 1.05 * lost
     assert extra[-1] <= 0.01 * order.samples
@@ -174,7 +176,7 @@ def test_a_daemon_that_comes_back_an_epoch_later_takes_up_its_old_role(held: flo
     nodes.run(1, lambda: nodes.lose(3))
     nodes.run(1)
     (first,) = nodes.run(1, lambda: nodes.restart(3), part=0.02)
-    later = nodes.run(4)
+    later = nodes.run(3)
     assert first["shared"] == 1
     for counts in later[1:]:
         assert counts["source"] <= max(1 - held, 0) * order.samples + 0.03 * order.samples
@@ -190,7 +192,7 @@ def test_nodes_that_do_not_reach_each_other_read_the_source_until_they_do(
     """Also if only one of the two does not reach the other. What each is to hold stays the same."""
     order = job(4, 960)
     nodes = Nodes(4, order, 1.2)
-    nodes.run(3)
+    nodes.run(2)
     pairs = {(0, 3), (3, 0)} if both else {(0, 3)}
     nodes.part(pairs, pairs if noticed else set())
     apart = nodes.run(2)

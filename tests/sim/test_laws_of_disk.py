@@ -39,7 +39,7 @@ def images() -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize(("memory", "disk"), [(0.1, 1.0), (0.5, 0.65)])
-def test_what_memory_and_disk_hold_together_is_read_once(
+def test_objects_that_memory_and_disk_hold_together_are_read_once(
     memory: float, disk: float, same: bool
 ) -> None:
     lengths = np.full(N, 10_000) if same else images()
@@ -49,7 +49,7 @@ def test_what_memory_and_disk_hold_together_is_read_once(
 
 
 @pytest.mark.parametrize(("memory", "disk"), [(0.3, 0.3), (0.05, 0.7)])
-def test_what_does_not_fit_into_both_is_all_that_is_read(memory: float, disk: float) -> None:
+def test_objects_that_do_not_fit_into_both_are_all_that_is_read(memory: float, disk: float) -> None:
     """L1 for the sum of both; objects on their way between them use 1/16 of the memory twice."""
     out, _ = replay(np.full(N, 10_000), memory, disk)
     f = memory + disk

@@ -48,7 +48,7 @@ def test_an_epoch_reads_hardly_more_than_what_does_not_fit(f: float) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("f", [1.0, 1.2])
-def test_what_fits_is_read_once(f: float, ahead: int) -> None:
+def test_a_dataset_that_fits_is_read_once(f: float, ahead: int) -> None:
     out = equal(Job(shuffled(3, ranks=2), BATCH, ranks_per_node=2, ahead=ahead), f)
     assert sum(e.reads for e in out) == N
     assert sum(e.direct for e in out) == 0

@@ -183,5 +183,5 @@ class Anything(Nodes):
 
 
 @pytest.mark.parametrize("seed", sorted({*seeds(4), *_FOUND}))
-def test_whatever_happens_every_rank_gets_its_steps(seed: int) -> None:
+def test_random_faults_keep_no_step_from_any_rank(seed: int) -> None:
     Anything(seed).live(4)

@@ -201,7 +201,7 @@ next_use.EpochUses.add, registry.Registry.open, node.Node.extended = broken, ref
 """
 
 
-def test_whatever_fails_ends_the_session_it_was_about_and_no_other(
+def test_a_failure_ends_the_session_it_was_about_and_no_other(
     daemon_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     manifest = folder(tmp_path, [100] * 40)

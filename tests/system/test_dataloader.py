@@ -223,7 +223,7 @@ def epochs(cls: Any, between: Any, n: int = 4) -> list[Any]:
 
 
 @pytest.mark.parametrize("what", ["nothing", "draw", "mutate", "prefetch", "reseed", "sampler"])
-def test_what_is_done_between_epochs_is_seen_as_under_torch(what: str) -> None:
+def test_changes_between_epochs_are_seen_as_under_torch(what: str) -> None:
     def between(loader: Any, epoch: int) -> None:
         if epoch == 1 and what == "draw":
             torch.rand(1)

@@ -84,7 +84,7 @@ def batches(kind: Any, data: Any, **more: Any) -> Iterator[Any]:
 
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("kind", ["files", "rows", "own"])
-def test_nobody_waits_for_a_daemon_where_the_page_cache_is_quicker(
+def test_no_reader_waits_for_a_daemon_where_the_page_cache_is_quicker(
     daemon_name: str, paths: list[str], kind: str
 ) -> None:
     data: Any = creel.FileDataset(paths, nbytes=[NBYTES] * FILES)
@@ -167,7 +167,7 @@ def test_files_in_the_page_cache_are_read_by_whoever_decodes_them(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
+def test_residents_are_read_in_memory_though_they_lie_in_the_page_cache_too(
     served: str, paths: list[str], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for files that another job has read, or that were not in the page cache at first."""
@@ -220,7 +220,7 @@ def test_a_loaders_settings_hold_below_wrap(
 
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("stop", [False, True])
-def test_what_is_changed_in_mid_epoch_is_seen_by_who_reads_directly(
+def test_files_changed_in_mid_epoch_are_seen_by_direct_reads(
     daemon_name: str, paths: list[str], stop: bool
 ) -> None:
     def changed(loader: Any, daemon: Running | None) -> list[Any]:
@@ -349,7 +349,7 @@ def test_files_that_nobody_waits_for_are_opened_as_without_creel(
     assert not linked(served) or kind is creel.DataLoader
 
 
-def test_what_is_waited_for_is_learnt_and_read_once(
+def test_files_that_are_waited_for_are_learnt_and_read_once(
     served: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")

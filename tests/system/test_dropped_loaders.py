@@ -1,7 +1,6 @@
 """Nothing that a loader holds waits for Python's cyclic collector once it is dropped."""
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from creel.loader.iterators import epoch_run
 from creel.loader.iterators.state import LoaderState
 from kit import descriptors, until
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("served")]
 N, NBYTES = 32, 80_000
 
 
@@ -106,10 +105,7 @@ def use(loader: Any, way: str, seen: list[weakref.ref[Any]]) -> None:
         *((kind, {"num_workers": 1, "persistent": 1}) for kind in ("bad", "wrap", "records")),
     ],
 )
-def test_all_is_freed_with_the_loader(
-    kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CREEL_DAEMON__NAME", f"dropped-{os.getpid()}-{tmp_path.name}")
+def test_all_is_freed_with_the_loader(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     paths = [tmp_path / str(i) for i in range(N)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]) * NBYTES)
@@ -138,7 +134,6 @@ def test_many_loaders_look_for_the_daemon_in_one_thread(
 ) -> None:
     """Their files are in the page cache, so that they need it for their statistics alone."""
     gate = threading.Event()
-    monkeypatch.setenv("CREEL_DAEMON__NAME", f"many-{os.getpid()}-{tmp_path.name}")
     monkeypatch.setattr(epoch_run, "COUNT_S", 0)
     monkeypatch.setattr("creel.loader.binding.bind.in_page_cache", lambda _: True)
     monkeypatch.setattr(LoaderState, "open", lambda *_: open_later(gate))

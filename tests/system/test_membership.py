@@ -93,12 +93,6 @@ class Peer:
         self.arena.close()
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def started(stack: ExitStack) -> Peer:
     peer = Peer()
     stack.callback(peer.close)
@@ -212,7 +206,7 @@ def test_a_daemon_that_takes_the_place_of_another_is_found_by_itself(stack: Exit
     assert len({peer.clusters.view("c").names for peer in peers}) == 1  # type: ignore[union-attr]
 
 
-def test_who_has_missed_a_plan_is_told(stack: ExitStack) -> None:
+def test_a_daemon_that_has_missed_a_plan_is_told(stack: ExitStack) -> None:
     peers = joined(stack, 2)
     within(5, peers, lambda: all(all(peer.there()) for peer in peers))
     for plan in SharedPlan(7, 2, np.array([0, 1, 255], np.uint8)), None:
@@ -231,7 +225,7 @@ def test_who_has_missed_a_plan_is_told(stack: ExitStack) -> None:
             assert told.plan.holder.tolist() == [0, 1, 255]
 
 
-def test_who_asks_a_peer_that_is_gone_is_told_so(stack: ExitStack) -> None:
+def test_a_daemon_that_asks_a_peer_that_is_gone_is_told_so(stack: ExitStack) -> None:
     peers = joined(stack, 2)
     peers[0].close()
     peers[1].clusters.ask_plan(AskPlan("d", origin_of(peers[1], 0), 7))
@@ -246,7 +240,7 @@ def origin_of(peer: Peer, node: int) -> int:
     return int(view.origin[node])
 
 
-def test_who_takes_something_else_for_granted_is_told(stack: ExitStack) -> None:
+def test_a_daemon_with_other_inputs_of_a_plan_is_told(stack: ExitStack) -> None:
     peers = joined(stack, 2)
     for node, peer in enumerate(peers):
         same = PlanDigest("d", 7, 5)

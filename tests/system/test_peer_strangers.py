@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_who_records_the_wire_sees_payload_only_where_it_is_not_encrypted(
+def test_a_recorded_wire_shows_payload_only_where_it_is_not_encrypted(
     stack: ExitStack, encrypt: bool
 ) -> None:
     objects = data_of(1000, 300_000, 5)
@@ -70,7 +70,7 @@ def test_of_two_nodes_that_disagree_on_encryption_none_gets_anything(
     assert not node.asked
 
 
-def test_who_does_not_encrypt_is_sent_nothing_whatever_it_says(stack: ExitStack) -> None:
+def test_a_peer_that_does_not_encrypt_is_sent_nothing_whatever_it_says(stack: ExitStack) -> None:
     """A daemon of creel does not ask; this client with the key does."""
     node = node_of(stack, data_of(100), encrypt=True)
     sock = stack.enter_context(socket.create_connection(node.server.address))

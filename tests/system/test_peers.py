@@ -114,7 +114,7 @@ def test_threads_read_at_once(stack: ExitStack) -> None:
     assert set(node.server.accounts) == {("cluster", "reader")}
 
 
-def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
+def test_the_peer_that_needs_it_first_gets_it_first(stack: ExitStack) -> None:
     """Of the answers that wait while another one is being sent."""
     node = node_of(stack, data_of(10 << 20, 1000))
     link = node.link()

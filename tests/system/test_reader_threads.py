@@ -20,7 +20,7 @@ from creel.loader.binding.gather import Gatherer
 from creel.loader.iterators import gather_iter
 from kit import until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120), pytest.mark.usefixtures("embedded")]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120), pytest.mark.usefixtures("served")]
 
 ROWS, NBYTES, BATCH = 200, 512, 8
 
@@ -121,7 +121,7 @@ def test_ctrl_c_in_a_wait_costs_no_batch(rows: creel.RecordDataset, gate: thread
     assert torch.equal(torch.cat(list(batches)), torch.cat(list(DataLoader(rows, BATCH))))
 
 
-def test_what_a_thread_cannot_read_raises_as_from_a_worker(tmp_path: Path) -> None:
+def test_a_row_that_a_thread_cannot_read_raises_as_from_a_worker(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_bytes(bytes(NBYTES * ROWS))
     loader = creel.DataLoader(creel.RecordDataset(path, torch.uint8, NBYTES), BATCH, num_workers=1)

@@ -40,7 +40,7 @@ def finished(ranks: list[jobs.Rank], epochs: int) -> list[dict[str, Any]]:
     return [one.next("stats")["stats"] for one in ranks]
 
 
-def test_what_one_host_holds_no_other_reads_again() -> None:
+def test_files_that_one_host_holds_no_other_reads_again() -> None:
     """Two ranks per host. A hit costs no open, and one host checks whether the file changed."""
     cores = Cores()
     epochs, world, each = 4, 4, 2

@@ -87,8 +87,9 @@ def test_the_next_epochs_batches_are_made_in_this_ones_memory(
     assert loader.stats()["direct_reads"] == 0
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-@pytest.mark.parametrize("kind", ["process", "thread"])
+@pytest.mark.parametrize(
+    "labelled, kind", [(False, "process"), (True, "process"), (True, "thread")]
+)
 def test_workers_make_large_batches_of_rows(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool, kind: str
 ) -> None:
@@ -225,9 +226,9 @@ def test_two_trainers_with_orders_of_their_own_share_one_read(daemon: Running, f
 # --- a restart -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["files", "rows"])
 @pytest.mark.parametrize(
-    "workers, persistent", [(0, False), (2, False), (2, True)], ids=["here", "own", "persistent"]
+    "kind, workers, persistent",
+    [("files", 0, False), ("rows", 0, False), ("files", 2, False), ("rows", 2, True)],
 )
 def test_a_daemon_restarted_between_epochs_is_found_again(
     name: str,
@@ -282,8 +283,9 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
         assert read_all(third)
 
 
-@pytest.mark.parametrize("kind", ["files", "rows", "large rows"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "kind, workers", [("files", 0), ("files", 2), ("rows", 0), ("rows", 2), ("large rows", 2)]
+)
 def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
     name: str, kind: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +448,7 @@ def write_over(daemon: Running, rows: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["process", "thread"])
-def test_what_is_copied_while_the_session_closes_is_read_anew(
+def test_rows_copied_while_the_session_closes_are_read_anew(
     tight: Running, rows: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 3 * FEW)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from core_rig import Bytes, Rig
+from core_rig import Rig
 
+from core_shell import Bytes
 from creel.cache.memory.pools.allocator import SYSTEM_PAGE
 from creel.daemon.core.events import Dropped, MemoryFree, MemoryShort, Tick, Unregistered, Warm
 from kit import default_window

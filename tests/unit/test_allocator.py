@@ -263,7 +263,7 @@ def test_in_however_many_runs_every_object_keeps_its_bytes(seed: int) -> None:
     assert memory.space.extents.sorted()[1].max() == 100_000
 
 
-def test_what_finds_no_room_in_pieces_either_takes_none() -> None:
+def test_an_object_without_room_in_pieces_either_takes_none() -> None:
     memory = Memory(6400, sizes(64, 65))
     assert memory.add([b"x" * 64] * 100)
     memory.drop(list(memory.held)[:6:2])
@@ -316,7 +316,7 @@ def test_a_reader_of_bytes_that_are_no_runs_any_more_stays_within_the_arena(seed
 
 
 @pytest.mark.parametrize("place", [0, 64, chained(64)])
-def test_what_has_no_length_any_more_is_absent_for_a_reader(place: int) -> None:
+def test_an_object_without_a_length_any_more_is_absent_for_a_reader(place: int) -> None:
     """The core forgets a changed file's length before the shell unpublishes the object."""
     assert pieces(memoryview(bytes(1000)), place, -1) is None
 

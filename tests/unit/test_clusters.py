@@ -68,7 +68,7 @@ def test_a_node_knows_itself_among_the_others(clusters: ClusterService) -> None:
     assert view.origin[0] >= 0
 
 
-def test_it_leaves_with_its_last_client(clusters: ClusterService) -> None:
+def test_a_daemon_leaves_a_cluster_with_its_last_client(clusters: ClusterService) -> None:
     joined = Join("c", KEY, [clusters.host("127.0.0.1", 0), other()], [0, 1])
     for token in ("a", "b", "a"):
         clusters.join(token, joined)
@@ -81,7 +81,7 @@ def test_it_leaves_with_its_last_client(clusters: ClusterService) -> None:
     assert (event.cluster, event.view) == ("c", None)
 
 
-def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: ClusterService) -> None:
+def test_origins_of_a_cluster_are_free_once_it_has_ended(clusters: ClusterService) -> None:
     mine = clusters.host("127.0.0.1", 0)
     clusters.join("long", Join("long", KEY, [mine, other()], [0, 1]))
     for turn in range(3):

@@ -314,7 +314,7 @@ def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[FetchO
     return [f for f in fetches if isinstance(f, FetchObjects)]
 
 
-def test_who_stalls_is_served_before_who_has_less_in_hand() -> None:
+def test_a_session_that_stalls_is_served_before_one_with_less_in_hand() -> None:
     rig = Rig(10_000, default_window(inflight_objects=4, min_steps=3))
     rig.register("d", [10] * 500)
     rig.open(2, "d", job="b")
@@ -454,7 +454,7 @@ def test_a_dataset_in_use_cannot_go(why: str) -> None:
     assert (rig.offset["d"] >= 0).any() == (why in {"read", "warming"})
 
 
-def test_what_nobody_waits_for_any_more_is_not_read() -> None:
+def test_objects_that_no_reader_waits_for_any_more_are_not_read() -> None:
     """A loader that leaves an epoch does not delay its next one."""
     rig = Rig(4000)
     rig.register("d", [100] * 20)

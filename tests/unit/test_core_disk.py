@@ -69,7 +69,7 @@ def read(rig: Rig, epochs: int, batch: int = 5) -> list[tuple[int, int]]:
     return out
 
 
-def test_what_memory_has_no_room_for_comes_back_from_disk() -> None:
+def test_objects_that_memory_has_no_room_for_come_back_from_disk() -> None:
     rig = rig_of(200, memory=60, disk=220)
     counted = read(rig, 3)
     assert sum(source for source, _ in counted) == 200
@@ -101,7 +101,7 @@ def test_lengths_that_only_the_disk_knows_are_known_then() -> None:
     assert (source, disk) == (10, 10)
 
 
-def test_what_has_another_length_than_the_manifest_says_is_dropped() -> None:
+def test_objects_of_another_length_than_the_manifest_says_are_dropped() -> None:
     rig = DiskRig(6000)
     rig.register("d", [100] * 10)
     rig.disk = {"d": dict.fromkeys(range(10), 99)}
@@ -135,7 +135,7 @@ def test_a_step_that_memory_hardly_holds_is_not_awaited_in_writes_without_end(
         rig.progress(1, done + 1)
 
 
-def test_what_the_disk_gives_no_more_is_read_from_the_source() -> None:
+def test_objects_that_the_disk_gives_no_more_are_read_from_the_source() -> None:
     rig = rig_of(20, memory=5, disk=30)
     read(rig, 1)
     del rig.disk["d"][3], rig.disk["d"][11]  # as if bits had flipped
@@ -362,7 +362,7 @@ class DiskChaos(Chaos):
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_whatever_happens_invariants_hold_and_nobody_hangs(seed: int) -> None:
+def test_random_events_break_no_invariant_and_no_session_hangs(seed: int) -> None:
     """`Rig` compares every byte that a reader may read; `Core.check` runs after each event."""
     chaos = DiskChaos(seed)
     for _ in range(300):

@@ -7,10 +7,10 @@ from collections import deque
 
 import numpy as np
 import pytest
-from core_rig import Bytes, Rig, absent
+from core_rig import Rig, absent
 from random_events import Chaos, Images
 
-from core_shell import CoreShell
+from core_shell import Bytes, CoreShell
 from creel.cache.memory.pools.allocator import Allocator
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("seed", seeds(8))
-def test_whatever_happens_invariants_hold_and_nobody_hangs(seed: int) -> None:
+def test_random_events_break_no_invariant_and_no_session_hangs(seed: int) -> None:
     chaos = Chaos(seed)
     for _ in range(200):
         chaos.turn()
@@ -123,7 +123,7 @@ def test_two_ranks_in_step_share_a_tiny_memory_without_deadlock() -> None:
         assert min(r.ready for r in rig.readers.values()) > step
 
 
-def test_who_is_followed_blindly_has_residents_sorted_but_once(
+def test_a_reader_that_is_followed_blindly_has_residents_sorted_but_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reads that follow the present step are no plan: residents are not sorted again for them."""
@@ -265,7 +265,7 @@ def test_a_source_slower_than_its_reader_is_asked_for_many_objects_at_a_time(
     assert len(asked) < batch * steps / 8, len(asked)
 
 
-def test_what_is_read_later_is_never_fetched_sooner_however_the_pace_changes() -> None:
+def test_objects_read_later_are_never_fetched_sooner_however_the_pace_changes() -> None:
     """Else a step in flight waits for all later requests."""
     batch, steps = 8, 120
     rig = Rig(1 << 20, default_window(inflight_objects=64))

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from core_rig import Labels, Rig
+from core_rig import Rig
 from numpy.typing import NDArray
 
+from core_shell import Labels
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
@@ -193,7 +194,7 @@ def whole(rig: Changing, session: int, epoch: int, *, begins: bool = True) -> No
 
 
 @pytest.mark.parametrize("per_file", [1, 4, 30])
-def test_what_changed_is_read_anew_and_nothing_else(per_file: int) -> None:
+def test_changed_files_are_read_anew_and_no_others(per_file: int) -> None:
     rig = Changing(10_000)
     rig.files("d", [100] * 30, per_file)
     rig.open(1, "d", recheck="epoch")
@@ -206,7 +207,7 @@ def test_what_changed_is_read_anew_and_nothing_else(per_file: int) -> None:
     assert rig.reads == 30 + per_file
 
 
-def test_what_changes_between_reading_and_copying_is_read_anew() -> None:
+def test_a_file_that_changes_between_reading_and_copying_is_read_anew() -> None:
     """Its length was unknown, so it was read to private memory first."""
     rig = Changing(10_000)
     rig.files("d", [100, 100], per_file=2, known=False)
@@ -379,7 +380,7 @@ def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(15))
-def test_whatever_happens_nobody_reads_bytes_older_than_its_epoch(seed: int) -> None:
+def test_random_changes_give_no_reader_bytes_older_than_its_epoch(seed: int) -> None:
     rng = np.random.default_rng(seed)
     window = default_window(
         fetch_objects=int(rng.integers(1, 9)), min_steps=int(rng.integers(1, 6))

@@ -42,7 +42,7 @@ def withheld(rig: Rig) -> int:
     return rig.core.withheld_nbytes // SYSTEM_PAGE
 
 
-def test_what_is_given_back_is_evicted_and_not_used_until_it_is_free_again(rig: Rig) -> None:
+def test_memory_given_back_is_evicted_and_not_used_until_it_is_free_again(rig: Rig) -> None:
     assert resident(rig) == PAGES
     (release,) = [a for a in rig.feed(MemoryShort(5 * SYSTEM_PAGE)) if isinstance(a, ReleaseMemory)]
     assert sum(nbytes for _, nbytes in release.ranges) == 5 * SYSTEM_PAGE

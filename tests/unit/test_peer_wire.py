@@ -284,7 +284,7 @@ def test_each_connection_has_a_key_of_its_own_even_where_all_else_is_the_same() 
         opened(other, record(sealer, b"payload"))
 
 
-def test_who_meddles_with_the_agreement_but_lacks_the_cluster_s_key_reads_nothing() -> None:
+def test_a_meddler_without_the_cluster_s_key_reads_nothing() -> None:
     pytest.importorskip("cryptography")
     ours, theirs = sealing.KeyAgreement(), sealing.KeyAgreement()
     sealer = sealing.Sealer(ours.cipher(PeerSession(KEY, GREETING, CHALLENGE), theirs.public))

@@ -70,7 +70,7 @@ class Model(CoreShell):
 
 
 @pytest.mark.parametrize("slower", [1.25, 1.75])
-def test_who_overtakes_the_fetches_finds_part_of_what_comes_later_ready(slower: float) -> None:
+def test_a_reader_that_overtakes_the_fetches_finds_part_of_later_steps_ready(slower: float) -> None:
     """At most what the source delivers meanwhile, about 1 / slower. If all objects were fetched in
     turn it would be nothing: the reader would always be a little ahead.
     """
@@ -80,7 +80,7 @@ def test_who_overtakes_the_fetches_finds_part_of_what_comes_later_ready(slower: 
     assert third > 0.8 / slower
 
 
-def test_what_the_disk_has_is_not_left_to_the_reader() -> None:
+def test_objects_on_disk_are_not_left_to_the_reader() -> None:
     """It would read the source; objects read from disk too late for it stay on disk."""
     rig = Rig(3_000)
     rig.register("d", [100] * 60)
@@ -100,14 +100,14 @@ def test_what_the_disk_has_is_not_left_to_the_reader() -> None:
     assert rig.core.snapshot()["datasets"]["d"]["disk_misses"] == 0
 
 
-def test_what_is_left_to_the_reader_does_not_count_as_failed() -> None:
+def test_objects_left_to_the_reader_do_not_count_as_failed() -> None:
     model = Model(1.75 * DIRECT_S)
     model.epochs(2)
     told = model.core.snapshot()
     assert told["sessions"]["1"]["failed"] == told["datasets"]["d"]["failed"] == 0
 
 
-def test_who_is_slower_than_the_source_is_left_nothing() -> None:
+def test_a_reader_slower_than_the_source_is_left_nothing() -> None:
     """A single late step does not change that: only the very first one is not ready in time."""
     model = Model(0.5 * HIT_S)
     assert model.epochs(1)[0] > 0.95

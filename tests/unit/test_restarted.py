@@ -53,7 +53,7 @@ class Restarted(Rig):
             self.land(number)
 
 
-def test_it_asks_who_holds_what_before_it_reads_ahead_from_the_source() -> None:
+def test_a_restarted_daemon_asks_who_holds_what_before_it_reads_ahead() -> None:
     """The lowest peer; meanwhile a reader that waits is served from the source."""
     node = Restarted()
     before = [x for fetch in node.fetches.values() for x in fetch.ids.tolist()]
@@ -75,7 +75,7 @@ def test_it_asks_who_holds_what_before_it_reads_ahead_from_the_source() -> None:
     assert len(before) < len(node.rest)
 
 
-def test_nobody_waits_longer_than_two_seconds_for_an_answer() -> None:
+def test_a_restarted_daemon_waits_two_seconds_for_an_answer_at_most() -> None:
     node = Restarted()
     node.land_source()
     assert not node.fetches
@@ -86,7 +86,7 @@ def test_nobody_waits_longer_than_two_seconds_for_an_answer() -> None:
     assert node.readers[1].ready > 2, "it reads ahead again"
 
 
-def test_who_hears_that_no_peer_knows_goes_on_with_what_it_knows() -> None:
+def test_a_daemon_whose_peers_know_no_plan_goes_on_with_what_it_knows() -> None:
     """It asks all twice, as they may be about to begin its epoch."""
     node, origins = Restarted(), []
     for _ in range(2):
@@ -122,7 +122,7 @@ def kept(node: Restarted) -> NDArray[np.int64]:
     return np.flatnonzero(lacks)
 
 
-def test_what_it_is_to_hold_is_read_once_when_peers_ask_for_it_kept_and_served() -> None:
+def test_objects_it_is_to_hold_are_read_once_for_peers_kept_and_served() -> None:
     node = Restarted()
     node.told(node.holder)
     some = kept(node)[:3].tolist()
@@ -144,7 +144,7 @@ def test_what_it_is_to_hold_is_read_once_when_peers_ask_for_it_kept_and_served()
     assert (node.sending[3].nbytes == 100).all()
 
 
-def test_what_it_is_not_to_hold_and_what_comes_from_a_peer_is_refused_at_once() -> None:
+def test_objects_it_is_not_to_hold_or_gets_from_a_peer_are_refused_at_once() -> None:
     """Two nodes that wait for each other would form a circle."""
     node = Restarted()
     node.told(node.holder)

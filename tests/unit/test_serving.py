@@ -13,7 +13,6 @@ from creel.daemon.core.events import (
     SOURCE,
     Action,
     Checked,
-    CheckVersions,
     ClusterChanged,
     EpochBegan,
     EpochDealt,
@@ -39,7 +38,6 @@ class Node(Rig):
     def __init__(self, objects: int, held: int, sizes: list[int] | None = None) -> None:
         super().__init__(held * 100 if sizes is None else held * 128)
         self.answers: list[ServeObjects] = []
-        self.checks: list[CheckVersions] = []
         self.changed: set[int] = set()  # files
         self.requests = 100
         self.register("d", sizes or [100] * objects)
@@ -48,8 +46,6 @@ class Node(Rig):
     def do(self, action: Action) -> None:
         if isinstance(action, ServeObjects):
             self.answers.append(action)
-        elif isinstance(action, CheckVersions):
-            self.checks.append(action)
         else:
             super().do(action)
 
@@ -57,8 +53,8 @@ class Node(Rig):
         return np.full(len(fetch.ids), OLD)
 
     def check_all(self) -> None:
-        while self.checks:
-            check = self.checks.pop()
+        while self.to_check:
+            check = self.to_check.pop()
             found = [NEW if file in self.changed else OLD for file in check.files.tolist()]
             self.feed(Checked(check.check, np.array(found)))
 
@@ -76,7 +72,7 @@ class Node(Rig):
             self.land(next(iter(self.fetches)))
 
 
-def test_what_is_here_is_sent_and_stays_until_it_has_left() -> None:
+def test_a_resident_is_sent_and_stays_until_it_has_left() -> None:
     node = Node(4, held=2)
     node.extend(1, 0, [[0], [1], [2], [3]])
     node.land_all()
@@ -95,7 +91,7 @@ def test_what_is_here_is_sent_and_stays_until_it_has_left() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[100] * 3, [100, 90, 120]])
-def test_what_has_changed_keeps_its_room_until_it_has_left(sizes: list[int]) -> None:
+def test_a_changed_object_keeps_its_room_until_it_has_left(sizes: list[int]) -> None:
     """A peer must not get bytes of the next object in that room."""
     node = Node(0, held=3, sizes=sizes)
     node.extend(1, 0, [[0], [1], [2]])
@@ -130,7 +126,7 @@ def with_disk(objects: int, held: int, *stored: int) -> Node:
     return node
 
 
-def test_what_lies_on_disk_is_read_and_sent() -> None:
+def test_objects_on_disk_are_read_and_sent() -> None:
     node = with_disk(6, 4, 1, 3)
     node.ask_peer(3, 1, 5)
     assert not node.answers
@@ -169,7 +165,7 @@ def test_a_disk_that_is_too_slow_costs_the_peer_what_it_has_waited() -> None:
     assert node.offset["d"][1] != NOWHERE
 
 
-def test_what_the_disk_has_lost_is_read_from_the_source_and_sent() -> None:
+def test_objects_that_the_disk_has_lost_are_read_from_the_source_and_sent() -> None:
     node = with_disk(6, 4, 1, 2)
     node.ask_peer(1, 2)
     node.disk["d"].clear()
@@ -179,7 +175,7 @@ def test_what_the_disk_has_lost_is_read_from_the_source_and_sent() -> None:
 
 
 @pytest.mark.parametrize("waits_for", ["a write", "what is being sent"])
-def test_what_a_peer_reads_from_disk_waits_for_room_in_memory(waits_for: str) -> None:
+def test_objects_read_from_disk_for_a_peer_wait_for_room_in_memory(waits_for: str) -> None:
     node = with_disk(6, 2, 4, 5)
     node.extend(1, 0, [[0, 1]])
     node.land_all()
@@ -246,7 +242,7 @@ class Member(Rig):
         return fetch
 
 
-def test_what_a_peer_holds_is_asked_of_the_peer_and_is_ready_when_it_came() -> None:
+def test_objects_that_a_peer_holds_are_asked_of_it_and_ready_when_they_came() -> None:
     node = Member()
     asked = node.answer(100, OLD)
     assert (node.offset["d"][asked.ids] == asked.offset).all()
@@ -254,7 +250,7 @@ def test_what_a_peer_holds_is_asked_of_the_peer_and_is_ready_when_it_came() -> N
 
 
 @pytest.mark.parametrize("nbytes, version", [(-1, UNKNOWN), (99, OLD), (100, CHANGING)])
-def test_what_a_peer_does_not_have_is_read_from_the_source_into_the_same_room(
+def test_objects_that_a_peer_lacks_are_read_from_the_source_into_the_same_room(
     nbytes: int, version: int
 ) -> None:
     node = Member()
@@ -346,7 +342,7 @@ class Home(Node):
         self.feed(PeerAsked(self.requests, "d", np.array(ids, np.int32), wait_s))
 
 
-def test_what_peers_ask_for_is_read_once_where_it_is_at_home() -> None:
+def test_objects_that_peers_ask_for_are_read_once_at_their_home() -> None:
     node = Home(held=40)
     node.wanted(node.mine[:2])
     node.wanted(node.mine[1:3])
@@ -359,7 +355,7 @@ def test_what_peers_ask_for_is_read_once_where_it_is_at_home() -> None:
     assert [answer.nbytes.tolist() for answer in node.answers] == [[100, 100]] * 2
 
 
-def test_what_is_at_home_elsewhere_or_comes_too_late_is_refused() -> None:
+def test_requests_for_another_home_or_too_late_are_refused() -> None:
     node = Home(held=40)
     node.wanted(node.others[:2])
     assert node.answers.pop().nbytes.tolist() == [-1, -1]
@@ -371,7 +367,7 @@ def test_what_is_at_home_elsewhere_or_comes_too_late_is_refused() -> None:
     assert node.answers.pop().nbytes.tolist() == [-1]
 
 
-def test_what_a_peer_was_asked_for_is_refused_at_once() -> None:
+def test_objects_that_a_peer_was_asked_for_are_refused_at_once() -> None:
     """Two nodes that disagree about homes would wait for each other."""
     node = Home(held=40)
     node.extend(1, 0, [node.others[:2]])
@@ -384,7 +380,7 @@ def test_what_a_peer_was_asked_for_is_refused_at_once() -> None:
     assert node.answers.pop().nbytes.tolist() == [100, -1]
 
 
-def test_what_is_kept_for_peers_leaves_for_no_peer() -> None:
+def test_objects_kept_for_peers_leave_for_no_peer() -> None:
     node = Home(held=4)
     for x in node.mine[:6]:
         node.wanted([x])

@@ -23,7 +23,7 @@ def test_where_nobody_listens_a_node_is_silent_at_once() -> None:
     assert one.reachable(0.1).tolist() == [True, True, True, False]
 
 
-def test_who_slept_itself_takes_nobody_for_silent() -> None:
+def test_a_node_that_slept_itself_takes_no_other_for_silent() -> None:
     one = Silence(0, 3, 0.0, LIMITS)
     one.heard(1, 9.0)
     one.heard(2, 10.0 - LIMITS.suspect_s)

@@ -14,9 +14,7 @@ from creel.cache.memory.pools.allocator import Allocator, Lengths
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.events import (
-    Action,
     Checked,
-    CheckVersions,
     Dropped,
     Fetched,
     PlanExtended,
@@ -56,14 +54,7 @@ class One(Rig):
 
     def __init__(self) -> None:
         super().__init__(100)
-        self.checks: list[CheckVersions] = []
         self.register("d", [100] * 3)
-
-    def do(self, action: Action) -> None:
-        if isinstance(action, CheckVersions):
-            self.checks.append(action)
-        else:
-            super().do(action)
 
     def fetch(self) -> int:
         """Return the number of the fetch of object 0, or of one that was never started."""
@@ -130,7 +121,7 @@ def planned(rig: One) -> None:
 def changed(rig: One) -> None:
     rig.open(2, "d", job="k", recheck="open")
     rig.extend(2, 0, [[0]])
-    for check in rig.checks:
+    for check in rig.to_check:
         rig.feed(Checked(check.check, np.array([7])))
 
 
