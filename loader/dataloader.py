@@ -21,6 +21,7 @@ from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
 from creel.loader.order.epoch_order import Progress, not_begun
 from creel.loader.reading.bad_samples import OnError, Tolerance
+from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # else none of these is used, and importing them may fail
@@ -110,6 +111,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.remap, self.replicate = remap, replicate
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
         _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
+        if isinstance(dataset, Stream) and sampler is None and batch_sampler is None:
+            batch_sampler = stream_batches(dataset, batch_size, shuffle=shuffle, shared=replicate)
+            batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:

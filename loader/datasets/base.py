@@ -64,6 +64,7 @@ class Raw:
         to: the dtype that numbers are cast to.
         transform: the user's function of a record.
         batch_transform: the user's function of a batch of records.
+        splits: `batch_transform` is creel's own, and takes a batch apart into fields.
     """
 
     nbytes: int
@@ -73,6 +74,7 @@ class Raw:
     to: torch.dtype | None = None
     transform: Callable[[Sample], Sample] | None = None
     batch_transform: Callable[[torch.Tensor], Any] | None = None
+    splits: bool = False
 
     def same(self, other: Raw | None) -> bool:
         """Whether `other` describes the same samples. Functions are compared by identity."""

@@ -129,6 +129,10 @@ class EpochRun:
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 
+    def arrived(self) -> bool:
+        """Whether the next batch can be asked for without waiting for data (see `PacedOrder`)."""
+        return self.order is None or self.order.arrived()
+
     def await_daemon(self) -> None:
         """Wait a moment for another daemon, if this node's has ended and was one of a cluster.
 
@@ -244,6 +248,8 @@ class EpochRun:
         """
         self._loader_state.meter["batches"] += 1
         self.delivered = self.skipped + i
+        if self.order is not None:
+            self.order.delivered(self.delivered)
         if any(map(recorded, self._unknown)):
             self._unknown = []
             start_daemon_early(self._loader_state.config)
@@ -314,5 +320,5 @@ class EpochRun:
             epoch=self.epoch,
             batches=self.delivered if delivered is None else delivered,
             finished=over,
-            order=order.state(over=over),
+            order=order.state_after(self.delivered if delivered is None else delivered, over=over),
         )

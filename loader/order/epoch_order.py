@@ -154,6 +154,17 @@ class EpochOrder:
             state["own"] = own_states(self._sampler) if over else self._own
         return state
 
+    def state_after(self, batches: int, *, over: bool) -> OrderState:  # noqa: ARG002  paced orders
+        """Return `state`; `batches`: how many were delivered, which the caller keeps as well."""
+        return self.state(over=over)
+
+    def arrived(self) -> bool:
+        """Whether `next` need not wait for data: always, except for a stream (`PacedOrder`)."""
+        return True
+
+    def delivered(self, batches: int) -> None:
+        """Note that training has all batches below `batches`."""
+
     def close(self) -> None:
         """Drop a custom sampler's iterator, as torch does once its own is deleted."""
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.custom import CustomOrder
+from creel.loader.order.custom import CustomOrder, PacedIterator, PacedOrder
 from creel.loader.order.derived import in_whole
 from creel.loader.order.epoch_order import (
     EpochOrder,
@@ -67,7 +67,8 @@ def before(
     if _is_known(loader):
         return StateBefore(rng, [])
     sampler, copied = index_sampler(loader), None
-    permitted = foresee or attribute(inner_of(sampler), "foreseeable") is True
+    asked = attribute(inner_of(sampler), "foreseeable")
+    permitted = asked is True or (foresee and asked is not False)
     if permitted and attribute(loader, "creel") is not False:
         copied = None if previous is None else previous.copied
         if copied is None or not copied.given_up:
@@ -259,6 +260,9 @@ def adopt(
             _put_back(loader, state)
             if loader.generator is not None:  # copied before it was put back
                 begun = begun._replace(before=begun.before._replace(copied=None))
+        items = begun.sampler_iter
+        if isinstance(items, PacedIterator):
+            return PacedOrder(loader, begun, items)
         return CustomOrder(loader, begun, previous)
     if state is None:
         return ReplayedOrder(loader, begun, previous, exchange=exchange)
