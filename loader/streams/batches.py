@@ -40,6 +40,9 @@ _LIST_S = 0.25
 #: Seconds between updates of the cursor, 20 us each; it is also written before each wait.
 _CURSOR_S = 0.02
 _WARN_S = 60.0
+#: Batches that torch's own loader may ask for before it has read the first: `prefetch_factor` 2 for
+#: 16 workers. It does not say which ones it has read.
+_UNREAD = 32
 #: Batches whose places are remembered, for a caller that runs ahead of what it saves.
 _PLACES = 4096
 
@@ -131,8 +134,8 @@ class StreamBatches(Sampler[list[int]]):
 class ArrivalIter(PacedIterator):
     """One epoch: the batches of a rank as they arrive.
 
-    creel's loader says which batches training has (`delivered`). Under torch's own, all count that
-    were pulled before the present one.
+    creel's loader says which batches training has (`delivered`). Under torch's own, the last
+    `_UNREAD` that were pulled count as unread.
     """
 
     def __init__(self, sampler: StreamBatches) -> None:
@@ -154,8 +157,8 @@ class ArrivalIter(PacedIterator):
         return self
 
     def __next__(self) -> list[int]:
-        if not self.reports and self._batch in self._places:
-            self._moved(self._places[self._batch])
+        if not self.reports:
+            self.delivered(self._batch - _UNREAD)
         if not self.arrived():
             self._wait()
         numbers = self._global_batch()
@@ -202,9 +205,10 @@ class ArrivalIter(PacedIterator):
         self._size = self._sampler.shuffle or self._global_size
         self._index, self._drop = start.window, start.used
         self._places[self._batch] = start
-        most = self._size * -(-(self._size - 1 + self._global_size) // self._size)
-        reach = most if self._sampler.shuffle else self._global_size
-        self._cursor = Cursor(start.chunk, start.record, reach * self._log.nbytes, world)
+        needed = self._global_size * (1 if self.reports else 1 + _UNREAD)
+        if self._sampler.shuffle:  # whole windows, from the beginning of the one it is in
+            needed = -(-(self._size - 1 + needed) // self._size) * self._size
+        self._cursor = Cursor(start.chunk, start.record, needed * self._log.nbytes, world)
         self._write_cursor()
         return self._arrived
 

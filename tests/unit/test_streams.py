@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import creel
 from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
 from creel.loader.streams.batches import StreamBatches
 from creel.loader.streams.stream import Stream
@@ -346,7 +347,7 @@ def consumer(folder: Path) -> Iterator[Any]:
     def begin(name: str, batch: int, out: list[int], **how: Any) -> threading.Thread:
         def read() -> None:
             stream = Stream(folder, name, timeout_s=30, **how)
-            for b in DataLoader(stream, batch_sampler=stream.batches(batch)):
+            for b in creel.DataLoader(stream, batch, creel=False):
                 out.extend(b["i"].tolist())
 
         threads.append(threading.Thread(target=read))
@@ -400,6 +401,26 @@ def test_producers_and_readers_at_once_lose_nothing(folder: Path, consumer: Any)
     assert sorted(got[0]) == list(range(each * producers))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_loader_finds_what_it_asked_for_long_before(folder: Path, workers: int) -> None:
+    """It does not say which batches its workers have read."""
+    n, got = 400, list[int]()
+
+    def read() -> None:
+        data = Stream(folder, "a", timeout_s=30)
+        for b in DataLoader(data, batch_sampler=data.batches(2), num_workers=workers):
+            got.extend(b["i"].tolist())
+
+    reader = threading.Thread(target=read)
+    with Producer(folder, FIELDS, ahead=0, keep=0, chunk=3, timeout_s=30) as producer:
+        reader.start()
+        for i in range(n):
+            producer.put(**record(i))
+        assert held(folder) < n * NBYTES / 2
+    reader.join(60)
+    assert got == list(range(n))
+
+
 def test_a_shuffled_reader_gets_a_whole_window(folder: Path, consumer: Any) -> None:
     got: list[int] = []
     with Producer(folder, FIELDS, ahead=NBYTES, keep=0, chunk=3, timeout_s=30) as producer:
@@ -442,7 +463,9 @@ def test_a_reader_that_leaves_holds_nobody_back(folder: Path) -> None:
     producer = Producer(folder, FIELDS, readers=("a", "b"), **limits)
     stream = Stream(folder, "b", timeout_s=0)
     cursors.write(str(folder), "a", 0, Cursor(0, 0, 9 * NBYTES))
-    assert not iter(stream.batches(8)).arrived()  # type: ignore[attr-defined]  # now it counts
+    items: Any = iter(stream.batches(8))
+    items.reports = True
+    assert not items.arrived()  # now it counts
     for i in range(8):
         producer.put(**record(i))  # b needs eight
     with pytest.raises(UnavailableError, match="waiting for b"):

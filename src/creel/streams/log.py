@@ -14,7 +14,6 @@ records are numbered as if it were full: record i of chunk c is sample `c * reco
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -213,6 +212,8 @@ class Log:
         Elsewhere one that is stopped for so long, between a look at the readers and its `link`,
         that its number is used, read and deleted, would use it again.
         """
+        import fcntl  # missing on Windows, which imports this module but never a stream
+
         fd = os.open(f"{self.path}/{_ABOUT}", os.O_RDWR | os.O_CLOEXEC)
         try:
             with suppress(OSError):
