@@ -3,7 +3,8 @@
     python benchmarks/streams.py [--nbytes N] [--samples N] [--rounds N] [--folder PATH] [--way ...]
 
 A producer in a process of its own hands over records as fast as readers take them; a reader makes
-batches of 32 of them. Rates are those of one reader, without the first tenth of the records. Ways:
+batches of 32 of them. Rates are those of one reader, without the first tenth of the records. CPU
+time is that of all processes for a record, their start included, reads are the daemon's. Ways:
 
 - queue: `multiprocessing.Queue`, the batches stacked by numpy, as hand-written couplings do
 - sst: adios2's SST engine over its default transport, where adios2 is installed
@@ -20,6 +21,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -32,10 +34,12 @@ from typing import Any
 
 import measure
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import creel
+from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 
 BATCH = 32
@@ -198,10 +202,21 @@ def rate(times: list[Times]) -> float:
     return min(rates)
 
 
-def read_nbytes() -> int:
-    """Return the bytes that the daemon has read from storage."""
-    with Client.connect(os.environ["CREEL_SOCKET"], "cli") as client:
-        return int(sum(source["nbytes"] for source in client.ask("stats")["sources"]))
+def asked() -> tuple[int, float]:
+    """Return the bytes that the daemon has read from storage, and its CPU seconds; 0 without it."""
+    try:
+        with Client.connect(os.environ["CREEL_SOCKET"], "cli") as client:
+            sources = client.ask("stats")["sources"]
+            times = psutil.Process(client.daemon_pid).cpu_times()
+    except NoDaemonError:
+        return 0, 0.0
+    return int(sum(source["nbytes"] for source in sources)), times.user + times.system
+
+
+def ended_cpu_s() -> float:
+    """Return the CPU seconds of all processes that this one has started, and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 # --- the time from `put` to the batch -------------------------------------------------------------
@@ -241,7 +256,8 @@ def main() -> None:
     options = parser.parse_args()
     ways = [w for w in options.way if w != "sst" or importlib.util.find_spec("adios2")]
     found: dict[str, list[float]] = {way: [] for way in ways}
-    reads = []
+    used: dict[str, list[float]] = {way: [] for way in ways}
+    reads: dict[str, list[float]] = {way: [] for way in ways}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -249,10 +265,12 @@ def main() -> None:
             for way in ways:
                 with measure.fresh_name():
                     os.environ["CREEL_DAEMON__LINGER_S"] = "5"  # until it is asked
+                    before = ended_cpu_s()
                     found[way].append(rate(WAYS[way](folder, options.nbytes, options.samples)))
-                    if way == "creel-2":
-                        total = options.nbytes + 8
-                        reads.append(apart(read_nbytes) / total / options.samples)
+                    used_s = ended_cpu_s() - before
+                    nbytes, daemons_s = apart(asked)
+                    used[way].append(1e6 * (used_s + daemons_s) / options.samples)
+                    reads[way].append(nbytes / (options.nbytes + 8) / options.samples)
         for way, rates in found.items():
             ratios = [r / p for r, p in zip(rates, found[ways[0]], strict=True)]
             rows.append(
@@ -261,7 +279,8 @@ def main() -> None:
                     "samples/s": round(measure.median(rates)),
                     "MiB/s": round(measure.median(rates) * options.nbytes / (1 << 20)),
                     f"it / {ways[0]}": round(measure.median(ratios), 2),
-                    "reads per record": round(measure.median(reads), 3) if way == "creel-2" else "",
+                    "CPU us": round(measure.median(used[way])),
+                    "reads": round(measure.median(reads[way]), 3),
                 }
             )
         for workers in (0, 2):

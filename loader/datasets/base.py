@@ -133,6 +133,14 @@ class CreelDataset(Dataset[Sample]):
         self._given.options = options
 
     @property
+    def read_once(self) -> bool:
+        """Whether each reader reads an object once, from this machine's memory or page cache.
+
+        A further copy of it then costs more than it saves.
+        """
+        return False
+
+    @property
     def object_count(self) -> int:
         """Number of objects, known without building the manifest."""
         return len(self)

@@ -314,7 +314,7 @@ class EpochRun:
         order = self.order
         if order is None:
             return not_begun()
-        over = self.finished and delivered is None
+        over = self.finished and delivered is None and not order.paced
         return Progress(
             version=PROGRESS_VERSION,
             epoch=self.epoch,

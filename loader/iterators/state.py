@@ -163,6 +163,8 @@ class LoaderState:
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
+        if all(leaf.read_once for leaf in binding.leaves):
+            return True
         known = (s for s in (stream, self._stream) if s is not None and s.binding is binding)
         if any(s.alive and s.session.holds_most() for s in known):
             return False

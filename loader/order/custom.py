@@ -89,6 +89,8 @@ class CustomOrder(EpochOrder):
 class PacedOrder(CustomOrder):
     """The order of a sampler whose iterator is a PacedIterator."""
 
+    paced = True
+
     def __init__(
         self, loader: DataLoader[object], begun: IteratorStart, items: PacedIterator
     ) -> None:

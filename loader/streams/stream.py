@@ -27,6 +27,7 @@ from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableErr
 from creel.loader.backoff import pauses
 from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset, torch_dtype
+from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
 from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
@@ -90,6 +91,7 @@ class Stream(RecordDataset):
         if transform is not None and batch_transform is not None:
             raise ConfigError("give transform= or batch_transform=, not both")
         self.storage_options = None
+        self._local: bool | None = None
         self.log = _awaited(path, timeout_s)
         self.name, self.shuffle, self.seed, self.begin = name, shuffle, seed, begin
         self.timeout_s = timeout_s
@@ -143,6 +145,12 @@ class Stream(RecordDataset):
             cursors.leave(self.log.path, self.name)
 
     # --- as a dataset of records ----------------------------------------------------------------
+
+    @property
+    def read_once(self) -> bool:
+        if self._local is None:
+            self._local = local(self.log.path)
+        return self._local
 
     @property
     def object_count(self) -> int:

@@ -196,6 +196,19 @@ def test_batches_stay_the_same_without_their_daemon(
     assert got == expected(n, 4, 0)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_in_memory_is_not_copied_into_the_arena(
+    daemon: Running, folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """All its readers copy from the folder itself, which takes less than from one more copy."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    produce(folder, 200)
+    loader = creel.DataLoader(stream(folder), batch_size=4, num_workers=workers)
+    assert read(loader) == expected(200, 4, 0)
+    with daemon.client("cli") as client:
+        assert not sum(source["reads"] for source in client.ask("stats")["sources"])
+
+
 def test_samples_beyond_the_capacity_are_read_directly(daemon: Running, folder: Path) -> None:
     produce(folder, 60)
     data = creel.Stream(folder, None, capacity=28)
@@ -221,6 +234,9 @@ def test_a_position_resumes_with_other_workers_and_batch_size(folder: Path) -> N
     rest = read(then)
     assert [i for batch in rest for i in batch] == order[45:]
     assert not read_resumed(folder, then.state_dict())  # all is read
+    again = creel.DataLoader(stream(folder, "a", shuffle=32), batch_size=3)
+    again.load_state_dict(then.state_dict())
+    assert not read_resumed(folder, again.state_dict())
     assert [i for batch in read(then) for i in batch] == order  # a further epoch is a whole one
     earlier = creel.DataLoader(stream(folder, "a", shuffle=32), batch_size=5)
     earlier.load_state_dict(first.state_dict(delivered=2))
