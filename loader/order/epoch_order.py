@@ -92,8 +92,7 @@ class EpochOrder:
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.
         known: True: the order is computed; False: the sampler is iterated.
-        paced: items arrive while training runs; the end is a place like others, before which more
-            may yet come.
+        paced: items arrive while training runs, and the end is a place like any other.
         copied: runs ahead of a custom sampler, if the user permits it.
         pulled: items returned by `next` or skipped so far.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the

@@ -207,11 +207,8 @@ class Stream(RecordDataset):
         path = self.log.chunk(chunk)
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as e:
-            oldest = self.log.deleted(chunk)
-            if oldest is not None:
-                raise behind(self.log, chunk, oldest) from None
-            raise SourceError(e.errno or 0, "has not arrived", path) from None
+        except FileNotFoundError:
+            raise self._lacks(chunk, "has not arrived") from None
         except OSError as e:
             raise SourceError(e.errno or 0, e.strerror or str(e), path) from e
 
@@ -223,8 +220,15 @@ class Stream(RecordDataset):
             except OSError as e:
                 raise SourceError(e.errno or 0, e.strerror or str(e), path) from e
             if not got:
-                raise SourceError(errno.ENODATA, "has fewer records", path)
+                raise self._lacks(chunk, "has fewer records")
             out, offset = out[got:], offset + got
+
+    def _lacks(self, chunk: int, why: str) -> SourceError:
+        """Return the error for records that are not there: deleted, perhaps just now, or `why`."""
+        oldest = self.log.deleted(chunk)
+        if oldest is not None:
+            return behind(self.log, chunk, oldest)
+        return SourceError(errno.ENODATA, why, self.log.chunk(chunk))
 
 
 class Fields:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -99,6 +101,31 @@ def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
     stream = Stream(folder, None)
     got = list(DataLoader(stream, batch_sampler=stream.batches(5)))
     assert [b["x"].tolist() for b in got] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_the_manuals_lines_of_c_write_a_stream(folder: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs/streams.md").read_text()
+    lines = page.partition("```c\n")[2].partition("```")[0]
+    main = """
+    int main(int n, char **words) {
+        struct { float x[3][2]; long i; } rows[2] = {{{{0}}, 0}};
+        for (int k = 0; k < 6; k += 2) {
+            rows[0].i = k; rows[1].i = k + 1; rows[1].x[2][1] = k + 1;
+            append(words[1], rows, sizeof rows);
+        }
+        return 0;
+    }"""
+    (tmp_path / "write.c").write_text(lines + main)
+    program = str(tmp_path / "write")
+    subprocess.run(["cc", "-Wall", "-o", program, f"{program}.c"], check=True, timeout=60)
+    Producer(folder, FIELDS, chunk=2).put(**record(7))  # its description; the record is not written
+    subprocess.run([program, str(folder)], check=True, timeout=60)
+    Log.open(folder).end()
+    stream = Stream(folder, None)
+    (batch,) = DataLoader(stream, batch_sampler=stream.batches(6))
+    assert batch["i"].tolist() == list(range(6))
+    assert batch["x"][:, 2, 1].tolist() == [0, 1, 0, 3, 0, 5]
 
 
 def test_producers_at_once_append_whole_chunks_with_dense_numbers(folder: Path) -> None:
@@ -226,6 +253,8 @@ def test_a_chunk_of_the_wrong_size_is_named(folder: Path) -> None:
 
 
 def test_a_description_that_is_none_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="a folder of a file system"):
+        Stream("s3://bucket/sim", "a")
     with pytest.raises(NotFoundError, match="no producer has begun"):
         Stream(folder, "a", timeout_s=0)
     folder.mkdir()
@@ -504,6 +533,7 @@ def test_samples_are_dicts_of_tensors_and_transforms_get_them(folder: Path) -> N
     assert torch.equal(one[9][0], torch.full((3, 2), 9.0))
     many = Stream(folder, None, batch_transform=lambda b: b["x"].sum((1, 2)))
     assert [float(s) for s in many.__getitems__([10, 1, 0])] == [30.0, 3.0, 0.0]
+    assert torch.equal(pickle.loads(pickle.dumps(plain))[3]["x"], plain[3]["x"])
     with pytest.raises(TypeError, match="has no length"):
         len(plain)
     with pytest.raises(ConfigError, match="not both"):

@@ -91,10 +91,11 @@ class Log:
         """Begin a log, or open the one that is there, which must be described alike.
 
         Raises:
-            ConfigError: another stream is in the folder, or the description is invalid.
+            ConfigError: another stream is in the folder, the description is invalid, or `path` is
+                no folder of a file system.
             SourceError: the folder cannot be written to.
         """
-        log = cls(os.path.abspath(path), about)  # noqa: PTH100  not resolving links
+        log = cls(_folder(path), about)
         log.layout  # noqa: B018  raises
         try:
             Path(log.path).mkdir(parents=True, exist_ok=True)
@@ -121,9 +122,9 @@ class Log:
 
         Raises:
             NotFoundError: there is none (yet).
-            ConfigError: its description is invalid.
+            ConfigError: its description is invalid, or `path` is no folder of a file system.
         """
-        folder = os.path.abspath(path)  # noqa: PTH100  not resolving links
+        folder = _folder(path)
         try:
             about = Path(folder, _ABOUT).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -292,6 +293,13 @@ class Log:
         finally:
             os.unlink(temporary)  # noqa: PTH108  as above
         return True
+
+
+def _folder(path: str | os.PathLike[str]) -> str:
+    """Return an absolute path; raises ConfigError for an address of remote storage."""
+    if "://" in os.fspath(path):
+        raise ConfigError(f"a stream is a folder of a file system, not {os.fspath(path)}")
+    return os.path.abspath(path)  # noqa: PTH100  not resolving links
 
 
 def _linked(temporary: str, name: Callable[[int], str], number: int) -> int:
