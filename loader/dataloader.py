@@ -27,6 +27,7 @@ from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batche
 from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
+from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # else none of these is used, and importing them may fail
@@ -124,6 +125,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
         self.rehearsal = rehearsal
         _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
+        if isinstance(dataset, Stream):
+            if rehearsal is not None:
+                raise ConfigError("rehearsal= takes no Stream: add finished parts as datasets")
+            if sampler is None and batch_sampler is None:
+                batch_sampler = stream_batches(
+                    dataset, batch_size, shuffle=shuffle, shared=replicate
+                )
+                batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         if rehearsal is not None:
             dataset = rehearsal.behind(dataset)
         if _TORCH_HAS_IN_ORDER:

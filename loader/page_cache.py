@@ -45,9 +45,22 @@ def in_page_cache(paths: Sequence[str]) -> bool:
     return bool(mounts)
 
 
-def _cached(path: str, mounts: list[_Mount]) -> bool:
+def local(path: str) -> bool:
+    """Whether a folder is on a local file system, in memory or on a disk."""
+    try:
+        mount = _mount_of(f"{path}/", _mounts())
+        return mount.kind in _ON_DISK | _IN_MEMORY and os.stat(path).st_dev == mount.device  # noqa: PTH116  a string
+    except (OSError, ValueError):
+        return False
+
+
+def _mount_of(path: str, mounts: list[_Mount]) -> _Mount:
     below = (mount for mount in reversed(mounts) if path.startswith(mount.at))  # latest first
-    mount = next(below, _NOWHERE)
+    return next(below, _NOWHERE)
+
+
+def _cached(path: str, mounts: list[_Mount]) -> bool:
+    mount = _mount_of(path, mounts)
     if mount.kind not in _ON_DISK | _IN_MEMORY:
         return False
     try:

@@ -33,7 +33,7 @@ from creel.policies.arrays import Index, Ints, Mask
 if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
     import pyarrow as pa
 
-_ROOT = b"creel.root"
+_ROOT, _SALT = b"creel.root", b"creel.salt"
 _ACCESS = b"creel.access"
 UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
@@ -58,11 +58,13 @@ class Manifest:
         table: columns uri (large_string, relative to `root` where `root` is not empty), offset,
             length, count (int64), without nulls.
         root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
+        salt: distinguishes datasets of the same addresses, such as streams that were made anew.
         access: how remote addresses are reached: (first row, access), in order; () without any.
     """
 
     table: pa.Table
     root: str = ""
+    salt: str = ""
     access: tuple[tuple[int, Access], ...] = ()
 
     @classmethod
@@ -326,6 +328,7 @@ class Manifest:
         """Content identity (XXH3-128): equal for equal manifests, in all processes."""
         root = self.root.encode()
         digest = xxhash.xxh3_128(f"{len(root)} {self.table.num_rows} ".encode() + root)
+        digest.update(self.salt.encode())
         for row, access in self.access:
             digest.update(f"{row} {access.identity}".encode())
         for name in ("offset", "length", "count"):
@@ -361,7 +364,7 @@ class Manifest:
         import pyarrow as pa
 
         access = " ".join(f"{row} {one.identity}" for row, one in self.access)
-        also = {_ROOT: self.root.encode(), _ACCESS: access.encode()}
+        also = {_ROOT: self.root.encode(), _SALT: self.salt.encode(), _ACCESS: access.encode()}
         table = self.table.replace_schema_metadata(also)
         with pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
@@ -380,7 +383,7 @@ class Manifest:
                 table = reader.read_all().combine_chunks()
             table.validate(full=True)
             also = table.schema.metadata or {}
-            root = also.get(_ROOT, b"").decode()
+            root, salt = also.get(_ROOT, b"").decode(), also.get(_SALT, b"").decode()
         except (pa.ArrowException, OSError, ValueError) as e:
             raise MalformedError(f"not a manifest: {e}") from e
         if not table.schema.equals(_schema()):
@@ -389,7 +392,7 @@ class Manifest:
         if any(column.null_count for column in table.columns):
             raise MalformedError("a manifest must not have nulls")
         access = _parsed_access(also.get(_ACCESS, b""), table.num_rows)
-        manifest = cls(table.replace_schema_metadata(None), root, access)
+        manifest = cls(table.replace_schema_metadata(None), root, salt, access)
         manifest.check()
         return manifest
 

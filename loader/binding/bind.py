@@ -63,7 +63,7 @@ class Gather:
     @property
     def has_code(self) -> bool:
         """Whether user code runs, in a worker if there are any."""
-        return self.per_sample or self.raw.batch_transform is not None
+        return self.per_sample or (self.raw.batch_transform is not None and not self.raw.splits)
 
     @property
     def per_sample(self) -> bool:
@@ -73,7 +73,7 @@ class Gather:
     @property
     def converts(self) -> bool:
         """Whether a batch is more than a view of its rows: a copy, or the result of user code."""
-        return self.raw.to not in {None, self.raw.dtype} or self.has_code
+        return self.raw.to not in {None, self.raw.dtype} or self.has_code or self.raw.splits
 
     def collate(
         self, rows: torch.Tensor, indices: Ints, memory: Callable[[int], torch.Tensor]

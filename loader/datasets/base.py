@@ -65,6 +65,7 @@ class Raw:
         to: the dtype that numbers are cast to.
         transform: the user's function of a record.
         batch_transform: the user's function of a batch of records.
+        splits: `batch_transform` is creel's own, and takes a batch apart into fields.
     """
 
     nbytes: int
@@ -74,6 +75,7 @@ class Raw:
     to: torch.dtype | None = None
     transform: Callable[[Sample], Sample] | None = None
     batch_transform: Callable[[torch.Tensor], Any] | None = None
+    splits: bool = False
 
     def same(self, other: Raw | None) -> bool:
         """Whether `other` describes the same samples. Functions are compared by identity."""
@@ -131,6 +133,14 @@ class CreelDataset(Dataset[Sample]):
             raise ConfigError(f"storage_options is a dict of a client's options, not {options!r}")
         self._given = self._given or StorageOptions()
         self._given.options = options
+
+    @property
+    def read_once(self) -> bool:
+        """Whether each reader reads an object once, from this machine's memory or page cache.
+
+        A further copy of it then costs more than it saves.
+        """
+        return False
 
     @property
     def object_count(self) -> int:

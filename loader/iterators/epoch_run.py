@@ -155,6 +155,10 @@ class EpochRun:
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 
+    def arrived(self) -> bool:
+        """Whether the next batch can be asked for without waiting for data (see `PacedOrder`)."""
+        return self.order is None or self.order.arrived()
+
     def await_daemon(self) -> None:
         """Wait a moment for another daemon, if this node's has ended and was one of a cluster.
 
@@ -278,6 +282,8 @@ class EpochRun:
         index = self._pulled.pop(i - 1 if batch is None else batch, None)
         self._returned.note(self._loader_state.tolerance.delivered(index, self._dataset))
         self.delivered = self.skipped + i
+        if self.order is not None:
+            self.order.delivered(self.delivered)
         now_ns = time.monotonic_ns()
         if self.stream is not None:
             self._record(times, worker, now_ns)
@@ -357,11 +363,11 @@ class EpochRun:
         order = self.order
         if order is None:
             return not_begun()
-        over = self.finished and delivered is None
+        over = self.finished and delivered is None and not order.paced
         return Progress(
             version=PROGRESS_VERSION,
             epoch=self.epoch,
             batches=self.delivered if delivered is None else delivered,
             finished=over,
-            order=order.state(over=over),
+            order=order.state_after(self.delivered if delivered is None else delivered, over=over),
         )

@@ -211,8 +211,22 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._run.begin(loader, self, self._moment)
         self._pulled = self._taken = 0
+        self._withheld = 0  # batches that are not asked for yet, since their data had not arrived
         for _ in range(self._ahead):
+            self._request()
+
+    def _request(self) -> None:
+        """Ask for one more batch if its data has arrived."""
+        if self._run.arrived():
             self._pull()
+        else:
+            self._withheld += 1
+
+    def _request_withheld(self) -> None:
+        """Ask for batches that have arrived since; wait for one if no other is on its way."""
+        while self._withheld and (not self._queue or self._run.arrived()):
+            self._pull()
+            self._withheld -= 1
 
     def _pull(self) -> None:
         try:
@@ -227,6 +241,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
 
     def _next_data(self) -> Any:
         run = self._run
+        self._request_withheld()
         if not self._queue:
             run.finished = True
             if not self._persistent_workers:
@@ -242,7 +257,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._queue.popleft()
         self._taken += 1
         run.done(self._taken)
-        self._pull()
+        self._request()
         if isinstance(data, ExceptionWrapper):
             raise_failure(data)
         run.deliver(self._taken, times, worker)

@@ -183,6 +183,8 @@ class LoaderState:
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
+        if binding.leaves and all(leaf.read_once for leaf in binding.leaves):
+            return True
         kept = binding.kept()
         known = (s for s in (stream, self._stream) if s is not None and s.binding is binding)
         if not kept and any(s.alive and s.session.holds_most() for s in known):

@@ -135,6 +135,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._workers_status = [True] * self._num_workers
         self._workers_num_tasks = [0] * self._num_workers
         self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
+        self._withheld = 0  # batches that are not requested yet, since their data had not arrived
         if not first_iter:
             self._tag = self._pool.again(self._loader_state.tolerance.known)
             self._raise_if_dead()
@@ -142,7 +143,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             self._pool.bind(late)
         self._join()
         for _ in range(self._prefetch_factor * self._num_workers):
-            self._try_put_index()
+            self._request()
 
     def _join(self) -> None:
         """Let the workers read through the session that serves this epoch, if there is one."""
@@ -155,6 +156,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     def _next_data(self) -> Any:
         since = 0
         while True:
+            self._request_withheld()
             if not self._find_next():
                 self._run.finished = True
                 if not self._persistent_workers:
@@ -203,6 +205,19 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             self._rcvd_idx += 1
         return False
 
+    def _request(self) -> None:
+        """Request one more batch if its data has arrived."""
+        if self._run.arrived():
+            self._try_put_index()
+        else:
+            self._withheld += 1
+
+    def _request_withheld(self) -> None:
+        """Request batches that have arrived since; wait for one if no other is on its way."""
+        while self._withheld and (not self._task_info or self._run.arrived()):
+            self._try_put_index()
+            self._withheld -= 1
+
     def _try_put_index(self) -> None:
         if self._tasks_outstanding >= self._prefetch_factor * self._num_workers:
             raise AssertionError("Number of outstanding tasks exceeded maximum allowed tasks")
@@ -242,7 +257,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._workers_num_tasks[worker] -= 1
         self._run.done(self._rcvd_idx)
         try:
-            self._try_put_index()
+            self._request()
         except BaseException:  # raised by the sampler: as in torch, this batch is lost
             self._pool.discard(event)
             raise

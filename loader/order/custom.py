@@ -1,6 +1,11 @@
-"""CustomOrder: the order of a user's own sampler, which only torch's iterator runs."""
+"""CustomOrder: the order of a user's own sampler, which only torch's iterator runs.
+
+PacedOrder: of one whose items arrive while training runs, such as those of a stream.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch.utils.data import (
@@ -17,6 +22,36 @@ from creel.loader.order.sampler_state import attribute
 
 #: How many samplers may be around one of torch's.
 _DEEPEST = 4
+
+
+class PacedIterator:
+    """What iterating a sampler gives whose items arrive while training runs; it knows its place."""
+
+    #: Whether `delivered` will be called.
+    reports = False
+
+    def __iter__(self) -> Iterator[object]:
+        return self
+
+    def __next__(self) -> object:
+        """Return the next item; waits for it."""
+        raise NotImplementedError
+
+    def arrived(self) -> bool:
+        """Whether `next` returns, or ends the epoch, without a wait."""
+        raise NotImplementedError
+
+    def begin_at(self, batch: int) -> None:
+        """Number the first item `batch`: the sampler was given the place of that one."""
+        raise NotImplementedError
+
+    def state(self, batches: int) -> object:
+        """Return what the sampler's `load_state_dict` needs to begin with item `batches`."""
+        raise NotImplementedError
+
+    def delivered(self, batches: int) -> None:
+        """Note that training has all items below `batches`."""
+        raise NotImplementedError
 
 
 class CustomOrder(EpochOrder):
@@ -122,3 +157,31 @@ def inner_generator(loader: DataLoader[object], sampler: object) -> torch.Genera
             return torch.default_generator if own is None else own
         inner = attribute(inner, "sampler")
     return None
+
+
+class PacedOrder(CustomOrder):
+    """The order of a sampler whose iterator is a PacedIterator."""
+
+    paced = True
+
+    def __init__(
+        self, loader: DataLoader[object], begun: IteratorStart, items: PacedIterator
+    ) -> None:
+        super().__init__(loader, begun)
+        self._items = items
+        items.reports = True
+
+    def arrived(self) -> bool:
+        return self._items.arrived()
+
+    def skip(self, batches: int) -> None:
+        self._items.begin_at(batches)
+        self.pulled += batches
+
+    def delivered(self, batches: int) -> None:
+        self._items.delivered(batches)
+
+    def state_after(self, batches: int, *, over: bool) -> OrderState:
+        state = self.state(over=over)
+        state["own"] = [{"state": self._items.state(batches)}]
+        return state

@@ -103,6 +103,7 @@ class EpochOrder:
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.
         known: True: the order is computed; False: the sampler is iterated.
+        paced: items arrive while training runs, and the end is a place like any other.
         copied: runs ahead of a custom sampler, if the user permits it.
         pulled: items returned by `next` or skipped so far.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the
@@ -112,6 +113,7 @@ class EpochOrder:
     """
 
     known: bool
+    paced = False
     lookahead = 1
 
     def __init__(self, loader: DataLoader[object], begun: IteratorStart) -> None:
@@ -180,6 +182,17 @@ class EpochOrder:
         if self._rehearsed is None:
             return None
         return self._rehearsed.at(self._first_step() + epochs_ahead * self._rehearsed.steps)
+
+    def state_after(self, batches: int, *, over: bool) -> OrderState:  # noqa: ARG002  paced orders
+        """Return `state`; `batches`: how many were delivered, which the caller keeps as well."""
+        return self.state(over=over)
+
+    def arrived(self) -> bool:
+        """Whether `next` need not wait for data: always, except for a stream (`PacedOrder`)."""
+        return True
+
+    def delivered(self, batches: int) -> None:
+        """Note that training has all batches below `batches`."""
 
     def close(self) -> None:
         """Drop a custom sampler's iterator, as torch does once its own is deleted."""

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.custom import CustomOrder, inner_generator
+from creel.loader.order.custom import CustomOrder, PacedIterator, PacedOrder, inner_generator
 from creel.loader.order.derived import in_whole
 from creel.loader.order.epoch_order import (
     EpochOrder,
@@ -68,7 +68,8 @@ def before(
     if _is_known(loader):
         return StateBefore(rng, [])
     sampler, copied = index_sampler(loader), None
-    permitted = foresee or attribute(inner_of(sampler), "foreseeable") is True
+    asked = attribute(inner_of(sampler), "foreseeable")
+    permitted = asked is True or (foresee and asked is not False)
     if permitted and attribute(loader, "creel") is not False:
         copied = None if previous is None else previous.copied
         if copied is None or not copied.given_up:
@@ -266,6 +267,9 @@ def adopt(
             _put_back(loader, state)
             if loader.generator is not None or "inner_rng" in state:  # copied before it is put back
                 begun = begun._replace(before=begun.before._replace(copied=None))
+        items = begun.sampler_iter
+        if isinstance(items, PacedIterator):
+            return PacedOrder(loader, begun, items)
         redraw = state is not None and zlib.crc32(begun.before.rng) == state["before"]
         return CustomOrder(loader, begun, previous, state, redraw=redraw)
     if state is None:

@@ -370,6 +370,36 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     return 0 if result["equal"] else _FAILED
 
 
+# --- streams ----------------------------------------------------------------------------------
+
+
+@creel.command()
+@click.argument("path")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option("--end", is_flag=True, help="End the stream: its producers are gone for good.")
+@click.option("--forget", metavar="NAME", help="Let producers go on without the reader NAME.")
+@_interval
+@_as_json
+def stream(
+    path: str, *, watch: bool, end: bool, forget: str | None, interval: float, as_json: bool
+) -> None:
+    """Show the stream in the folder PATH: its chunks, its rate, and how far its readers are."""
+    import time
+
+    from creel.cli import stream as show
+
+    if end:
+        show.end(path)
+    if forget is not None:
+        show.forget(path, forget)
+    _print(show.state(path), as_json and not watch, lambda values: show.show(values, as_json))
+    while watch:
+        time.sleep(interval)
+        if not as_json:
+            click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
+        show.show(show.state(path), as_json)
+
+
 # --- doctor, env, config ----------------------------------------------------------------------
 
 

@@ -1,0 +1,325 @@
+"""Stream: the records of a log as a map-style dataset, whose future records have numbers already.
+
+Sample `c * records + i` is record i of chunk c, whether or not it has arrived. The manifest has a
+row for each chunk up to a fixed number of samples, so nothing grows while chunks arrive: the
+daemon reads those that a sampler has dealt. Tables of samples to come take no memory until then.
+Later samples are read directly.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import operator
+import os
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from creel.cache.storage.manifest import Manifest
+from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
+from creel.loader.backoff import pauses
+from creel.loader.datasets.base import Raw, Sample, check_callable
+from creel.loader.datasets.records import RecordDataset, torch_dtype
+from creel.loader.page_cache import local
+from creel.loader.streams.batches import StreamBatches
+from creel.policies.arrays import Ids, Ints
+from creel.streams import cursors
+from creel.streams.arrivals import behind
+from creel.streams.log import Log
+
+_log = logging.getLogger("creel.stream")
+
+#: Samples that have objects by default: 25 bytes each count to the daemon's tables, 200 MB.
+_CAPACITY = 1 << 23
+#: Chunks that have objects at most: 33 bytes each in the manifest.
+_MAX_CHUNKS = 1 << 20
+
+
+class Stream(RecordDataset):
+    """The records that producers append to a folder, each a dict of tensors, one per field.
+
+    `creel.DataLoader(stream, batch_size=32)` returns them in the order of arrival, waits for them,
+    and ends when the stream does. torch's own needs `batch_sampler=stream.batches(32)`.
+
+    Args:
+        path: the folder of the stream; waits until a producer has begun it.
+        name: whose position this is. Producers wait for each name, and keep what it has not read;
+            all ranks of one job have one name, and different jobs different ones. None: hold back
+            nobody, for example to read a finished stream again.
+        shuffle: permute each so many arrivals, the same in all runs; their last one must arrive
+            before the first is returned. 0: in the order of arrival.
+        seed: of the permutations.
+        begin: number of the chunk to begin with, for a reader that begins late.
+        transform: from a record, the dict, to a sample.
+        batch_transform: instead of `transform`, from a dict of (n, ...) tensors to a batch of n
+            rows, as that of RecordDataset.
+        capacity: samples that the node's readers share in one copy; later ones are read by each
+            reader itself. All readers of a node give the same.
+        timeout_s: how long to wait for a producer to begin, and for what comes next; None: for
+            ever, with a warning each minute.
+
+    Raises:
+        NotFoundError: no producer began within `timeout_s`.
+        ConfigError: the stream has other types than torch, or an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None,
+        *,
+        shuffle: int = 0,
+        seed: int = 0,
+        begin: int = 0,
+        transform: Callable[[Sample], Sample] | None = None,
+        batch_transform: Callable[[dict[str, torch.Tensor]], Any] | None = None,
+        capacity: int = _CAPACITY,
+        timeout_s: float | None = None,
+    ) -> None:
+        if name is not None:
+            cursors.check_name(name)
+        if min(shuffle, begin, seed) < 0 or capacity < 1:
+            raise ConfigError("shuffle, seed and begin are 0 or more, capacity is 1 or more")
+        check_callable(transform=transform, batch_transform=batch_transform)
+        if transform is not None and batch_transform is not None:
+            raise ConfigError("give transform= or batch_transform=, not both")
+        self.storage_options = None
+        self._local: bool | None = None
+        self.log = _awaited(path, timeout_s)
+        self.name, self.shuffle, self.seed, self.begin = name, shuffle, seed, begin
+        self.timeout_s = timeout_s
+        self.dtype, self.shape, self.nbytes = torch.uint8, (self.log.nbytes,), self.log.nbytes
+        self.labels, self.to = None, None
+        fields = Fields(self.log.layout)
+        self._splits = transform is None and batch_transform is None
+        self.transform = None if transform is None else _Then(fields, transform)
+        if transform is None:
+            split = _FieldRows(fields)
+            self.batch_transform = split if self._splits else _Then(split, batch_transform)
+        else:
+            self.batch_transform = None
+        records = self.log.about.records
+        self._chunks = max(min(capacity // records, _MAX_CHUNKS), 1)
+        self._size = (1 << 62) // records * records  # for numbers of samples beyond the capacity
+
+    def __len__(self) -> int:
+        raise TypeError(
+            "a stream has no length: use creel.DataLoader, or batch_sampler=stream.batches(n)"
+        )
+
+    def batches(
+        self, batch_size: int, *, rank: int | None = None, world: int | None = None
+    ) -> StreamBatches:
+        """Return a batch sampler that deals the records to the ranks of a job as they arrive.
+
+        Args:
+            batch_size: of each rank.
+            rank, world: default: of torch.distributed or the launcher, when iteration begins.
+        """
+        if operator.index(batch_size) < 1:
+            raise ConfigError(f"batch_size is {batch_size!r}: give the records of a batch")
+        if (rank is None) != (world is None) or not 0 <= (rank or 0) < (world or 1):
+            raise ConfigError(f"rank={rank}, world={world}: give both, with 0 <= rank < world")
+        return StreamBatches(
+            self.log,
+            self.name,
+            batch_size,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            begin=self.begin,
+            rank=rank,
+            world=world,
+            timeout_s=self.timeout_s,
+        )
+
+    def leave(self) -> None:
+        """Let producers go on without this reader: call it if training ends before the stream."""
+        if self.name is not None:
+            cursors.leave(self.log.path, self.name)
+
+    # --- as a dataset of records ----------------------------------------------------------------
+
+    @property
+    def read_once(self) -> bool:
+        if self._local is None:
+            self._local = local(self.log.path)
+        return self._local
+
+    @property
+    def object_count(self) -> int:
+        return self._chunks * self.log.about.records
+
+    def objects(self, indices: Ints) -> tuple[Ids, Ints]:
+        ids = np.asarray(indices, np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.object_count:
+            raise IndexError(f"samples {ids.min()} to {ids.max()} are beyond the capacity")
+        return ids.astype(np.int32), np.ones(len(ids), np.int64)
+
+    def raw(self) -> Raw | None:
+        if type(self) is not Stream:
+            return None
+        code = self.transform, self.batch_transform
+        return Raw(self.nbytes, self.dtype, self.shape, None, None, *code, splits=self._splits)
+
+    def _build_manifest(self) -> Manifest:
+        n, records = self._chunks, self.log.about.records
+        offset, length = np.zeros(n, np.int64), np.full(n, self.nbytes, np.int64)
+        names = _names(n, len(os.path.basename(self.log.chunk(0))))  # noqa: PTH119  a string
+        count = np.full(n, records, np.int64)
+        made = Manifest.of_runs(names, offset, length, count, root=self.log.path)
+        return Manifest(made.table, made.root, salt=self.log.about.id)
+
+    def _read_direct(self, object_id: int) -> bytes:
+        row = np.empty((1, self.nbytes), np.uint8)
+        self._read_rows(np.array([object_id]), row)
+        return row.tobytes()
+
+    def _read_rows(self, ids: Ints, out: NDArray[np.uint8]) -> None:
+        """Fill `out`, (n, nbytes), from the folder; adjacent records of a chunk in one read.
+
+        Raises:
+            SourceError: a chunk cannot be read, or has been deleted.
+        """
+        records = self.log.about.records
+        chunks = ids // records
+        new = (np.diff(ids) != 1) | (np.diff(chunks) != 0)
+        bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]
+        opened: dict[int, int] = {}
+        try:
+            for first, last in pairwise(bounds):
+                chunk = int(chunks[first])
+                if chunk not in opened:
+                    opened[chunk] = self._open_chunk(chunk)
+                offset = int(ids[first] - chunk * records) * self.nbytes
+                self._fill(opened[chunk], chunk, out[first:last].data.cast("B"), offset)
+        finally:
+            for fd in opened.values():
+                os.close(fd)
+
+    def _open_chunk(self, chunk: int) -> int:
+        path = self.log.chunk(chunk)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._lacks(chunk, "has not arrived") from None
+        except OSError as e:
+            raise SourceError(e.errno or 0, e.strerror or str(e), path) from e
+
+    def _fill(self, fd: int, chunk: int, out: memoryview, offset: int) -> None:
+        path = self.log.chunk(chunk)
+        while len(out):
+            try:
+                got = os.preadv(fd, [out], offset)
+            except OSError as e:
+                raise SourceError(e.errno or 0, e.strerror or str(e), path) from e
+            if not got:
+                raise self._lacks(chunk, "has fewer records")
+            out, offset = out[got:], offset + got
+
+    def _lacks(self, chunk: int, why: str) -> SourceError:
+        """Return the error for records that are not there: deleted, perhaps just now, or `why`."""
+        oldest = self.log.deleted(chunk)
+        if oldest is not None:
+            return behind(self.log, chunk, oldest)
+        return SourceError(errno.ENODATA, why, self.log.chunk(chunk))
+
+
+class Fields:
+    """Takes records apart into their fields: views, without a copy."""
+
+    def __init__(self, layout: np.dtype[Any]) -> None:
+        """Raises ConfigError for a type that torch lacks."""
+        self._fields: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
+        fields: Mapping[str, Any] = layout.fields or {}
+        for name in layout.names or ():
+            kind, offset = fields[name][:2]
+            dtype = torch_dtype(kind.base)
+            self._fields.append((name, dtype, kind.shape, offset, offset + kind.itemsize))
+
+    def rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return (n, ...) tensors of (n, nbytes) records."""
+        n = len(rows)
+        return {
+            name: rows[:, start:stop].view(dtype).view(n, *shape)
+            for name, dtype, shape, start, stop in self._fields
+        }
+
+    def __call__(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the fields of one (nbytes,) record."""
+        return {name: rows[0] for name, rows in self.rows(record[None]).items()}
+
+
+class _FieldRows:
+    """`Fields.rows` as a function that pickles and is compared by identity."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+
+    def __call__(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._fields.rows(rows)
+
+
+class _Then:
+    """One function after another, as one that pickles."""
+
+    def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any] | None) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self, given: torch.Tensor) -> Any:
+        assert self._second is not None  # noqa: S101  the caller has one
+        return self._second(self._first(given))
+
+
+def stream_batches(
+    stream: Stream, batch_size: int | None, *, shuffle: bool | None, shared: object
+) -> StreamBatches:
+    """Return the batch sampler of a loader that was given only a stream.
+
+    Raises:
+        ConfigError: an argument of the loader that a stream cannot follow.
+    """
+    if shuffle:
+        raise ConfigError("a stream is shuffled by Stream(shuffle=n), n arrivals at a time")
+    if shared is not None:
+        raise ConfigError(
+            "replicate= and a stream: give batch_sampler=stream.batches(batch_size, rank=, world=),"
+            " equal on the ranks of a group"
+        )
+    if batch_size is None:
+        raise ConfigError("a stream is read in batches: give batch_size")
+    return stream.batches(batch_size)
+
+
+def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
+    """Open a log once a producer has begun it."""
+    began, warned = time.monotonic(), False
+    for pause_s in pauses(0.01, 0.2):
+        try:
+            return Log.open(path)
+        except NotFoundError:
+            waited_s = time.monotonic() - began
+            if timeout_s is not None and waited_s >= timeout_s:
+                raise
+        if waited_s > 5 and not warned:
+            warned = True
+            _log.warning("%s: waiting for a producer", os.fspath(path))
+        time.sleep(pause_s)
+    raise UnavailableError(f"{path}: no producer")  # pauses do not end
+
+
+def _names(n: int, digits: int) -> pa.Array:
+    """Return the names of chunks 0 to n - 1 as an Arrow array, without n Python strings."""
+    letters = np.empty((n, digits), np.uint8)
+    left = np.arange(n)
+    for at in range(digits - 1, -1, -1):
+        left, digit = np.divmod(left, 10)
+        letters[:, at] = digit + ord("0")
+    ends = pa.py_buffer(np.arange(n + 1, dtype=np.int64) * digits)
+    return pa.Array.from_buffers(pa.large_string(), n, [None, ends, pa.py_buffer(letters)])

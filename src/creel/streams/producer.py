@@ -1,0 +1,265 @@
+"""Producer: appends records to a stream, for a simulation or an instrument. Needs numpy only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from creel.errors import ConfigError, UnavailableError
+from creel.streams import cursors
+from creel.streams.cursors import Cursor
+from creel.streams.log import ABSENT, Description, Log
+from creel.units import parse_size
+
+_log = logging.getLogger("creel.stream")
+
+#: Bytes of a chunk by default: large enough that files cost little, 3 ms at 300 MB/s.
+_CHUNK_NBYTES = 1 << 20
+#: Pauses of a producer that waits for readers, in seconds.
+_PAUSE_S, _LONGEST_S = 0.0005, 0.02
+_WARN_S = 60.0
+Field = DTypeLike | tuple[DTypeLike, int | Sequence[int]]
+
+
+class Producer:
+    """Appends records to the stream in a folder; any number of processes may do so at once.
+
+    Args:
+        path: the folder. In /dev/shm the stream is in memory; on a parallel file system readers may
+            be on other nodes.
+        fields: type and shape of each field, as `{"u": ("float32", (64, 64)), "t": "float32"}`.
+        ahead: bytes that may wait to be read by the slowest reader; `put` waits while there are
+            more. Readers that need more for one batch get that.
+        keep: bytes that stay after all readers have passed them, to resume from a checkpoint.
+        chunk: records written together; default: 1 MiB of them.
+        linger_s: `put` writes a chunk that is not full if the last one was written longer ago.
+        producers: the stream ends when so many have been closed.
+        readers: names of readers that are waited for before they have begun. Without any, records
+            wait for the first reader, and a reader that begins later may miss records.
+        timeout_s: how long `put` waits for readers; None: for ever, with a warning each minute.
+
+    All producers of a stream give the same arguments. One that is killed, or ends by an exception,
+    leaves only whole chunks and does not end the stream: start it again, or end the stream by
+    `creel stream --end`.
+
+    Raises:
+        ConfigError: the fields or sizes are invalid, or another stream is in the folder, or this
+            one has ended.
+        SourceError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fields: Mapping[str, Field],
+        *,
+        ahead: int | str = "1GiB",
+        keep: int | str = "1GiB",
+        chunk: int | None = None,
+        linger_s: float = 0.05,
+        producers: int = 1,
+        readers: Iterable[str] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        named = tuple(readers)
+        for name in named:
+            cursors.check_name(name)
+        if producers < 1 or (chunk is not None and chunk < 1):
+            raise ConfigError(f"producers={producers} and chunk={chunk} must be 1 or more")
+        listed = tuple((name, *_field(name, field)) for name, field in fields.items())
+        sizes = _nbytes(ahead), _nbytes(keep)
+        about = Description(uuid.uuid4().hex, listed, 1, *sizes, producers, named)
+        records = chunk or max(_CHUNK_NBYTES // about.layout().itemsize, 1)
+        about = Description(about.id, listed, records, *sizes, producers, named)
+        self._stream = Log.create(path, about)
+        if self._stream.ended():
+            raise ConfigError(f"the stream in {self._stream.path} has ended: use another folder")
+        self._chunks = _Chunks(self._stream)
+        self._rows = np.zeros(records, self._stream.layout)
+        self._count = 0
+        self._linger_s, self._timeout_s = linger_s, timeout_s
+        self._wrote_at = time.monotonic()
+        self._closed = False
+        self.waited_s = 0.0  #: seconds that this producer has waited for readers
+
+    def put(self, **fields: ArrayLike) -> None:
+        """Append one record; waits while readers are too far behind.
+
+        Args:
+            fields: a value for each field, copied. Numbers are cast within their kind, such as
+                float64 to float32.
+
+        Raises:
+            ConfigError: a field is missing or unknown, or has another shape or kind.
+            SourceError: the chunk could not be written; this record is then not appended.
+            UnavailableError: readers were too far behind for `timeout_s`; likewise.
+        """
+        if self._closed:
+            raise ConfigError("this producer is closed")
+        if set(fields) != set(self._rows.dtype.names or ()):
+            raise ConfigError(f"a record has {list(self._rows.dtype.names or ())}: {list(fields)}")
+        for name, value in fields.items():
+            _set(self._rows[name], self._count, name, value)
+        self._count += 1
+        late = time.monotonic() - self._wrote_at >= self._linger_s
+        if late or self._count == len(self._rows):
+            try:
+                self.flush()
+            except BaseException:
+                self._count -= 1
+                raise
+
+    def flush(self) -> None:
+        """Write the records put so far, without waiting for a full chunk.
+
+        Raises:
+            SourceError, UnavailableError: as `put`; the records are still there, and are written
+                with the next ones.
+        """
+        if not self._count:
+            return
+        rows = self._rows[: self._count]
+        self._wait_for_room(rows.nbytes)
+        self._chunks.append(rows.view(np.uint8).data)
+        self._count = 0
+        self._wrote_at = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is left. The stream ends with its last producer.
+
+        Raises:
+            SourceError, UnavailableError: as `flush`.
+        """
+        if not self._closed:
+            self.flush()
+            self._stream.end()
+            self._closed = True
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        self._closed = True
+
+    def _wait_for_room(self, nbytes: int) -> None:
+        """Wait until no reader is too far behind, and delete what all have passed."""
+        began, warn_s, pause_s = time.monotonic(), _WARN_S, _PAUSE_S
+        while True:
+            readers = cursors.read(self._stream.path, self._stream.about.readers)
+            slow = self._chunks.in_the_way(readers, nbytes)
+            if slow is None:
+                break
+            waited_s = time.monotonic() - began
+            text = f"{self._stream.path}: waiting for {slow} for {waited_s:.0f} s"
+            if self._timeout_s is not None and waited_s >= self._timeout_s:
+                raise UnavailableError(text)
+            if waited_s >= warn_s:
+                _log.warning("%s (creel stream shows its readers)", text)
+                warn_s += _WARN_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+        self.waited_s += time.monotonic() - began
+        self._chunks.trim(readers)
+
+
+class _Chunks:
+    """The chunks of a log that are not deleted, by whomever, and how many bytes they have."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        there = log.numbers()
+        first = there[0] if there else log.furthest()
+        self._first, self._next = first, first
+        self._ends = {first - 1: 0}  # bytes up to the end of each chunk, from the first one on
+        self._look()
+
+    def _look(self) -> None:
+        """Find chunks that other producers have appended."""
+        while (size := self._log.size(self._next)) != ABSENT:
+            self._add(size)
+
+    def _add(self, size: int) -> None:
+        self._ends[self._next] = self._ends[self._next - 1] + size
+        self._next += 1
+
+    def append(self, data: memoryview) -> None:
+        number = self._log.append(data, self._next)
+        while self._next <= number:  # other producers' before it may be deleted already
+            self._add(max(self._log.size(self._next), 0))
+
+    def in_the_way(self, readers: Mapping[str, Cursor], nbytes: int) -> str | None:
+        """Return the name of a reader that must read before `nbytes` more are appended, or None."""
+        self._look()
+        ahead, end = self._log.about.ahead, self._ends[self._next - 1]
+        for name, cursor in (readers or {"a first reader": Cursor(0, 0, 0)}).items():
+            unread = end - self._at(cursor)
+            if unread + nbytes > ahead and unread >= cursor.reach and unread:
+                return name
+        return None
+
+    def trim(self, readers: Mapping[str, Cursor]) -> None:
+        """Delete chunks that all readers passed `keep` bytes ago; never the newest one."""
+        if not readers:
+            return
+        passed = min(map(self._at, readers.values())) - self._log.about.keep
+        while self._first < self._next - 1 and self._ends[self._first] <= passed:
+            self._log.delete(self._first)
+            del self._ends[self._first - 1]
+            self._first += 1
+
+    def _at(self, cursor: Cursor) -> int:
+        """Return the bytes before a reader's place."""
+        if cursor.chunk >= self._next:
+            return self._ends[self._next - 1]
+        if cursor.chunk < self._first:
+            return self._ends[self._first - 1]
+        record_at = self._ends[cursor.chunk - 1] + cursor.record * self._log.nbytes
+        return min(record_at, self._ends[cursor.chunk])
+
+
+def _field(name: str, field: Field) -> tuple[str, tuple[int, ...]]:
+    """Return numpy's name of a field's type, and its shape.
+
+    Raises:
+        ConfigError: it is neither a type nor a type and a shape.
+    """
+    kind, shape = field if isinstance(field, tuple) else (field, ())
+    try:
+        full = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        if min(full, default=1) > 0:
+            return np.dtype(kind).str, full
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f'the field {name} is {field!r}: give a type, or ("float32", (64, 64))')
+
+
+def _nbytes(size: int | str) -> int:
+    found = parse_size(size) if isinstance(size, str) else int(size)
+    if found < 0:
+        raise ConfigError(f"{size} bytes: give 0 or more")
+    return found
+
+
+def _set(column: NDArray[Any], at: int, name: str, value: ArrayLike) -> None:
+    """Set item `at` of a field; raises ConfigError for another shape or kind of numbers."""
+    array = np.asarray(value)
+    if array.shape != column.shape[1:]:
+        raise ConfigError(f"{name} has shape {array.shape}, the stream has {column.shape[1:]}")
+    if not np.can_cast(array.dtype, column.dtype, "same_kind"):
+        raise ConfigError(f"{name} is of {array.dtype}, the stream has {column.dtype}")
+    column[at] = array
