@@ -36,7 +36,7 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
-    from creel.loader.iterators.torch_iters import torch_iterator
+    from creel.loader.iterators.torch_iters import NotedSampler, note_batches
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 
@@ -177,7 +177,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _index_sampler(self) -> Any:
         """What torch's iterators, and ours, iterate; `batch_sampler` stays that of new data."""
         rehearsed = self.__dict__.get("_creel_rehearsed")
-        return super()._index_sampler if rehearsed is None else rehearsed
+        found = super()._index_sampler if rehearsed is None else rehearsed
+        return NotedSampler(found) if self.__dict__.get("_creel_noted") else found
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
@@ -186,9 +187,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )
-            if MISSING is None and not isinstance(self.dataset, IterableDataset):
-                return torch_iterator(self)
-            return super()._get_iterator()
+            return self._torchs_iterator()
         loader_state = self._loader_state()
         role = loader_state.role(self)
         if self.num_workers == 0:
@@ -201,6 +200,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         except BaseException:
             run.leave()
             raise
+
+    def _torchs_iterator(self) -> BaseDataLoaderIter:
+        if MISSING is not None or isinstance(self.dataset, IterableDataset):
+            return super()._get_iterator()
+        self.__dict__["_creel_noted"] = True  # for the iterator alone
+        try:
+            made = super()._get_iterator()
+        finally:
+            del self.__dict__["_creel_noted"]
+        noted = made._index_sampler  # noqa: SLF001  torch's
+        if isinstance(noted, NotedSampler):  # a subclass may choose the sampler
+            note_batches(made, noted, Returned.of(self))
+        return made
 
     def _loader_state(self) -> LoaderState:
         """Return the state that outlives iterators, one per loader and process."""
