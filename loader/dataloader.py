@@ -26,6 +26,7 @@ from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batche
 from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
+from creel.loader.rehearsal.rehearsed import length_of
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # else none of these is used, and importing them may fail
@@ -166,8 +167,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise ConfigError("batch_sampler has rows of a memory already: leave out rehearsal")
         ranks = None if self.replicate is None else partial(place_of, self.replicate)
         content = memory.content()
-        if content.kept:
-            first = len(self.dataset)  # type: ignore[arg-type]  # a Rehearsed
+        if content.kept or content.growth is not None:
+            first = length_of(self.dataset)
             batches: Any = self.batch_sampler
             self._creel_rehearsed = RehearsedBatches(batches, content, first, ranks)
 
@@ -240,11 +241,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     @property
     def replayed(self) -> NDArray[np.int64]:
         """(r,) rows of `rehearsal.dataset` in the last batch, at its end; empty without any."""
-        if rehearsed_batches(self) is None:
+        rehearsed = rehearsed_batches(self)
+        if rehearsed is None:
             return np.empty(0, np.int64)
-        first: int = self.dataset.first  # type: ignore[attr-defined]  # a Rehearsed
         indices = self.indices
-        return indices[indices >= first] - first
+        return indices[indices >= rehearsed.first_row] - rehearsed.first_row
 
     def state_dict(self, *, delivered: int | None = None) -> Progress:
         """Return the position in training, to resume from in another process; O(1).

@@ -103,6 +103,7 @@ class RehearsalProgram:
     drop_last: bool
     per_batch: int
     budget: int | None
+    every: int | None
     keeps: str
     workers: int
     persistent: bool
@@ -126,7 +127,8 @@ class RehearsalProgram:
             drop_last=r.random() < 0.3,
             per_batch=r.choice((1, 2, 6)),
             budget=r.choice((None, 3, 10, 30)),
-            keeps=r.choice(("balanced", "reservoir", "ordered")),
+            every=(every := r.choice((None, None, None, 1, 3))),
+            keeps=r.choice(("balanced", "reservoir", "reservoir" if every else "ordered")),
             workers=workers,
             persistent=workers > 0 and r.random() < 0.3,
             generator=r.random() < 0.4,
@@ -223,7 +225,9 @@ class RehearsalProgram:
     def play(self, home: Path, options: Any) -> list[Any]:
         """Train with creel's loader, or with torch's if there are no options; return all seen."""
         torch.manual_seed(self.seed)
-        memory = creel.Rehearsal(self.per_batch, budget=self.budget, seed=self.seed)
+        memory = creel.Rehearsal(
+            self.per_batch, budget=self.budget, seed=self.seed, every=self.every
+        )
         shown: list[Any] = []
         for number, task in enumerate(self.tasks(home, ours=options is not None)):
             loader = self.loader(task, memory, options)
