@@ -37,7 +37,7 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
-    from creel.loader.iterators.torch_iters import NotedSampler, note_batches
+    from creel.loader.iterators.torch_iters import NotedSampler, noted_iterator
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 
@@ -188,7 +188,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )
-            return self._torchs_iterator()
+            if MISSING is not None or isinstance(self.dataset, IterableDataset):
+                return super()._get_iterator()
+            return noted_iterator(self, super()._get_iterator)
         loader_state = self._loader_state()
         role = loader_state.role(self)
         if self.num_workers == 0:
@@ -201,19 +203,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         except BaseException:
             run.leave()
             raise
-
-    def _torchs_iterator(self) -> BaseDataLoaderIter:
-        if MISSING is not None or isinstance(self.dataset, IterableDataset):
-            return super()._get_iterator()
-        self.__dict__["_creel_noted"] = True  # for the iterator alone
-        try:
-            made = super()._get_iterator()
-        finally:
-            del self.__dict__["_creel_noted"]
-        noted = made._index_sampler  # noqa: SLF001  torch's
-        if isinstance(noted, NotedSampler):  # a subclass may choose the sampler
-            note_batches(made, noted, Returned.of(self))
-        return made
 
     def _loader_state(self) -> LoaderState:
         """Return the state that outlives iterators, one per loader and process."""

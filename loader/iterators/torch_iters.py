@@ -36,11 +36,22 @@ class NotedSampler:
         return getattr(self._sampler, name)
 
 
-def note_batches(iterator: BaseDataLoaderIter, noted: NotedSampler, returned: Returned) -> None:
-    """Let an iterator of torch's over a map-style dataset note which batch it returns."""
-    # By weak reference: in a cycle it would keep its workers until Python's collector runs.
-    take: Callable[[], Any] = partial(_next_data, weakref.ref(iterator), noted, returned)
-    iterator._next_data = take  # type: ignore[method-assign]  # noqa: SLF001  of this object only
+def noted_iterator(loader: Any, make: Callable[[], BaseDataLoaderIter]) -> BaseDataLoaderIter:
+    """Return what torch's `_get_iterator`, `make`, returns for a map-style dataset.
+
+    While it is made, the loader's `_index_sampler` is a `NotedSampler`.
+    """
+    loader.__dict__["_creel_noted"] = True
+    try:
+        made: Any = make()
+    finally:
+        del loader.__dict__["_creel_noted"]
+    noted = made._index_sampler  # noqa: SLF001  torch's
+    if isinstance(noted, NotedSampler):  # a subclass of the loader may choose the sampler
+        # By weak reference: in a cycle it would keep its workers until Python's collector runs.
+        what = weakref.ref(made), noted, Returned.of(loader)
+        made._next_data = partial(_next_data, *what)  # noqa: SLF001  of this object only
+    return made  # type: ignore[no-any-return]  # torch's
 
 
 def _next_data(

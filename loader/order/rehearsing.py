@@ -16,7 +16,8 @@ from creel.errors import ConfigError
 from creel.loader.order.generators import Permutation, permutation, seeded
 from creel.loader.order.sampler_state import attribute
 from creel.policies.arrays import Ints, unique
-from creel.policies.rehearsal.content import UNLABELLED, Offered, kept, merged, mixed
+from creel.policies.rehearsal.content import mixed
+from creel.policies.rehearsal.growth import Growth
 from creel.policies.rehearsal.passes import Passes
 
 _log = logging.getLogger("creel.loader")
@@ -29,35 +30,6 @@ NewItems: TypeAlias = "Callable[[int], NDArray[np.integer]]"
 #: Steps between the first ones of two epochs whose batches cannot be counted before they are drawn.
 _UNCOUNTED = 1 << 32
 _NEVER = 1 << 62  # a step
-
-
-class Growth(NamedTuple):
-    """How a memory grows within the first epoch: by the new samples of all finished blocks.
-
-    Attributes:
-        every: steps of a block.
-        kept: what the memory keeps when the epoch begins.
-        offered: the uid of the first new sample.
-        budget, seed: of the memory.
-    """
-
-    every: int
-    kept: Offered
-    offered: int
-    budget: int | None
-    seed: int
-
-    def after(self, items: NDArray[np.integer], first_row: int) -> Ints:
-        """Return the (m,) numbers of what is kept after these new samples were offered.
-
-        Those of the memory's rows are `first_row` and up.
-        """
-        new = unique(items.astype(np.int64))
-        uids = self.offered + new
-        classes = np.full(len(new), UNLABELLED)
-        both = merged(self.kept, Offered(uids, classes, mixed(uids, self.seed)))
-        numbers = np.concatenate([first_row + np.arange(len(self.kept.uids)), new])
-        return numbers[kept(both, self.budget, self.seed + 1)]
 
 
 class Content(NamedTuple):

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 
 from creel.errors import ConfigError
-from creel.loader.order.rehearsing import Content, Growth, RehearsedBatches
+from creel.loader.order.rehearsing import Content, RehearsedBatches
 from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed, length_of, new_data
 from creel.policies.arrays import Ints
 from creel.policies.rehearsal.content import (
@@ -24,6 +24,7 @@ from creel.policies.rehearsal.content import (
     merged,
     mixed,
 )
+from creel.policies.rehearsal.growth import Growth
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler

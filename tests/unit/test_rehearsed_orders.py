@@ -103,7 +103,7 @@ def test_an_epoch_with_replays_goes_on_in_another_process(case: int) -> None:
 
 
 def old_in(order: Any, loader: Loader) -> list[list[int]]:
-    """Return the memory's rows in each batch: new samples may be drawn from the global generator."""
+    """Return the memory's rows in each batch, which no global generator draws."""
     first_row = loader.batch_sampler.first_row  # type: ignore[union-attr]  # a RehearsedBatches
     return [[int(i) for i in batch if i >= first_row] for batch in map(plain, order)]
 
