@@ -27,6 +27,7 @@ from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batche
 from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
+from creel.loader.rehearsal.rehearsed import length_of
 from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
 
@@ -38,7 +39,7 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
-    from creel.loader.iterators.torch_iters import torch_iterator
+    from creel.loader.iterators.torch_iters import NotedSampler, noted_iterator
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 
@@ -176,8 +177,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise ConfigError("batch_sampler has rows of a memory already: leave out rehearsal")
         ranks = None if self.replicate is None else partial(place_of, self.replicate)
         content = memory.content()
-        if content.kept:
-            first = len(self.dataset)  # type: ignore[arg-type]  # a Rehearsed
+        if content.kept or content.growth is not None:
+            first = length_of(self.dataset)
             batches: Any = self.batch_sampler
             self._creel_rehearsed = RehearsedBatches(batches, content, first, ranks)
 
@@ -187,7 +188,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _index_sampler(self) -> Any:
         """What torch's iterators, and ours, iterate; `batch_sampler` stays that of new data."""
         rehearsed = self.__dict__.get("_creel_rehearsed")
-        return super()._index_sampler if rehearsed is None else rehearsed
+        found = super()._index_sampler if rehearsed is None else rehearsed
+        return NotedSampler(found) if self.__dict__.get("_creel_noted") else found
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
@@ -196,9 +198,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )
-            if MISSING is None and not isinstance(self.dataset, IterableDataset):
-                return torch_iterator(self)
-            return super()._get_iterator()
+            if MISSING is not None or isinstance(self.dataset, IterableDataset):
+                return super()._get_iterator()
+            return noted_iterator(self, super()._get_iterator)
         loader_state = self._loader_state()
         role = loader_state.role(self)
         if self.num_workers == 0:
@@ -238,11 +240,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     @property
     def replayed(self) -> NDArray[np.int64]:
         """(r,) rows of `rehearsal.dataset` in the last batch, at its end; empty without any."""
-        if rehearsed_batches(self) is None:
+        rehearsed = rehearsed_batches(self)
+        if rehearsed is None:
             return np.empty(0, np.int64)
-        first: int = self.dataset.first  # type: ignore[attr-defined]  # a Rehearsed
         indices = self.indices
-        return indices[indices >= first] - first
+        return indices[indices >= rehearsed.first_row] - rehearsed.first_row
 
     def state_dict(self, *, delivered: int | None = None) -> Progress:
         """Return the position in training, to resume from in another process; O(1).

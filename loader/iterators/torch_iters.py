@@ -1,69 +1,71 @@
-"""torch's own iterators, for a loader that is switched off: they only note what they return."""
+"""torch's own iterators, for a loader that is switched off: what they return is noted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 from creel.loader.iterators.returned import Returned
-from creel.loader.torch_private import (
-    BaseDataLoaderIter,
-    MultiProcessingDataLoaderIter,
-    SingleProcessDataLoaderIter,
-)
-
-if TYPE_CHECKING:
-    from creel.loader.dataloader import DataLoader
+from creel.loader.torch_private import BaseDataLoaderIter
 
 
-def torch_iterator(loader: DataLoader[Any]) -> BaseDataLoaderIter:
-    """Return torch's iterator for a map-style dataset."""
-    if loader.num_workers == 0:
-        return NotingInlineIter(loader)
-    loader.check_worker_number_rationality()
-    return NotingWorkerIter(loader)
+class NotedSampler:
+    """What torch's iterator iterates in place of its sampler: the same, and keeps what it yields.
+
+    Attributes:
+        pulled: what was yielded for each batch, by its number, as long as it may be needed.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        self.pulled: dict[int, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        self.pulled = {}
+        return self._noted(iter(self._sampler), self.pulled)
+
+    @staticmethod
+    def _noted(items: Iterator[Any], pulled: dict[int, Any]) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            pulled[number] = item
+            yield item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
 
 
-class NotingInlineIter(SingleProcessDataLoaderIter):
-    """torch's iterator without workers."""
+def noted_iterator(loader: Any, make: Callable[[], BaseDataLoaderIter]) -> BaseDataLoaderIter:
+    """Return what torch's `_get_iterator`, `make`, returns for a map-style dataset.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._returned = Returned.of(loader)
-        self._index: Any = None
-        super().__init__(loader)
+    While it is made, the loader's `_index_sampler` is a `NotedSampler`.
+    """
+    loader.__dict__["_creel_noted"] = True
+    try:
+        made: Any = make()
+    finally:
+        del loader.__dict__["_creel_noted"]
+    noted = made._index_sampler  # noqa: SLF001  torch's
+    if isinstance(noted, NotedSampler):  # a subclass of the loader may choose the sampler
+        # By weak reference: in a cycle it would keep its workers until Python's collector runs.
+        what = weakref.ref(made), noted, Returned.of(loader)
+        made._next_data = partial(_next_data, *what)  # noqa: SLF001  of this object only
+    return made  # type: ignore[no-any-return]  # torch's
 
-    def _next_index(self) -> Any:
-        self._index = super()._next_index()  # type: ignore[no-untyped-call]  # torch's
-        return self._index
 
-    def _next_data(self) -> Any:
-        data = super()._next_data()  # type: ignore[no-untyped-call]  # torch's
-        self._returned.note(self._index)
-        return data
+def _next_data(
+    reference: weakref.ref[BaseDataLoaderIter], noted: NotedSampler, returned: Returned
+) -> Any:
+    iterator: Any = reference()
+    _taken(iterator, noted)  # one that raised
+    data = type(iterator)._next_data(iterator)  # noqa: SLF001  torch's
+    for index in _taken(iterator, noted):
+        returned.note(index)
+    return data
 
 
-class NotingWorkerIter(MultiProcessingDataLoaderIter):
-    """torch's iterator with workers."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._returned = Returned.of(loader)
-        super().__init__(loader)
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._pulled: dict[int, Any] = {}  # what was yielded for each outstanding batch
-        super()._reset(loader, first_iter)
-
-    def _next_index(self) -> Any:
-        index = super()._next_index()  # type: ignore[no-untyped-call]  # torch's
-        self._pulled[self._send_idx] = index
-        return index
-
-    def _next_data(self) -> Any:
-        self._taken()  # one that raised
-        data = super()._next_data()  # type: ignore[no-untyped-call]  # torch's
-        for index in self._taken():
-            self._returned.note(index)
-        return data
-
-    def _taken(self) -> list[Any]:
-        """Forget and return what was yielded for the batches that have been returned."""
-        return [self._pulled.pop(i) for i in list(self._pulled) if i not in self._task_info]
+def _taken(iterator: Any, noted: NotedSampler) -> list[Any]:
+    """Forget and return what was yielded for batches that are not outstanding any more."""
+    outstanding: Any = getattr(iterator, "_task_info", ())  # none without workers
+    return [noted.pulled.pop(i) for i in list(noted.pulled) if i not in outstanding]

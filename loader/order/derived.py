@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
-from creel.loader.order.rehearsing import Replays
+from creel.loader.order.rehearsing import NewItems, Replays
 from creel.loader.order.streams import (
     Derived,
     Items,
@@ -84,6 +84,9 @@ class Distributed(Derived):
     def in_epoch(self, item: int) -> int:
         return item + self._dealing.offset // self._dealing.world
 
+    def of_all_ranks(self, items: int) -> Items:
+        return self._order.items(0, min(items * self._dealing.world, self._order.total))
+
 
 class Without(Derived):
     """A stream without some of its batches, of `each` items."""
@@ -136,6 +139,9 @@ class Without(Derived):
         whole = int(in_whole(np.array([batch]), self._gone)[0])
         return self._order.in_epoch(whole * self._each + rest)
 
+    def of_all_ranks(self, items: int) -> Items:
+        return self._order.of_all_ranks(items)
+
 
 class WithReplays(Derived):
     """A stream with the rows of a rehearsal memory at the end of each step. Only to predict."""
@@ -144,13 +150,21 @@ class WithReplays(Derived):
         """division: of the new items."""
         super().__init__(new)
         self._of_new, self._replays = division, replays
+        if replays.growth is not None:
+            self._replays = replays.copied()
+            self._replays.new_items = new_items(new, division)
         steps = division.steps(new.total)
         self._new_total = min(division.start(steps), new.total)
-        self.total = self._new_total + steps * replays.passes.each
-        self.division = Division(division.size + replays.passes.each)
-        if division.starts is not None:
-            more = np.arange(len(division.starts)) * replays.passes.each
-            self.division = Division(starts=division.starts + more)
+        self._bare = 0  # steps at the head that replay nothing
+        while self._bare < steps and step_in_epoch(new, division, self._bare) < replays.bare:
+            self._bare = steps if replays.bare > steps + division.size else self._bare + 1
+        each = replays.passes.each
+        self.total = self._new_total + (steps - self._bare) * each
+        self.division = Division(division.size + each)
+        if division.starts is not None or self._bare:
+            starts = np.array([division.start(k) for k in range(steps + 1)], np.int64)
+            more = (np.arange(steps + 1) - self._bare).clip(0) * each
+            self.division = Division(starts=starts.clip(max=self._new_total) + more)
         self.at_once, self.spread = new.at_once, new.spread
         if new.key is not None:
             self.key = ("replays", new.key, division.size, replays.key)
@@ -176,15 +190,22 @@ class WithReplays(Derived):
         bounds = self._of_new.start(first), min(self._of_new.start(last), self._new_total)
         new = indices_of(self._order.items(*bounds))
         ends = self._of_new.ends(first, last, len(new))
-        each, steps = self._replays.passes.each, np.arange(first, last)
-        numbers = np.array([step_in_epoch(self._order, self._of_new, k) for k in steps.tolist()])
-        places = (ends + (steps - first) * each)[:, None] + np.arange(each)
+        each, steps = self._replays.passes.each, np.arange(max(first, self._bare), last)
+        numbers = [step_in_epoch(self._order, self._of_new, k) for k in steps.tolist()]
+        before = np.arange(len(steps)) * each
+        places = (ends[last - first - len(steps) :] + before)[:, None] + np.arange(each)
         items = np.empty(len(new) + places.size, np.int32)
         is_new = np.ones(len(items), np.bool_)
-        items[places], is_new[places] = self._replays.rows(numbers), False
+        if len(steps):
+            items[places], is_new[places] = self._replays.rows(np.array(numbers)), False
         items[is_new] = new
         begin = self.division.start(first)
         return items[start - begin : stop - begin]
+
+
+def new_items(stream: SamplerStream, division: Division) -> NewItems:
+    """Return what finds the new samples of all ranks in the first steps of the whole epoch."""
+    return lambda steps: indices_of(stream.of_all_ranks(division.start(steps)))
 
 
 def step_in_epoch(stream: SamplerStream, division: Division, step: int) -> int:

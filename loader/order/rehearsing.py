@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch.distributed
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
+from creel.errors import ConfigError
 from creel.loader.order.generators import Permutation, permutation, seeded
 from creel.loader.order.sampler_state import attribute
-from creel.policies.arrays import Ints
+from creel.policies.arrays import Ints, unique
+from creel.policies.rehearsal.content import mixed
+from creel.policies.rehearsal.growth import Growth
 from creel.policies.rehearsal.passes import Passes
 
 _log = logging.getLogger("creel.loader")
 
 #: Digests of memories that were found too small; each is said once.
 _small: set[str] = set()
+#: Returns the new samples of all ranks in the first k steps of an epoch.
+NewItems: TypeAlias = "Callable[[int], NDArray[np.integer]]"
+
 #: Steps between the first ones of two epochs whose batches cannot be counted before they are drawn.
 _UNCOUNTED = 1 << 32
+_NEVER = 1 << 62  # a step
 
 
 class Content(NamedTuple):
@@ -32,12 +40,14 @@ class Content(NamedTuple):
         per_batch: rows that a batch replays.
         seed: of the order in which they are replayed.
         digest: equal for equal rows in an equal order.
+        growth: None: it stays as it is.
     """
 
     kept: int
     per_batch: int
     seed: int
     digest: str
+    growth: Growth | None = None
 
 
 class Replays:
@@ -46,33 +56,76 @@ class Replays:
     Attributes:
         passes: how all ranks share the rows.
         first_step: the number, among all steps of the job, of the epoch's first.
+        bare: earlier steps of the epoch replay nothing.
+        growth: of the memory in this epoch.
+        new_items: if the memory grows: by what. Set by who knows the epoch's order.
     """
 
-    def __init__(self, passes: Passes, rank: int, first_step: int, first_row: int) -> None:
+    new_items: NewItems
+
+    def __init__(
+        self,
+        passes: Passes,
+        rank: int,
+        first_step: int,
+        first_row: int,
+        growth: Growth | None = None,
+    ) -> None:
         """`first_row`: the number of the memory's first row in the rehearsed dataset."""
         self.passes, self._rank, self._first_row = passes, rank, first_row
-        self.first_step = first_step
-        self.key = ("replays", passes, rank, first_step, first_row)
-        self._drawn: dict[int, Permutation] = {}
+        self.first_step, self.growth = first_step, growth
+        self.bare = 0 if passes.kept else _NEVER if growth is None else growth.every
+        self.key = ("replays", passes, rank, first_step, first_row, growth and growth.every)
+        self._drawn: dict[Passes, tuple[int, Permutation]] = {}
+        self._blocks: dict[int, tuple[Ints, Passes]] = {}
+
+    def copied(self) -> Replays:
+        """Return the same for another order of the epoch."""
+        place = self._rank, self.first_step, self._first_row
+        return Replays(self.passes, *place, self.growth)
 
     def rows(self, steps: Ints) -> Ints:
-        """Return the (k, each) numbers of the rows in (k,) steps of the epoch."""
-        rows = self.passes.to_rank(self._rank, self.first_step + steps, self._head)
-        return rows + self._first_row
+        """Return the (k, each) numbers of the rows in (k,) steps, none of them below `bare`."""
+        if self.growth is None:
+            rows = self.passes.to_rank(self._rank, self.first_step + steps, self._head(self.passes))
+            return rows + self._first_row
+        rows = np.empty((len(steps), self.passes.each), np.int64)
+        blocks, inside = np.divmod(steps, self.growth.every)
+        for block in unique(blocks):
+            mine = blocks == block
+            numbers, passes = self._block(int(block), self.growth)
+            places = passes.to_rank(self._rank, inside[mine], self._head(passes))
+            rows[mine] = np.sort(numbers[places], axis=1)  # rows of the memory are the last ones
+        return rows
 
     def joined(self, batch: Any, step: int) -> Any:
         """Return a batch with the rows of its step: an array, if it is one, or else a list."""
+        if step < self.bare:
+            return batch
         rows = self.rows(np.array([step]))[0]
         if isinstance(batch, np.ndarray):
             return np.concatenate([batch, rows])
         return [*batch, *rows.tolist()]
 
-    def _head(self, number: int, k: int) -> NDArray[np.integer]:
-        drawn = self._drawn.get(number)
-        if drawn is None:
-            drawn = permutation(self.passes.kept, seeded(self.passes.seed_of(number)))
-            self._drawn = {number: drawn}
-        return drawn.first(k)
+    def _block(self, block: int, growth: Growth) -> tuple[Ints, Passes]:
+        """Return what is replayed in a block of steps: numbers, and how they are shared."""
+        found = self._blocks.get(block)
+        if found is None:
+            numbers = growth.after(self.new_items(block * growth.every), self._first_row)
+            seed = int(mixed(np.array([block]), self.passes.seed)[0])
+            found = numbers, self.passes._replace(kept=len(numbers), seed=seed)
+            self._blocks = {block: found}
+        return found
+
+    def _head(self, passes: Passes) -> Callable[[int, int], NDArray[np.integer]]:
+        def head(number: int, k: int) -> NDArray[np.integer]:
+            at, drawn = self._drawn.get(passes, (-1, None))
+            if drawn is None or at != number:
+                drawn = permutation(passes.kept, seeded(passes.seed_of(number)))
+                self._drawn = {passes: (number, drawn)}
+            return drawn.first(k)
+
+        return head
 
 
 class RehearsedBatches(BatchSampler):
@@ -85,6 +138,7 @@ class RehearsedBatches(BatchSampler):
         batches: of new samples.
         digest: of the memory.
         next_step: the number of the next epoch's first step.
+        first_row: the number of the memory's first row in the rehearsed dataset.
     """
 
     def __init__(
@@ -105,7 +159,7 @@ class RehearsedBatches(BatchSampler):
         self.batches = batches
         self.digest = content.digest
         self.next_step = 0
-        self._content, self._first_row, self._ranks = content, first_row, ranks or _of_job
+        self._content, self.first_row, self._ranks = content, first_row, ranks or _of_job
         # As other loaders read them.
         self.sampler = getattr(batches, "sampler", batches)
         self.batch_size = getattr(batches, "batch_size", 1) + self.each
@@ -113,8 +167,15 @@ class RehearsedBatches(BatchSampler):
 
     @property
     def each(self) -> int:
-        """Rows that are added to a batch: 0 for an empty memory."""
-        return self._content.per_batch if self._content.kept else 0
+        """Rows that are added to a batch: 0 for a memory that is and stays empty."""
+        content = self._content
+        return content.per_batch if content.kept or content.growth is not None else 0
+
+    @property
+    def _dealt(self) -> bool:
+        """Whether torch deals one order to all ranks."""
+        inner: Any = self.sampler
+        return type(self.batches) is BatchSampler and type(inner) is DistributedSampler
 
     @property
     def steps(self) -> int:
@@ -128,17 +189,24 @@ class RehearsedBatches(BatchSampler):
         """Begin an epoch, at step `first_step` of the job or else after the last epoch."""
         found = self.at(self.next_step if first_step is None else first_step)
         self.next_step = found.first_step + self.steps
-        rows, kept = found.passes.step_rows, found.passes.kept
-        if rows > kept and self.digest not in _small:
+        rows, there = found.passes.step_rows, found.passes.kept
+        if rows > there > 0 and self.digest not in _small:
             _small.add(self.digest)
-            _log.warning("a step replays %d rows of a memory of %d: it repeats them", rows, kept)
+            _log.warning("a step replays %d rows of a memory of %d: it repeats them", rows, there)
         return found
 
     def at(self, first_step: int) -> Replays:
-        """Return the rows of an epoch that begins at this step of the job."""
+        """Return the rows of an epoch that begins at this step of the job.
+
+        Raises:
+            ConfigError: the memory grows by what other ranks read, and nobody knows that.
+        """
         rank, world = self.ranks()
+        growth = None if first_step else self._content.growth
+        if growth is not None and world > 1 and not self._dealt:
+            raise ConfigError("every= needs a DistributedSampler where a job has several ranks")
         passes = Passes(self._content.kept, self.each, world, self._content.seed)
-        return Replays(passes, rank, first_step, self._first_row)
+        return Replays(passes, rank, first_step, self.first_row, growth)
 
     def ranks(self) -> tuple[int, int]:
         """Return (rank, world): the sampler's, as a DistributedSampler has them, or the job's."""
@@ -156,8 +224,29 @@ class RehearsedBatches(BatchSampler):
             yield from batches
             return
         replays = self.begin()
+        pulled: list[Any] = []
+        replays.new_items = self._of_all_ranks(pulled)
         for step, batch in enumerate(batches):
+            if replays.growth is not None:
+                pulled.append(batch)
             yield replays.joined(list(batch), step)
+
+    def _of_all_ranks(self, pulled: list[Any]) -> NewItems:
+        """Return what finds the new samples of the first steps; `pulled`: this rank's batches."""
+        sampler: Any = self.sampler
+        if not self._dealt or sampler.num_replicas == 1:
+            return lambda steps: np.array([i for batch in pulled[:steps] for i in batch], np.int64)
+        now = copy.copy(sampler)  # with the epoch as it is now
+
+        def items(steps: int) -> NDArray[np.integer]:
+            size = steps * getattr(self.batches, "batch_size", 1)
+            parts = []
+            for rank in range(now.num_replicas):
+                now.rank = rank
+                parts.append(list(now)[:size])
+            return np.array(parts, np.int64).ravel()
+
+        return items
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]  # as torch: TypeError if it has none

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from creel.loader.order.derived import step_in_epoch
+from creel.loader.order.derived import new_items, step_in_epoch
 from creel.loader.order.epoch_order import (
     EpochOrder,
     IteratorStart,
@@ -43,7 +43,7 @@ from creel.loader.order.epoch_order import (
 )
 from creel.loader.order.epoch_plan import EpochPlan, PredictedEpoch, run_to_end
 from creel.loader.order.generators import GeneratorCopies, RandomSource
-from creel.loader.order.rehearsing import Replays
+from creel.loader.order.rehearsing import NewItems, Replays
 from creel.loader.order.replay import is_sequence, open_stream
 from creel.loader.order.streams import Items, SamplerStream, StreamState
 from creel.policies.order.division import Division
@@ -109,7 +109,16 @@ class ReplayedOrder(EpochOrder):
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
             self._stream = open_stream(self.inner, RandomSource(), self._given, self._exchange)
+            if self._begun_replays is not None:
+                self._begun_replays.new_items = self._new_items(self._stream)
         return self._stream
+
+    def _new_items(self, stream: SamplerStream) -> NewItems:
+        if self._batcher is not None:
+            return new_items(stream, self._division)
+        return lambda steps: np.array(
+            [i for one in list[Any](stream.items(0, steps)) for i in one], np.int64
+        )
 
     def _divided(self) -> Division:
         """Return the steps of an epoch that begins now."""

@@ -113,6 +113,13 @@ class SamplerStream:
         """Return how many items each rank has read, or left out, once `item` comes."""
         return item
 
+    def of_all_ranks(self, items: int) -> Items:
+        """Return what all ranks read in the whole epoch before any reads its item `items`.
+
+        In any order, and once each if it is repeated to fill up the ranks. `need` has drawn it.
+        """
+        return self.items(0, min(items, self.total))
+
     def _rebase(self, source: RandomSource) -> None:
         """Stop sharing mutable state with the stream it was copied from; draw from `source`."""
 

@@ -15,13 +15,19 @@ from creel.errors import ConfigError
 from creel.loader.order.rehearsing import Content, RehearsedBatches
 from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed, length_of, new_data
 from creel.policies.arrays import Ints
-from creel.policies.rehearsal.content import Keys, Offered, ascending, kept, merged, mixed
+from creel.policies.rehearsal.content import (
+    UNLABELLED,
+    Keys,
+    Offered,
+    ascending,
+    kept,
+    merged,
+    mixed,
+)
+from creel.policies.rehearsal.growth import Growth
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
-
-#: The class of samples without labels.
-_UNLABELLED = np.iinfo(np.int64).min
 
 
 class Rehearsal:
@@ -40,17 +46,29 @@ class Rehearsal:
         per_batch: samples of the memory that each batch of each rank replays.
         budget: how many samples are kept; None: all.
         seed: of what is kept and in which order it is replayed.
+        every: for data that is seen once: within the first epoch of a loader, the memory also takes
+            in that loader's own samples of all finished blocks of so many steps, on all ranks, as
+            ones without labels. None: it stays as it is.
 
     Raises:
         ConfigError: (a ValueError) an argument is not a number of that range.
     """
 
-    def __init__(self, per_batch: int, *, budget: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        per_batch: int,
+        *,
+        budget: int | None = None,
+        seed: int = 0,
+        every: int | None = None,
+    ) -> None:
         _check_number("per_batch", per_batch, 1)
         _check_number("seed", seed, 0)
         if budget is not None:
             _check_number("budget", budget, 1)
-        self.per_batch, self.budget, self.seed = per_batch, budget, seed
+        if every is not None:
+            _check_number("every", every, 1)
+        self.per_batch, self.budget, self.seed, self.every = per_batch, budget, seed, every
         nothing = np.empty(0, np.int64)
         self._kept = Offered(nothing, nothing, np.empty(0, np.uint64))
         self._dataset = KeptRows([], np.empty(0, np.int32), nothing)
@@ -86,10 +104,14 @@ class Rehearsal:
             raise ConfigError("a memory needs a map-style dataset: rows are read by number")
         if self._ordered not in {None, order is not None}:
             raise ConfigError("give order= to all calls of add, or to none: they do not compare")
+        if order is not None and self.every is not None:
+            raise ConfigError(
+                "order= needs a memory without every=: new samples have no such order"
+            )
         dataset = new_data(dataset)
         n = length_of(dataset)
         uids = np.arange(self._offered, self._offered + n)
-        classes = np.full(n, _UNLABELLED) if labels is None else _classes(labels, n)
+        classes = np.full(n, UNLABELLED) if labels is None else _classes(labels, n)
         keys = mixed(uids, self.seed) if order is None else _keys(order, n)
         both = merged(self._kept, Offered(uids, classes, keys))
         chosen = kept(both, self.budget, self.seed + 1)
@@ -113,8 +135,12 @@ class Rehearsal:
     def content(self) -> Content:
         """Return what batches need to know of what is kept now."""
         seed = int(mixed(np.array([self._adds]), self.seed)[0])
-        digest = xxhash.xxh3_64_hexdigest(self.uids.tobytes(), seed=seed)
-        return Content(len(self.uids), self.per_batch, seed, digest)
+        growth = None
+        if self.every is not None:
+            growth = Growth(self.every, self._kept, self._offered, self.budget, self.seed)
+        grown = f"{self.every} {self._offered} {self.budget}".encode() if growth else b""
+        digest = xxhash.xxh3_64_hexdigest(self.uids.tobytes() + grown, seed=seed)
+        return Content(len(self.uids), self.per_batch, seed, digest, growth)
 
     def over(
         self,

@@ -1,4 +1,5 @@
 """Rehearsal: samples of earlier data that are mixed into each batch. Pure.
 
-`content` decides what a memory keeps, `passes` which of it each step replays.
+`content` decides what a memory keeps, `growth` what within an epoch, `passes` which of it each step
+replays.
 """

@@ -15,6 +15,8 @@ from creel.policies.arrays import Ints
 
 Keys = NDArray[np.uint64]
 
+#: The class of samples without labels.
+UNLABELLED: int = -(1 << 63)
 _MASK = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SEEDS = 0xD1342543DE82EF95  # odd: other seeds give other offsets

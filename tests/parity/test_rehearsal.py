@@ -323,6 +323,24 @@ def test_indices_and_rows_fit_batches_without_bad_samples(workers: int, on_error
             assert len(old) == 4, "a row takes the place of a row"
 
 
+def test_a_memory_that_grows_replays_what_was_just_read() -> None:
+    """One pass over new data: no task ends, and the first block has nothing to replay."""
+    rows = creel.Rehearsal(3, budget=10, every=2)
+    data = Noisy(40, 500)
+    loader: Any = creel.DataLoader(data, 5, True, rehearsal=rows, creel=False)
+    assert loader.dataset is data
+    read: list[int] = []
+    for step, batch in enumerate(loader):
+        assert loader.indices.tolist() == [x - 500 for x in batch[0].tolist()]
+        assert len(batch[0]) == (5 if step < 2 else 8)
+        assert set(batch[0][5:].tolist()) <= set(read[: step // 2 * 10])
+        assert len(loader.replayed) == 0, "they are no rows of the memory"
+        read += batch[0][:5].tolist()
+    assert [len(batch[0]) for batch in loader] == [5] * 8, "the memory keeps nothing of it"
+    rows.add(data)
+    assert len(rows.uids) == 10
+
+
 # --- errors and warnings ------------------------------------------------------------------------
 
 
@@ -332,6 +350,8 @@ def test_indices_and_rows_fit_batches_without_bad_samples(workers: int, on_error
         (lambda: creel.Rehearsal(0), "per_batch=0"),
         (lambda: creel.Rehearsal(4, budget=0), "budget=0"),
         (lambda: creel.Rehearsal(4, seed=-1), "seed=-1"),
+        (lambda: creel.Rehearsal(4, every=0), "every=0"),
+        (lambda: creel.Rehearsal(4, every=5).add(Noisy(2), order=[1, 2]), "every="),
         (lambda: creel.Rehearsal(4).add(Noisy(5), [1, 2]), r"shape \(2,\)"),
         (lambda: creel.Rehearsal(4).add(Noisy(2), [1.5, 2.0]), "numbers or texts"),
         (lambda: creel.Rehearsal(4).add(Noisy(2), order=[1.0, float("nan")]), "NaN"),

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -40,9 +39,8 @@ from torch.utils.data import (
 )
 
 import creel
-from creel.errors import CreelError
 from creel.loader.client import connections
-from kit import daemon_of, unique_name
+from kit import unique_name
 from shown import plain, states
 from stress.userland import Foreseeable, Uneven
 
@@ -105,6 +103,7 @@ class RehearsalProgram:
     drop_last: bool
     per_batch: int
     budget: int | None
+    every: int | None
     keeps: str
     workers: int
     persistent: bool
@@ -128,7 +127,8 @@ class RehearsalProgram:
             drop_last=r.random() < 0.3,
             per_batch=r.choice((1, 2, 6)),
             budget=r.choice((None, 3, 10, 30)),
-            keeps=r.choice(("balanced", "reservoir", "ordered")),
+            every=(every := r.choice((None, None, None, 1, 3))),
+            keeps=r.choice(("balanced", "reservoir", "reservoir" if every else "ordered")),
             workers=workers,
             persistent=workers > 0 and r.random() < 0.3,
             generator=r.random() < 0.4,
@@ -225,7 +225,9 @@ class RehearsalProgram:
     def play(self, home: Path, options: Any) -> list[Any]:
         """Train with creel's loader, or with torch's if there are no options; return all seen."""
         torch.manual_seed(self.seed)
-        memory = creel.Rehearsal(self.per_batch, budget=self.budget, seed=self.seed)
+        memory = creel.Rehearsal(
+            self.per_batch, budget=self.budget, seed=self.seed, every=self.every
+        )
         shown: list[Any] = []
         for number, task in enumerate(self.tasks(home, ours=options is not None)):
             loader = self.loader(task, memory, options)
@@ -320,7 +322,7 @@ def _kill(name: str) -> None:
 
 @functools.cache
 def _options() -> dict[str, Any]:
-    """Return the settings of this process's loaders: a daemon of its own."""
+    """Return the settings of this process's loaders: a daemon of its own, gone soon after it."""
     return {
         "daemon.name": unique_name(),
         "memory.budget": "64MB",
@@ -344,17 +346,6 @@ def compare(seed: int) -> str:
     return f"{program}: {first} of {len(theirs)}: torch {both[0]}, creel {both[1]}"
 
 
-def _worker(seeds: list[int]) -> list[str]:
-    """Compare some programs in this process, and end its daemon."""
-    try:
-        return [compare(seed) for seed in seeds]
-    finally:
-        name = _options()["daemon.name"]
-        connections.disconnect(name)
-        with contextlib.suppress(CreelError, psutil.Error):
-            daemon_of(name).terminate()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=0)
@@ -366,12 +357,17 @@ def main() -> int:
         print(RehearsalProgram.draw(options.show))
         return 0
     multiprocessing.set_start_method("fork", force=True)
-    every = list(range(options.first, options.first + options.count))
-    parts = [every[k :: options.jobs] for k in range(options.jobs)]
+    differences = 0
     with ProcessPoolExecutor(options.jobs) as pool:
-        differences = [one for found in pool.map(_worker, parts) for one in found if one]
-    print("\n".join([*differences, f"{options.count} programs, {len(differences)} differences"]))
-    return int(bool(differences))
+        seeds = range(options.first, options.first + options.count)
+        for done, difference in enumerate(pool.map(compare, seeds), 1):
+            if difference:
+                print(difference, flush=True)
+                differences += 1
+            if done % 50 == 0:
+                print(f"{done} of {options.count}", file=sys.stderr)
+    print(f"{options.count} programs, {differences} differences")
+    return int(differences > 0)
 
 
 if __name__ == "__main__":

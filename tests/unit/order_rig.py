@@ -160,10 +160,11 @@ def rehearsed(loader: Loader, memory: Rehearsal, **changes: Any) -> Loader:
 
 
 def any_memory(case: int) -> Rehearsal:
-    """Return the memory of a case, with one row or more."""
+    """Return the memory of a case, empty only if it grows."""
     rng = random.Random(case + 1000)
-    memory = Rehearsal(rng.randrange(1, 9), budget=rng.choice([None, rng.randrange(1, 40)]))
-    for _ in range(rng.randrange(1, 4)):
+    budget, every = rng.choice([None, rng.randrange(1, 40)]), rng.choice([None, 1, 3])
+    memory = Rehearsal(rng.randrange(1, 9), budget=budget, every=every)
+    for _ in range(rng.randrange(0 if every else 1, 4)):
         memory.add(Echo(n := rng.randrange(1, 40)), rng.choice([None, np.arange(n) % 3]))
     return memory
 

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 import creel
 from creel.errors import ConfigError
 from creel.loader.order.epoch_plan import same_batch
+from creel.policies.rehearsal.content import mixed
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,13 +93,19 @@ def test_an_epoch_with_replays_goes_on_in_another_process(case: int) -> None:
     state = json.loads(json.dumps(order.state()))
     rest = [plain(b) for b in order]
     then = observe(first, previous=order)
-    following = [b[-1] for b in map(plain, then)]
+    following = old_in(then, first)
     torch.manual_seed(999)
     again = observe(second, state=state)
     again.skip(taken)
     assert str([plain(b) for b in again]) == str(rest)
     later = observe(second, previous=again)
-    assert [b[-1] for b in map(plain, later)] == following, "the last replay of each batch"
+    assert old_in(later, second) == following
+
+
+def old_in(order: Any, loader: Loader) -> list[list[int]]:
+    """Return the memory's rows in each batch, which no global generator draws."""
+    first_row = loader.batch_sampler.first_row  # type: ignore[union-attr]  # a RehearsedBatches
+    return [[int(i) for i in batch if i >= first_row] for batch in map(plain, order)]
 
 
 class Buckets(Sampler[list[int]]):
@@ -140,6 +147,50 @@ def test_batches_of_a_persons_sampler_have_replays_too() -> None:
         now = order.predict(0)
         assert now is not None
         assert epoch or ahead.same(now)
+
+
+@pytest.mark.parametrize("case", seeds(30))
+def test_a_growing_memory_has_what_was_kept_of_all_earlier_blocks(case: int) -> None:
+    """Against a memory to which the samples of these blocks were added one by one."""
+    rng = random.Random(case)
+    every, world, budget = rng.randrange(1, 5), rng.choice([1, 2, 3]), rng.choice([None, 15])
+    n, size, each = rng.randrange(30, 90), rng.randrange(1, 6), rng.randrange(1, 5)
+    old = rng.choice([0, 12])
+    steps: list[tuple[list[int], list[int]]] = []
+    loaders = []
+    for rank in range(world):
+        memory = creel.Rehearsal(each, budget=budget, seed=case, every=every)
+        if old:
+            memory.add(Echo(old))
+        sampler: DistributedSampler[Any] = DistributedSampler(Echo(n), world, rank, True, case)
+        batches = memory.over(Echo(n), sampler, size)[1]
+        loaders.append(DataLoader(Echo(1 << 30), batch_sampler=batches, collate_fn=same))
+    for ranks_batches in zip(*map(list, loaders), strict=True):
+        has_rows = old or len(steps) >= every
+        cut = len(ranks_batches[0]) - (each if has_rows else 0)
+        new = [i for b in ranks_batches for i in b[:cut]]
+        steps.append((new, [i for b in ranks_batches for i in b[cut:]]))
+    for step, (_, replays) in enumerate(steps):
+        begun = step // every * every
+        seen = sorted({i for new, _ in steps[:begun] for i in new})
+        uids = np.array([*range(old), *(old + i for i in seen)], np.int64)
+        keys = mixed(uids, case)
+        best = uids if budget is None else uids[np.argsort(keys)[:budget]]
+        allowed = {uid + n if uid < old else uid - old for uid in best.tolist()}
+        assert set(replays) <= allowed
+        assert len(replays) == (each * world if allowed else 0)
+        if len(allowed) >= len(replays):
+            assert len(set(replays)) == len(replays), "no row twice in a global batch"
+    later = [list(loader) for loader in loaders]
+    assert all(old or len(batch) <= size for batches in later for batch in batches)
+
+
+def test_a_memory_cannot_grow_by_what_other_ranks_read_unknown_to_it() -> None:
+    memory = creel.Rehearsal(2, every=3)
+    batches = memory.over(Echo(9), RandomSampler(Echo(9)), 3)[1]
+    batches._ranks = lambda: (0, 2)  # type: ignore[attr-defined]  # a job of two ranks
+    with pytest.raises(ConfigError, match="DistributedSampler"):
+        list(batches)
 
 
 # --- ranks ------------------------------------------------------------------------------------
