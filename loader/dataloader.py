@@ -22,6 +22,7 @@ from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.returned import Returned
+from creel.loader.log_lines import with_rank
 from creel.loader.notebook import cell
 from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batches
 from creel.loader.order.rehearsing import RehearsedBatches
@@ -271,7 +272,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if delivered is not None and delivered < 0:
             raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
         if not _may_take(self):
-            warnings.warn(f"{_TORCHS}: this state_dict restarts the epoch", stacklevel=2)
+            warnings.warn(with_rank(f"{_TORCHS}: this state_dict restarts the epoch"), stacklevel=2)
             return not_begun()
         loader_state = self._loader_state()
         if loader_state.resume is not None:
@@ -297,7 +298,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ConfigError: the state is of another version or kind of loader, or incomplete.
         """
         if not _may_take(self):
-            warnings.warn(f"{_TORCHS}: the epoch restarts", stacklevel=2)
+            warnings.warn(with_rank(f"{_TORCHS}: the epoch restarts"), stacklevel=2)
             return
         prepare_resume(self._loader_state(), self, state, leave_out)
 
@@ -403,7 +404,7 @@ def _warn_once(text: str) -> None:
     global _warned  # noqa: PLW0603  once per process
     if not _warned:
         _warned = True
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(with_rank(text), stacklevel=4)
 
 
 _TORCHS = "this DataLoader's batches are torch's own, which cannot be resumed"

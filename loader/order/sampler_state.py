@@ -7,6 +7,8 @@ import logging
 import warnings
 from typing import Any, TypedDict
 
+from creel.loader.log_lines import with_rank
+
 _log = logging.getLogger("creel.loader")
 
 
@@ -51,8 +53,10 @@ def load_own(sampler: object, states: list[OwnState]) -> None:
             one.set_epoch(state["epoch"])  # type: ignore[attr-defined]  # as above
     if states and not any(states):
         warnings.warn(
-            f"{type(own[-1]).__name__} has neither state_dict() and load_state_dict() nor epoch and"
-            " set_epoch(): its own counters and random numbers are not resumed",
+            with_rank(
+                f"{type(own[-1]).__name__} has neither state_dict() and load_state_dict() nor epoch"
+                " and set_epoch(): its own counters and random numbers are not resumed"
+            ),
             stacklevel=5,
         )
 

@@ -186,6 +186,63 @@ def test_a_daemon_is_seen_warmed_and_stopped(
     creel("--name", name, "status", code=3)
 
 
+_PROGRAM = """
+import creel
+from torch.utils.data import Dataset, Subset
+
+def records():
+    return creel.RecordDataset("records.bin", "uint8", 100)
+
+halves = [Subset(records(), range(i, i + 300)) for i in (0, 300)]
+
+class Half:
+    first = creel.DataLoader(halves[0], 10, creel=False)
+
+class Own(Dataset):
+    def __getitem__(self, index):
+        return index
+
+own = Own()
+
+def failing():
+    raise ValueError("no, thanks")
+"""
+
+
+@pytest.mark.usefixtures("daemon")
+def test_data_of_a_program_is_found_in_memory_by_its_training(name: str, tmp_path: Path) -> None:
+    (tmp_path / "records.bin").write_bytes(bytes(60_000))
+    (tmp_path / "mydata.py").write_text(_PROGRAM)
+
+    def warm(target: str, code: int = 0) -> str:
+        return creel("--name", name, "warm", target, "--json", cwd=tmp_path, code=code)
+
+    def told() -> tuple[int, list[str]]:
+        answer = json.loads(creel("--name", name, "stats", "--json"))
+        return sum(s["reads"] for s in answer["sources"]), [s["path"] for s in answer["sources"]]
+
+    assert json.loads(warm("mydata:records"))["resident"] == 600
+    reads, paths = told()
+    assert paths == [str(tmp_path / "records.bin")]
+    for other in ("mydata:Half.first", "mydata:halves"):
+        warm(other, code=0 if other == "mydata:Half.first" else 2)
+    assert told() == (reads, paths), "the subset's file is the same dataset"
+    training = "import creel, mydata; list(creel.DataLoader(mydata.records(), 10, shuffle=True))"
+    env = os.environ | {"CREEL_SOCKET": name, "CREEL_LOADER__DIRECT": "never"}
+    subprocess.run([sys.executable, "-c", training], cwd=tmp_path, env=env, check=True, timeout=120)
+    assert told() == (reads, paths)
+    assert "creel.wrap(dataset)" in warm("mydata:own", code=2)
+    assert "raised ValueError: no, thanks" in warm("mydata:failing", code=1)
+    assert "no module" in warm("nomodule:x", code=2).lower()
+
+
+@pytest.mark.usefixtures("daemon")
+def test_one_file_is_warmed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "one.bin").write_bytes(bytes(1000))
+    told = json.loads(creel("--name", name, "warm", "one.bin", "--json", cwd=tmp_path))
+    assert (told["objects"], told["resident"], told["nbytes"]) == (1, 1, 1000)
+
+
 @pytest.mark.usefixtures("daemon")
 def test_what_finds_no_room_has_not_failed(name: str, folder: Path) -> None:
     """Lengths of local files are known only once they are read."""

@@ -167,7 +167,7 @@ def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
     monkeypatch.setattr(warm, "folder_manifest", lambda _: Manifest.of_files(["/a"]))
     client: Any = mock.Mock(ask=mock.Mock(return_value={"datasets": [{"dataset": "another"}]}))
     with pytest.raises(CreelError, match="dropped"):
-        warm.warm(client, "/", quiet=True)
+        warm.warm(client, "/", name="any", quiet=True)
 
 
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:

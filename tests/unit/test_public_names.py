@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 import creel
 from creel.cli import main, shipped
+from creel.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +57,26 @@ def test_a_service_is_written_and_one_of_the_persons_own_is_kept(
     assert path.read_text() == "mine"
     assert main.main(["service", "install", "--force"]) == 0
     assert path.read_text() == written
+
+
+def test_the_programs_are_those_beside_the_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --user` puts them elsewhere than the interpreter."""
+    (tmp_path / "creeld").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "creel")])
+    assert f"\nExecStart={tmp_path}/creeld\n" in shipped.unit()
+    assert f"\nbin={tmp_path}\n" in shipped.slurm("prolog")
+
+
+def test_a_checkout_without_programs_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no creeld: pip install creel-data"):
+        shipped.unit()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

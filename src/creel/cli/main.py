@@ -240,15 +240,16 @@ def top(context: click.Context, interval: float) -> None:
 
 
 @creel.command()
-@click.argument("path")
+@click.argument("target")
 @_as_json
 @click.pass_context
-def warm(context: click.Context, path: str, *, as_json: bool) -> None:
-    """Load the folder at PATH (or URL) into memory."""
+def warm(context: click.Context, target: str, *, as_json: bool) -> None:
+    """Load TARGET into memory: a folder, a file, a URL, or MODULE:DATASET of your program."""
     from creel.cli import warm
 
     with _client(context) as client:
-        result = warm.warm(client, path, quiet=as_json)
+        name = _config(context).daemon.name
+        result = warm.warm(client, target, name=name, quiet=as_json)
     _print(result, as_json, lambda values: click.echo(warm.sentence(values)))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import click
@@ -41,8 +42,16 @@ def slurm(name: str) -> str:
 
 
 def _programs() -> Path:
-    """Return the folder of `creel` and `creeld`: that of the interpreter of this environment."""
-    return Path(sys.executable).parent
+    """Return the folder of `creel` and `creeld`, which `pip install --user` puts elsewhere.
+
+    Raises:
+        ConfigError: they are nowhere: a checkout on PYTHONPATH has no programs.
+    """
+    scripts = (sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user"))
+    for folder in (Path(sys.argv[0]).parent, *map(Path, scripts)):
+        if (folder / "creeld").is_file():
+            return folder.absolute()
+    raise ConfigError("this environment has no creeld: pip install creel-data")
 
 
 def _unit_path() -> Path:

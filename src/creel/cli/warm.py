@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -24,16 +26,19 @@ _IDLE_S = 10.0  # without a new object for this long, the source is lost
 _SETTLED_S = 1.0  # without a fetch in flight for this long, loading is complete
 
 
-def warm(client: Client, path: str, *, quiet: bool) -> Values:
-    """Load the folder at `path` and show the progress.
+def warm(client: Client, target: str, *, name: str, quiet: bool) -> Values:
+    """Load a folder, a file or the dataset MODULE:DATASET, and show the progress.
+
+    Args:
+        name: of the daemon.
 
     Returns:
         dataset, objects, resident, failed, nbytes, seconds.
     """
     shown = not quiet and sys.stderr.isatty()
     if shown:  # listing the files may take minutes
-        click.echo(f"looking through {public(path)}", err=True)
-    manifest = folder_manifest(path)
+        click.echo(f"looking through {public(target)}", err=True)
+    manifest = _manifest(target, name)
     dataset = client.register(manifest)
     start = time.monotonic()
     client.ask("warm", dataset=dataset)
@@ -47,6 +52,25 @@ def warm(client: Client, path: str, *, quiet: bool) -> Values:
         "nbytes": counted["resident_nbytes"],
         "seconds": time.monotonic() - start,
     }
+
+
+def _manifest(target: str, daemon: str) -> Manifest:
+    module, _, name = target.partition(":")
+    is_python = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+    if is_python and not Path(target).exists():
+        try:
+            from creel.loader.named import manifest_of
+        except ModuleNotFoundError as e:
+            if e.name != "torch":
+                raise
+            raise ConfigError(f"{target} needs torch: pip install 'creel-data[torch]'") from None
+        os.environ["CREEL_SOCKET"] = daemon  # a loader that the module makes starts no other one
+        return manifest_of(module, name)
+    if Path(target).is_file():
+        from creel.loader.datasets.files import FileDataset
+
+        return FileDataset([target]).manifest
+    return folder_manifest(target)
 
 
 def folder_manifest(path: str) -> Manifest:
