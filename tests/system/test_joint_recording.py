@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import creel
 from creel.addresses import first_address
 from creel.cache.memory.memfd import Descriptor
+from creel.errors import UnavailableError
 from creel.loader.client.client import Client
 from creel.loader.tracing.journal import new_journal
 from creel.messages import WithdrawJournal
@@ -40,6 +41,7 @@ EPOCHS = 4
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")  # reads are counted, however busy it is
 
 
 class Hidden(OpaqueFiles):
@@ -136,6 +138,7 @@ def test_a_journal_outlives_the_daemon_by_which_the_ranks_share_it(
                 stack.enter_context(Running(daemon.name, fresh=True))
             dist.barrier()
             assert same([*got, *batches], list(theirs))
+            dist.barrier()
             for _ in range(3):
                 before = slow.opens()
                 dist.barrier()
@@ -170,6 +173,18 @@ def test_a_journal_is_given_on_as_long_as_the_client_that_offered_it(daemon: Run
         assert joint(other, 2) == inodes[2]
         other.notify(WithdrawJournal("name"))
         assert joint(other, 1) == inodes[1]
+
+
+def test_a_client_that_offers_something_else_loses_its_connection(
+    daemon: Running, tmp_path: Path
+) -> None:
+    own, file = new_journal(), (tmp_path / "file").open("w+b")
+    before = daemon.fds()
+    for name, fd in (("file", file.fileno()), ("n" * 65, own.fd)):
+        with daemon.client() as client, pytest.raises(UnavailableError):
+            client.join_journal(name, fd)
+    until(lambda: daemon.fds() == before)
+    file.close()
 
 
 @pytest.mark.usefixtures("daemon")

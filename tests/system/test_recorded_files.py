@@ -26,6 +26,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers wait for the daemon, however busy the machine is: reads are counted."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
+
+
 class Parts(OpaqueFiles):
     """Each file has several samples, and is opened for each of them."""
 
