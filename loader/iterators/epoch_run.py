@@ -18,6 +18,7 @@ from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.returned import Returned
+from creel.loader.iterators.state import stream_in
 from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
@@ -59,6 +60,10 @@ class EpochRun:
         self.stream = loader_state.take_stream(loader, wait=not self._page_cached)
         #: The binding that the epoch's readers use; None: they read without creel.
         self.binding = None if self.stream is None and not self._page_cached else binding
+        #: A stream whose batches this process builds from its files, and how; None: it does not.
+        self.direct = None
+        if binding is not None and self._page_cached:
+            self.direct = stream_in(loader, binding)
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # delivered batches that the daemon's statistics include

@@ -170,8 +170,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._meter = loader_state.meter
         self._workers: list[Any] = []
         self._run = run
-        assert run.stream is not None  # noqa: S101  see `can`
-        frozen = run.stream.binding.frozen()
+        frozen = None if run.stream is None else run.stream.binding.frozen()
 
         pinning = self._pinning = Pinning.of(self)
 
@@ -182,6 +181,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             return BatchReader(
                 *(loader, loader_state, run, fetcher),
                 frozen=frozen,
+                as_worker=True,
                 meter=meter,
                 direct=direct,
                 pinning=pinning,
@@ -202,6 +202,8 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     @staticmethod
     def can(loader: DataLoader[Any], run: EpochRun) -> bool:
         """Whether this iterator can make the loader's batches."""
+        if run.direct is not None:
+            return True
         return run.stream is not None and only_copies(loader, run.stream.binding)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -304,6 +306,8 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
 def _is_large(loader: DataLoader[Any], run: EpochRun) -> bool:
     """Whether batches are large enough for threads; True if a batch sampler sets their sizes."""
     gather = None if run.stream is None else run.stream.binding.gather()
+    if run.direct is not None:
+        gather = run.direct[0]
     if gather is None:
         return False
     nbytes = max(gather.nbytes, gather.batch_nbytes)

@@ -22,6 +22,7 @@ from creel.loader.log_lines import with_rank
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
+from creel.loader.streams.direct import DirectBatches
 from creel.loader.torch_private import SingleProcessDataLoaderIter
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.pinning import Pinning, pinned
@@ -48,6 +49,7 @@ class BatchReader(StepReader):
         fetcher: Any,
         *,
         frozen: Binding | None = None,
+        as_worker: bool = False,
         meter: Meter | None = None,
         direct: DirectReads | None = None,
         pinning: Pinning | None = None,
@@ -56,8 +58,8 @@ class BatchReader(StepReader):
 
         Args:
             fetcher: torch's, for the loader's dataset.
-            frozen: a copy of the dataset's binding. With it the reader, like a worker, ignores
-                later changes to the user's dataset.
+            frozen: a copy of the dataset's binding, for a reader that is `as_worker`.
+            as_worker: the reader, like a worker, ignores later changes to the user's dataset.
             meter: receives the times and counts; by default the loader's own meter.
             direct: says when not to wait for the daemon; by default the loader's own choice.
             pinning: how batches are pinned later; batches that are bytes of the arena are then
@@ -65,7 +67,7 @@ class BatchReader(StepReader):
         """
         self._run = run
         self._fetcher = fetcher
-        self._as_worker = frozen is not None
+        self._as_worker = as_worker
         self._meter = meter or loader_state.meter
         self._memory = loader_state.buffers.take
         if pinning is not None and pinning.for_cuda():
@@ -84,6 +86,10 @@ class BatchReader(StepReader):
         fetcher.collate_fn = _timed(fetcher.collate_fn, self._collating)
         self._plainly = collates_plainly(loader)
         self._tolerance = loader_state.tolerance
+        self._direct_batches: DirectBatches | None = None
+        if run.direct is not None:
+            how = self._memory, self._as_worker
+            self._direct_batches = DirectBatches(*run.direct, *how)
         if run.binding is not None:
             self._binding = frozen or run.binding
             fetcher.dataset = self._binding.dataset  # the frozen one, if any
@@ -102,6 +108,8 @@ class BatchReader(StepReader):
             asked: the stream of the claim, if another one may have replaced it since.
         """
         stream, binding = self._run.stream, self._binding
+        if self._direct_batches is not None and (batch := self._built(index)) is not None:
+            return batch
         if binding is None:
             return self.fetch(index, None)
         if stream is None:
@@ -113,6 +121,15 @@ class BatchReader(StepReader):
             claim = DIRECT if changed else claim
         gatherer = self._gatherer_of(stream, binding) if claim.step >= 0 else None
         return self.read_step(binding, stream.session, *claim, index, gatherer)
+
+    def _built(self, index: Any) -> Any:
+        """Return a batch built from the files of a stream; None if it must be fetched."""
+        assert self._direct_batches is not None  # noqa: S101  the caller has looked
+        start = time.monotonic_ns()
+        try:
+            return self._direct_batches.batch(index)
+        finally:
+            self._meter["stall_source_ns"] += time.monotonic_ns() - start
 
     def copying(self, *, decodes: bool) -> None:  # noqa: ARG002  collation notes its own start
         """Note when copying begins: it counts as collation, unless samples are made of the rows."""

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from creel.config import Config
 from creel.errors import ConfigError
-from creel.loader.binding.bind import Binding, bind, nothing
+from creel.loader.binding.bind import Binding, Gather, bind, nothing
 from creel.loader.binding.tree import declares, keepings_in, wrapped_in
 from creel.loader.binding.wrapped import configure
 from creel.loader.client.connections import connected, start_daemon_early
@@ -39,6 +39,7 @@ from creel.loader.plan.batch_stream import (
 )
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import Tolerance
+from creel.loader.streams.stream import Stream
 from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
 from creel.policies.direct import DirectReads
@@ -285,6 +286,15 @@ def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[s
         )
     flags = given if isinstance(given, dict) else None
     return Config.load(flags, origin="DataLoader(creel=...)")
+
+
+def stream_in(loader: DataLoader[Any], binding: Binding) -> tuple[Gather, Stream] | None:
+    """Return a loader's stream, and how its batches are built, if no user code runs for them."""
+    leaf = binding.leaves[0]
+    if not isinstance(leaf, Stream) or binding.dataset is not leaf:
+        return None
+    gather = binding.gather() if only_copies(loader, binding) else None
+    return None if gather is None else (gather, leaf)
 
 
 def only_copies(loader: DataLoader[Any], binding: Binding) -> bool:

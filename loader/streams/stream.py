@@ -178,10 +178,13 @@ class Stream(RecordDataset):
 
     def _read_direct(self, object_id: int) -> bytes:
         row = np.empty((1, self.nbytes), np.uint8)
-        self._read_rows(np.array([object_id]), row)
+        self.read_rows(np.array([object_id]), row)
         return row.tobytes()
 
     def _read_rows(self, ids: Ints, out: NDArray[np.uint8]) -> None:
+        self.read_rows(ids, out)
+
+    def read_rows(self, ids: Ints, out: NDArray[np.uint8]) -> None:
         """Fill `out`, (n, nbytes), from the folder; adjacent records of a chunk in one read.
 
         Raises:

@@ -77,8 +77,12 @@ class Ranks:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_a_job_that_is_killed_and_resumed_reads_each_record_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct", ["never", "auto"])
+def test_a_job_that_is_killed_and_resumed_reads_each_record_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
     """Two ranks, at last one, with 0 to 2 workers, killed ten times between two checkpoints."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", direct)
     draw, n, b, chunk = random.Random(1), 1200, 3, 5
     folder, nbytes, limit = tmp_path / "stream", 168, {"ahead": 40, "keep": 80}
     most = [0]

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import creel
-from creel.errors import ConfigError
+from creel.errors import ConfigError, SourceError
+from creel.streams.log import Log
 from daemons import Running
 from kit import seeds, unique_name
 from testbed.ranks import ranks
@@ -85,10 +86,17 @@ def producing() -> Iterator[Any]:
         assert not thread.is_alive()
 
 
+@pytest.fixture(params=["daemon", "folder"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where loaders read: from the daemon's memory, or from a local folder itself, the default."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never" if request.param == "daemon" else "auto")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("how", ["plain", "shuffle", "transform", "batch_transform"])
 def test_a_finished_stream_has_torchs_batches(
-    daemon: Running, folder: Path, workers: int, how: str
+    daemon: Running, source: str, folder: Path, workers: int, how: str
 ) -> None:
     produce(folder, 203, random.Random(1))
     kinds: dict[str, dict[str, Any]] = {
@@ -105,11 +113,17 @@ def test_a_finished_stream_has_torchs_batches(
         assert type(a) is type(b)
         parts = [(a[k], b[k]) for k in (a if isinstance(a, dict) else range(len(a)))]
         assert all(torch.equal(p, q) and p.dtype == q.dtype for p, q in parts)
+        assert all(p.stride() == q.stride() for p, q in parts)
+    assert (reads(daemon) > 0) == (source == "daemon")
+
+
+def reads(daemon: Running) -> int:
+    """Return how many records the daemon has read into its memory."""
     with daemon.client("cli") as client:
-        assert client.ask("stats")["sources"][0]["reads"] > 0
+        return sum(one["reads"] for one in client.ask("stats")["sources"])
 
 
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.usefixtures("daemon", "source")
 def test_batches_are_the_same_whatever_the_pace(folder: Path, producing: Any) -> None:
     for seed in seeds(20):
         pace, path = random.Random(seed), folder / str(seed)
@@ -122,7 +136,7 @@ def test_batches_are_the_same_whatever_the_pace(folder: Path, producing: Any) ->
         assert read(DataLoader(again, batch_sampler=again.batches(b))) == got, seed
 
 
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.usefixtures("daemon", "source")
 def test_a_batch_does_not_wait_for_later_ones(folder: Path) -> None:
     """torch's loader asks its sampler for 2 x num_workers batches before it returns the first."""
     for workers, transform in ((0, None), (2, None), (2, lambda r: r)):
@@ -196,17 +210,16 @@ def test_batches_stay_the_same_without_their_daemon(
     assert got == expected(n, 4, 0)
 
 
+@pytest.mark.usefixtures("daemon", "source")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_in_memory_is_not_copied_into_the_arena(
-    daemon: Running, folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    """All its readers copy from the folder itself, which takes less than from one more copy."""
-    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
-    produce(folder, 200)
-    loader = creel.DataLoader(stream(folder), batch_size=4, num_workers=workers)
-    assert read(loader) == expected(200, 4, 0)
-    with daemon.client("cli") as client:
-        assert not sum(source["reads"] for source in client.ask("stats")["sources"])
+def test_a_chunk_that_is_deleted_before_it_was_read_is_named(folder: Path, workers: int) -> None:
+    produce(folder, 70, chunk=1)
+    batches = iter(creel.DataLoader(stream(folder), batch_size=7, num_workers=workers))
+    assert next(batches)["i"].tolist() == list(range(7))
+    for number in range(60):
+        Log.open(folder).delete(number)
+    with pytest.raises(SourceError, match=r"chunk \d+ has been deleted, the oldest one is 60"):
+        list(batches)
 
 
 def test_samples_beyond_the_capacity_are_read_directly(daemon: Running, folder: Path) -> None:
@@ -218,7 +231,7 @@ def test_samples_beyond_the_capacity_are_read_directly(daemon: Running, folder: 
     assert source["nbytes"] == 28 * 168
 
 
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.usefixtures("daemon", "source")
 def test_a_position_resumes_with_other_workers_and_batch_size(folder: Path) -> None:
     produce(folder, 120)
     order = [i for batch in expected(120, 1, 32) for i in batch]
