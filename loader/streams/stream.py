@@ -13,7 +13,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +26,10 @@ from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
 from creel.loader.backoff import pauses
 from creel.loader.datasets.base import Raw, Sample, check_callable
-from creel.loader.datasets.records import RecordDataset, torch_dtype
+from creel.loader.datasets.records import RecordDataset
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
+from creel.loader.streams.fields import FieldRows, Fields, Then
 from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
 from creel.streams.arrivals import behind
@@ -99,10 +100,10 @@ class Stream(RecordDataset):
         self.labels, self.to = None, None
         fields = Fields(self.log.layout)
         self._splits = transform is None and batch_transform is None
-        self.transform = None if transform is None else _Then(fields, transform)
+        self.transform = None if transform is None else Then(fields, transform)
         if transform is None:
-            split = _FieldRows(fields)
-            self.batch_transform = split if self._splits else _Then(split, batch_transform)
+            split = FieldRows(fields)
+            self.batch_transform = split if self._splits else Then(split, batch_transform)
         else:
             self.batch_transform = None
         records = self.log.about.records
@@ -232,52 +233,6 @@ class Stream(RecordDataset):
         if oldest is not None:
             return behind(self.log, chunk, oldest)
         return SourceError(errno.ENODATA, why, self.log.chunk(chunk))
-
-
-class Fields:
-    """Takes records apart into their fields: views, without a copy."""
-
-    def __init__(self, layout: np.dtype[Any]) -> None:
-        """Raises ConfigError for a type that torch lacks."""
-        self._fields: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
-        fields: Mapping[str, Any] = layout.fields or {}
-        for name in layout.names or ():
-            kind, offset = fields[name][:2]
-            dtype = torch_dtype(kind.base)
-            self._fields.append((name, dtype, kind.shape, offset, offset + kind.itemsize))
-
-    def rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return (n, ...) tensors of (n, nbytes) records."""
-        n = len(rows)
-        return {
-            name: rows[:, start:stop].view(dtype).view(n, *shape)
-            for name, dtype, shape, start, stop in self._fields
-        }
-
-    def __call__(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the fields of one (nbytes,) record."""
-        return {name: rows[0] for name, rows in self.rows(record[None]).items()}
-
-
-class _FieldRows:
-    """`Fields.rows` as a function that pickles and is compared by identity."""
-
-    def __init__(self, fields: Fields) -> None:
-        self._fields = fields
-
-    def __call__(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._fields.rows(rows)
-
-
-class _Then:
-    """One function after another, as one that pickles."""
-
-    def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any] | None) -> None:
-        self._first, self._second = first, second
-
-    def __call__(self, given: torch.Tensor) -> Any:
-        assert self._second is not None  # noqa: S101  the caller has one
-        return self._second(self._first(given))
 
 
 def stream_batches(

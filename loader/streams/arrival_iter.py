@@ -1,0 +1,213 @@
+"""ArrivalIter: deals the records of a log to the batches of one rank (see `batches`), and waits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from creel.errors import ConfigError, UnavailableError
+from creel.loader.backoff import pauses
+from creel.loader.order.custom import PacedIterator
+from creel.streams import cursors
+from creel.streams.arrivals import Arrived
+from creel.streams.cursors import Cursor
+
+if TYPE_CHECKING:
+    from creel.loader.streams.batches import StreamBatches
+
+_log = logging.getLogger("creel.stream")
+
+#: Seconds between looks for the next chunk; the longest is a hundredth of the wait for a step.
+_FIRST_S, _LONGEST_S = 0.0005, 0.005
+#: Seconds between listings of the folder in a wait, which NFS needs to see new names.
+_LIST_S = 0.25
+#: Seconds between updates of the cursor, 20 us each; it is also written before each wait.
+_CURSOR_S = 0.02
+_WARN_S = 60.0
+#: Batches that torch's own loader may ask for before it has read the first: `prefetch_factor` 2 for
+#: 16 workers. It does not say which ones it has read.
+_UNREAD = 32
+#: Batches whose places are remembered, for a caller that runs ahead of what it saves.
+_PLACES = 4096
+
+
+class Place(NamedTuple):
+    """A place in the order of a log: a window, its first record, and how much of it is dealt."""
+
+    chunk: int
+    record: int
+    window: int
+    used: int
+
+
+class SavedPlace(TypedDict):
+    """`StreamBatches.state_dict()`: where the next epoch begins, and in which stream."""
+
+    stream: str
+    shuffle: int
+    seed: int
+    place: list[int] | None  # None: at the beginning
+
+
+class ArrivalIter(PacedIterator):
+    """One epoch: the batches of a rank as they arrive.
+
+    creel's loader says which batches training has (`delivered`). Under torch's own, the last
+    `_UNREAD` that were pulled count as unread.
+    """
+
+    def __init__(self, sampler: StreamBatches) -> None:
+        self._sampler, self._log = sampler, sampler.log
+        self._arrived: Arrived | None = None  # None until the first batch is asked for
+        self._left: NDArray[np.int64] = np.empty(0, np.int64)  # of the window, not dealt yet
+        self._window = Place(0, 0, 0, 0)
+        self._drop = 0  # positions of the next window that were dealt before this epoch
+        self._index = 0  # of the next window
+        self._rank, self._global_size, self._size = 0, 0, 0  # the last one: of a window
+        self._batch = 0  # number of the next batch
+        self._places: dict[int, Place] = {}
+        self._cursor, self._written, self._written_at = Cursor(0, 0, 0), Cursor(-1, 0, 0), 0.0
+        self.reports = False
+
+    # --- as PacedIterator -----------------------------------------------------------------------
+
+    def __iter__(self) -> ArrivalIter:
+        return self
+
+    def __next__(self) -> list[int]:
+        if not self.reports:
+            self.delivered(self._batch - _UNREAD)
+        if not self.arrived():
+            self._wait()
+        numbers = self._global_batch()
+        if numbers is None:
+            raise StopIteration
+        self._batch += 1
+        self._places[self._batch] = self._place()
+        self._places.pop(self._batch - _PLACES, None)
+        b, rank = self._sampler.batch_size, self._rank
+        own: list[int] = numbers[rank * b : (rank + 1) * b].tolist()
+        return own
+
+    def arrived(self) -> bool:
+        arrived = self._arrived or self._begin()
+        if arrived.look(self._wanted()):
+            return True
+        self._write_cursor()
+        return False
+
+    def begin_at(self, batch: int) -> None:
+        self._batch = batch
+
+    def state(self, batches: int) -> SavedPlace:
+        if self._arrived is None and batches == self._batch:
+            return self._sampler.state_dict()
+        place = self._places.get(batches)
+        if place is None:
+            raise ConfigError(f"batch {batches} is not one of the last {_PLACES} of this stream")
+        return self._sampler.state(place)
+
+    def delivered(self, batches: int) -> None:
+        place = self._places.get(batches)
+        if place is not None:
+            self._moved(place)
+
+    # --- windows and places ---------------------------------------------------------------------
+
+    def _begin(self) -> Arrived:
+        """Begin the epoch: note that this reader holds back the producers."""
+        start, (self._rank, world) = self._sampler.start(), self._sampler.ranks()
+        self._arrived = Arrived(self._log, start.chunk, start.record)
+        self._arrived.check()  # first: a reader that cannot go on must not hold back producers
+        self._global_size = self._sampler.batch_size * world
+        self._size = self._sampler.shuffle or self._global_size
+        self._index, self._drop = start.window, start.used
+        self._places[self._batch] = start
+        needed = self._global_size * (1 if self.reports else 1 + _UNREAD)
+        if self._sampler.shuffle:  # whole windows, from the beginning of the one it is in
+            needed = -(-(self._size - 1 + needed) // self._size) * self._size
+        self._cursor = Cursor(start.chunk, start.record, needed * self._log.nbytes, world)
+        self._write_cursor()
+        return self._arrived
+
+    def _wanted(self) -> int:
+        """Return how many records must be known for the next batch: whole windows."""
+        lacking = self._global_size + self._drop - len(self._left)
+        return -(-lacking // self._size) * self._size
+
+    def _global_batch(self) -> NDArray[np.int64] | None:
+        """Return the numbers of the next global batch, None at the end of the stream."""
+        parts, lacking = [self._left[: self._global_size]], self._global_size
+        lacking -= len(parts[0])
+        self._left = self._left[self._global_size :]
+        while lacking:
+            self._open_window()
+            if not len(self._left):
+                return None
+            parts.append(self._left[:lacking])
+            self._left = self._left[lacking:]
+            lacking -= len(parts[-1])
+        return np.concatenate(parts)
+
+    def _open_window(self) -> None:
+        assert self._arrived is not None  # noqa: S101  see `arrived`
+        self._window = Place(*self._arrived.place, self._index, 0)
+        numbers = self._arrived.take(self._size)
+        if self._sampler.shuffle:
+            generator = torch.Generator().manual_seed(self._sampler.seed + self._index)
+            numbers = numbers[torch.randperm(len(numbers), generator=generator).numpy()]
+        self._window = self._window._replace(used=len(numbers))
+        self._left = numbers[self._drop :]
+        self._index, self._drop = self._index + 1, 0
+
+    def _place(self) -> Place:
+        """Return the place after the last batch."""
+        if len(self._left):
+            return self._window._replace(used=self._window.used - len(self._left))
+        assert self._arrived is not None  # noqa: S101  as above
+        return Place(*self._arrived.place, self._index, self._drop)
+
+    # --- waiting, and what producers see --------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait until the next batch has arrived, or the stream has ended.
+
+        Raises:
+            UnavailableError: not within the stream's `timeout_s`.
+            SourceNotFoundError: it was deleted before it was read.
+        """
+        began, listed, warn_s = time.monotonic(), time.monotonic(), _WARN_S
+        for pause_s in pauses(_FIRST_S, _LONGEST_S):
+            time.sleep(pause_s)
+            if self.arrived():
+                return
+            now = time.monotonic()
+            if now - listed < _LIST_S:
+                continue
+            if self._arrived is not None:
+                self._arrived.check()
+            listed, waited_s = time.monotonic(), now - began
+            text = f"{self._log.path}: nothing has arrived for {waited_s:.0f} s"
+            if self._sampler.timeout_s is not None and waited_s >= self._sampler.timeout_s:
+                raise UnavailableError(text)
+            if waited_s >= warn_s:
+                ended = f"{self._log.ends()} of {self._log.about.producers} producers have ended"
+                _log.warning("%s; %s", text, ended)
+                warn_s += _WARN_S
+
+    def _moved(self, place: Place) -> None:
+        self._cursor = self._cursor._replace(chunk=place.chunk, record=place.record)
+        over = self._arrived is not None and self._arrived.ended
+        if over or time.monotonic() - self._written_at >= _CURSOR_S:
+            self._write_cursor()
+
+    def _write_cursor(self) -> None:
+        if self._sampler.name is None or self._cursor == self._written:
+            return
+        cursors.write(self._log.path, self._sampler.name, self._rank, self._cursor)
+        self._written, self._written_at = self._cursor, time.monotonic()

@@ -1,0 +1,57 @@
+"""Fields: takes records apart into their fields, as dicts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from creel.loader.datasets.records import torch_dtype
+
+
+class Fields:
+    """Takes records apart into their fields: views, without a copy."""
+
+    def __init__(self, layout: np.dtype[Any]) -> None:
+        """Raises ConfigError for a type that torch lacks."""
+        self._fields: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
+        fields: Mapping[str, Any] = layout.fields or {}
+        for name in layout.names or ():
+            kind, offset = fields[name][:2]
+            dtype = torch_dtype(kind.base)
+            self._fields.append((name, dtype, kind.shape, offset, offset + kind.itemsize))
+
+    def rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return (n, ...) tensors of (n, nbytes) records."""
+        n = len(rows)
+        return {
+            name: rows[:, start:stop].view(dtype).view(n, *shape)
+            for name, dtype, shape, start, stop in self._fields
+        }
+
+    def __call__(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the fields of one (nbytes,) record."""
+        return {name: rows[0] for name, rows in self.rows(record[None]).items()}
+
+
+class FieldRows:
+    """`Fields.rows` as a function that pickles and is compared by identity."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+
+    def __call__(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._fields.rows(rows)
+
+
+class Then:
+    """One function after another, as one that pickles."""
+
+    def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any] | None) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self, given: torch.Tensor) -> Any:
+        assert self._second is not None  # noqa: S101  the caller has one
+        return self._second(self._first(given))

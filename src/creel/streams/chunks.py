@@ -1,0 +1,63 @@
+"""KnownChunks: what a producer knows of a log, to wait for readers and delete what they passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from creel.streams.cursors import Cursor
+from creel.streams.log import ABSENT, Log
+
+
+class KnownChunks:
+    """The chunks of a log that are not deleted, by whomever, and how many bytes they have."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        there = log.numbers()
+        first = there[0] if there else log.furthest()
+        self._first, self._next = first, first
+        self._ends = {first - 1: 0}  # bytes up to the end of each chunk, from the first one on
+        self._look()
+
+    def _look(self) -> None:
+        """Find chunks that other producers have appended."""
+        while (size := self._log.size(self._next)) != ABSENT:
+            self._add(size)
+
+    def _add(self, size: int) -> None:
+        self._ends[self._next] = self._ends[self._next - 1] + size
+        self._next += 1
+
+    def append(self, data: memoryview) -> None:
+        number = self._log.append(data, self._next)
+        while self._next <= number:  # other producers' before it may be deleted already
+            self._add(max(self._log.size(self._next), 0))
+
+    def in_the_way(self, readers: Mapping[str, Cursor], nbytes: int) -> str | None:
+        """Return the name of a reader that must read before `nbytes` more are appended, or None."""
+        self._look()
+        ahead, end = self._log.about.ahead, self._ends[self._next - 1]
+        for name, cursor in (readers or {"a first reader": Cursor(0, 0, 0)}).items():
+            unread = end - self._at(cursor)
+            if unread + nbytes > ahead and unread >= cursor.reach and unread:
+                return name
+        return None
+
+    def trim(self, readers: Mapping[str, Cursor]) -> None:
+        """Delete chunks that all readers passed `keep` bytes ago; never the newest one."""
+        if not readers:
+            return
+        passed = min(map(self._at, readers.values())) - self._log.about.keep
+        while self._first < self._next - 1 and self._ends[self._first] <= passed:
+            self._log.delete(self._first)
+            del self._ends[self._first - 1]
+            self._first += 1
+
+    def _at(self, cursor: Cursor) -> int:
+        """Return the bytes before a reader's place."""
+        if cursor.chunk >= self._next:
+            return self._ends[self._next - 1]
+        if cursor.chunk < self._first:
+            return self._ends[self._first - 1]
+        record_at = self._ends[cursor.chunk - 1] + cursor.record * self._log.nbytes
+        return min(record_at, self._ends[cursor.chunk])
