@@ -29,6 +29,10 @@ STAMP := $(VENV)/.creel-stamp
 WITH_FRAMEWORKS := $(VENV)-frameworks
 FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
 WITH_FLOORS := $(VENV)-floors
+# What touches torch, pyarrow, zmq, msgspec, click and rich most: 1,400 tests.
+FLOORS_TESTS := tests/parity/test_parity.py tests/system/test_dataloader.py $(patsubst %,tests/unit/test_%.py, \
+    cli cli_shown collating config datasets doctor manifest messages packing page peer_wire records remote \
+    samplers saved_orders slots stats torch_random)
 export DATA
 # An installed creel has been compiled; else each of the many processes here would do so anew (0.2 s).
 unexport PYTHONDONTWRITEBYTECODE
@@ -91,7 +95,7 @@ floors:
 	@test -x $(WITH_FLOORS)/bin/python || $(PYTHON) -m venv $(WITH_FLOORS)
 	@PYTHONWARNINGS=ignore $(WITH_FLOORS)/bin/python -m pip install -q --disable-pip-version-check \
 	    -c constraints-floors.txt '.[all]' pytest pytest-timeout pytest-xdist hypothesis h5py
-	@$(WITH_FLOORS)/bin/python -m pytest -n 2 -q tests/unit tests/parity/test_parity.py $(ARGS)
+	@$(WITH_FLOORS)/bin/python -m pytest -n 2 -q $(FLOORS_TESTS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

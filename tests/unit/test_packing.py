@@ -431,13 +431,17 @@ def test_a_batch_nobody_wants_gives_its_slots_back(road: Road) -> None:
 
 
 def test_a_one_off_comes_and_goes(road: Road) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("creel-slot")
+
+    before = mapped()  # torch 2.4 never frees what a test above sends by torch's own queue
     road.writer = SlotWriter(max_slots=0)
     for _ in range(2):
         out = road.trip([torch.ones(90_000), [b"x" * 50_000]])
         assert out[0].sum() == 90_000
-        assert "creel-slot" in Path("/proc/self/maps").read_text()
+        assert mapped() > before
         del out
-        assert "creel-slot" not in Path("/proc/self/maps").read_text()
+        assert mapped() == before
 
 
 class Unwilling:
