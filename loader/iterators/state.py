@@ -140,11 +140,9 @@ class LoaderState:
         """Start a daemon when the loader is made, if its dataset may have objects to cache.
 
         The dataset is bound later, at its first read, because it may change in place until then. A
-        dataset whose reads must be recorded needs no daemon before they are (`EpochRun.deliver`),
-        but by several ranks together (`tracing/recording.py`).
+        dataset whose reads must be recorded needs no daemon before they are (`EpochRun.deliver`).
         """
-        together = rank_and_world()[1] > 1 and wrapped_in(loader.dataset)
-        if loader.creel is not False and (declares(loader.dataset) or together):
+        if loader.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
 
     def take_stream(self, loader: DataLoader[Any], *, wait: bool = True) -> BatchStream | None:

@@ -73,6 +73,7 @@ class AccessRecorder:
         wrapping: Wrapping = AS_IT_IS,
         *,
         joint: bool = False,
+        seals: bool = True,
     ) -> None:
         """Begin to record.
 
@@ -80,10 +81,12 @@ class AccessRecorder:
             place: the journal, of another process or kept from an earlier job; None for a new one.
             wrapping: what `creel.wrap` was asked for.
             joint: whether several ranks share the journal.
+            seals: whether recording ends when this journal has enough.
         """
         self.place = own_place() if place is None else place
         self.dataset = dataset
         self.joint = joint
+        self._seals = seals
         self._wrapping = wrapping
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
@@ -114,6 +117,11 @@ class AccessRecorder:
             return next(TraceJournal(*self.place).new(), None) is None
         except (MalformedError, OSError):
             return True
+
+    @property
+    def over(self) -> bool:
+        """Whether this process knows that recording has ended."""
+        return self._sealed
 
     def copy(self) -> bytes:
         """Return the journal as a file, to be kept."""
@@ -171,13 +179,9 @@ class AccessRecorder:
             self.void |= self._differ
             if self.void:
                 return None
-        reads: list[Reads] = []
-        for record in TraceJournal(*self.place).new():
-            if not isinstance(record, Reads):
-                break
-            reads.append(record)
+        recorded = self._here(joined(self._trace_records()))
         options = self._wrapping.storage_options
-        trace = AccessTrace(self._size, self._here(joined(reads)), self._parts, options)
+        trace = AccessTrace(self._size, recorded, self._parts, options)
         return trace if trace.leaves else None
 
     def _here(self, recorded: RecordedReads) -> RecordedReads:
@@ -211,7 +215,7 @@ class AccessRecorder:
             if (new or again) and not self._sealed:
                 self._append(reads_of(new, again))
             self._catch_up()
-            if not self._sealed and (self._differ or self._over()):
+            if not self._sealed and self._seals and (self._differ or self._over()):
                 self._append(NoTrace() if self._differ else EndOfTrace())
 
     def _noted(self) -> Iterator[tuple[int, list[tuple[Item, int]]]]:
@@ -221,6 +225,31 @@ class AccessRecorder:
             if isinstance(index, (int, np.integer)):
                 with suppress(IndexError):  # a dataset may give more samples than its length
                     yield position(index, self._size), items
+
+    def take_over(self, journal: TraceJournal) -> bool:
+        """Append what was written to another journal since last time; return whether it was any."""
+        with self._lock:
+            reads = [record for record in journal.new() if isinstance(record, Reads)]
+            for record in reads:
+                self._append(record)
+        self.write()
+        return bool(reads)
+
+    def give(self, journal: TraceJournal) -> None:
+        """End another journal with the records of this one, for workers that know only that."""
+        if not self.void:
+            for record in self._trace_records():
+                journal.append(record)
+        journal.append(EndOfTrace())
+
+    def _trace_records(self) -> list[Reads]:
+        """Return the records before the seal."""
+        reads: list[Reads] = []
+        for record in TraceJournal(*self.place).new():
+            if not isinstance(record, Reads):
+                break
+            reads.append(record)
+        return reads
 
     def drop(self) -> None:
         """Forget the reads since the last `write`."""

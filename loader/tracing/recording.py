@@ -3,7 +3,7 @@
 Each rank reads other samples, and all ranks of a node need the reads of all samples when the first
 epoch is over. So each rank offers a journal to the node's daemon, which gives all of them the one
 that came first. The journal is memory of the ranks: it does not depend on the daemon any more.
-Without a daemon each rank records for itself.
+Until a daemon answers, each rank records alone; the joint journal then takes that over.
 
 If there is a disk tier, the journal is kept in its folder for the next job.
 """
@@ -80,13 +80,13 @@ def journal_of_ranks(
     """Return the journal in which this node's ranks record the dataset; None if there is none.
 
     Each rank must call this for the same datasets in the same order: the k-th of several datasets
-    that look alike matches the k-th of the other ranks. Waits for a daemon that is starting.
+    that look alike matches the k-th of the other ranks.
     """
-    world = rank_and_world()[1]
-    client = client_of(config) if world > 1 else None
+    client = client_of(config)
     if client is None:
         return None
     try:
+        world = rank_and_world()[1]
         job = job_here(world, os.environ, os.getppid())
         about = f"{job} {wrapping.whole} {likeness(dataset)}"
         _begun[about] += 1
@@ -157,7 +157,12 @@ class KeptTrace:
 
 
 def recorder_on(
-    place: Place | None, dataset: Dataset[Any], wrapping: Wrapping, *, joint: bool = False
+    place: Place | None,
+    dataset: Dataset[Any],
+    wrapping: Wrapping,
+    *,
+    joint: bool = False,
+    seals: bool = True,
 ) -> AccessRecorder | None:
     """Make a recorder of a `recordable` dataset; None for lack of descriptors or memory.
 
@@ -165,11 +170,12 @@ def recorder_on(
         place: where other processes record the dataset; None: this one begins to.
         wrapping: what `creel.wrap` was asked for.
         joint: whether other ranks record there too.
+        seals: as for `AccessRecorder`.
     """
     if few_descriptors():
         return None
     try:
-        return AccessRecorder(dataset, place, wrapping, joint=joint)
+        return AccessRecorder(dataset, place, wrapping, joint=joint, seals=seals)
     except Exception:  # noqa: BLE001  its samples are then read as without creel
         _log.debug("the reads of the dataset are not recorded", exc_info=True)
         return None

@@ -14,21 +14,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from creel.addresses import startable
 from creel.config import Config, switched_off
+from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind, bound
 from creel.loader.binding.daemon_link import RETRY_S, DaemonLink, linked, needless, starting
 from creel.loader.binding.tree import bindable
 from creel.loader.binding.wrapped import AS_IT_IS, Wrapping
+from creel.loader.client.connections import daemon_starting
+from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.reading.observer import passes_on
 from creel.loader.reading.this_thread import this_thread, thread_use
 from creel.loader.tracing.intercept import Intercepted
-from creel.loader.tracing.journal import Place
+from creel.loader.tracing.journal import Place, TraceJournal
 from creel.loader.tracing.recorder import AccessRecorder, recordable
 from creel.loader.tracing.recording import (
     KeptTrace,
@@ -47,6 +52,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger("creel.loader")
+
+#: Longest time that a rank waits, once, for what the others have recorded, and between two looks.
+_MEET_S, _LOOK_S = 0.2, 0.005
 
 
 class WrappedReads:
@@ -81,7 +89,10 @@ class WrappedReads:
         self._bound = False
         self._binding: Binding | None = None
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
+        #: Whether this rank shall record together with others, once a daemon answers.
+        self._meets = False
         self._ranks: RanksJournal | None = None  # while recording together with other ranks
+        self._before: TraceJournal | None = None  # of workers that began before
         self._trace: AccessTrace | None = None
         self._kept: KeptTrace | None = None  # of an earlier job, and for later ones
 
@@ -91,6 +102,7 @@ class WrappedReads:
         self._link: DaemonLink | None = None
         self._not_before = 0.0
         self._bypass: Bypass | None = None  # made at the first recorded read
+        self._meets, self._before = False, None  # a worker leaves that to its trainer
 
     def __reduce__(self) -> tuple[object, ...]:
         """Let a spawned worker record for its trainer; other copies begin a record of their own."""
@@ -186,7 +198,9 @@ class WrappedReads:
                 if self._recorder is not None:
                     self._use(self._kept.load())
         if self._recorder is not None:
-            trace = self._recorder.trace()
+            if self._meets:
+                self._recorder = self._meet_ranks(self._recorder)
+            trace = self._complete_trace(self._recorder)
             if trace is not None:
                 self._use(trace)
                 if self._kept is not None and self._binding is not None and not get_worker_info():
@@ -209,30 +223,57 @@ class WrappedReads:
                 self._link.session.close()
                 self._link = None
 
+    def _meet_ranks(self, recorder: AccessRecorder) -> AccessRecorder:
+        """Return a recorder on the journal of this node's ranks, once a daemon answers.
+
+        No reader waits for a daemon that is starting: until then this rank records alone, and none
+        is started before reads were recorded.
+        """
+        config = self._settings()
+        if not _none_answers(recorder, config):
+            self._meets = False
+            self._ranks = journal_of_ranks(self.dataset, config, self.wrapping)
+            self._joint = self._ranks is not None
+            place = None if self._ranks is None else self._ranks.place
+            joint = recorder_on(place, self.dataset, self.wrapping, joint=self._joint)
+            if joint is not None:
+                self._before, recorder = TraceJournal(*recorder.place), joint
+        return recorder
+
+    def _complete_trace(self, recorder: AccessRecorder) -> AccessTrace | None:
+        """Return the trace once it is complete; waits shortly for ranks that meet at this time."""
+        took = self._before is not None and recorder.take_over(self._before)
+        trace, deadline = recorder.trace(), time.monotonic() + _MEET_S
+        while took and recorder.joint and not recorder.over and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            trace = recorder.trace()
+        return trace
+
     def _leave_recorder(self) -> None:
-        self._recorder = None
+        if self._before is not None and self._recorder is not None:
+            self._recorder.give(self._before)
+        self._recorder = self._before = None
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
 
     def _new_recorder(self) -> AccessRecorder | None:
-        """Make a recorder on the journal of the parent process, of the node's ranks, or its own.
+        """Make a recorder on the journal of the parent process, or its own.
 
         None if the reads of single samples cannot be told apart.
         """
         if not recordable(self.dataset):
             return None
         place, self._place = self._place, None
-        if place is None and get_worker_info() is None:
-            self._ranks = journal_of_ranks(self.dataset, self._settings(), self.wrapping)
-            if self._ranks is not None:
-                place, self._joint = self._ranks.place, True
-        return recorder_on(place, self.dataset, self.wrapping, joint=self._joint)
+        several = rank_and_world()[1] > 1
+        self._meets = several and place is None and get_worker_info() is None
+        seals = self._joint or not several  # else the trainer does, which meets the other ranks
+        return recorder_on(place, self.dataset, self.wrapping, joint=self._joint, seals=seals)
 
     def prepare(self) -> None:
         """Bind before workers are made, so that they need not.
 
-        Contacts the daemon only if ranks of a job record together (`journal_of_ranks`).
+        Contacts the daemon only if ranks of a job record together, and it answers.
         """
         link = self._link
         if link is not None and not link.binding.still():
@@ -288,6 +329,13 @@ class WrappedReads:
 def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]) -> T:
     with Intercepted():
         return fetch(dataset)
+
+
+def _none_answers(recorder: AccessRecorder, config: Config) -> bool:
+    """Whether to record on without a daemon, which starts meanwhile if there is any use of it."""
+    with suppress(UnavailableError):  # then there will be none
+        return startable(config.daemon.name) and (recorder.empty or daemon_starting(config))
+    return False
 
 
 def _still(binding: Binding, indices: Sequence[int]) -> bool:

@@ -112,6 +112,37 @@ def test_the_daemon_reads_from_the_second_epoch_on_what_any_rank_has_read(
     assert found == [N, N, 0, 0]
 
 
+class Later:
+    """A loader in whose first epoch the daemon does not answer yet."""
+
+    def __init__(self, loader: Any, patch: pytest.MonkeyPatch) -> None:
+        self._loader, self.sampler = loader, loader.sampler
+        self._patch = patch
+        for name in ("startable", "daemon_starting"):
+            patch.setattr(f"creel.loader.tracing.wrapped_reads.{name}", lambda _: True)
+
+    def __iter__(self) -> Any:
+        yield from self._loader
+        self._patch.undo()
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_what_ranks_have_recorded_before_a_daemon_answers_is_not_lost(
+    slow: SlowFiles, tmp_path: Path, workers: int, *, persistent: bool
+) -> None:
+    """No reader waits for a daemon that is starting."""
+    more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+
+    def loaders(rank: int) -> tuple[Any, Any]:
+        ours, theirs = by_sampler(slow, rank, **more)
+        return Later(ours, pytest.MonkeyPatch()), theirs
+
+    found = each_rank(slow, tmp_path, loaders)
+    assert found[0] == N
+    assert found[-1] == 0  # on a busy machine a rank may come late to the meeting
+
+
 def test_without_a_daemon_each_rank_reads_as_with_torch(
     slow: SlowFiles, tmp_path: Path, daemon_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
