@@ -26,7 +26,7 @@ from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batche
 from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
-from creel.loader.rehearsal.rehearsed import length_of
+from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # else none of these is used, and importing them may fail
@@ -126,6 +126,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
         if rehearsal is not None:
             dataset = rehearsal.behind(dataset)
+        elif type(dataset) is Rehearsed and type(batch_sampler) is not RehearsedBatches:
+            text = "nothing replays them: give rehearsal=, or the batch sampler of memory.over()"
+            warnings.warn(f"the dataset has rows of a memory, but {text}", stacklevel=2)
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:

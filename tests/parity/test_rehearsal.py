@@ -393,6 +393,14 @@ def test_a_memory_that_nothing_is_added_to_is_said_once() -> None:
     creel.DataLoader(Noisy(5), rehearsal=rows, creel=False)
 
 
+def test_a_rehearsed_dataset_without_its_memory_is_said() -> None:
+    """As accelerate makes a loader again: without arguments that it does not know."""
+    loader = creel.DataLoader(Noisy(8), 4, rehearsal=memory(), creel=False)
+    with pytest.warns(UserWarning, match="nothing replays them"):
+        again: Any = creel.DataLoader(loader.dataset, 4, creel=False)
+    assert [len(batch[0]) for batch in again] == [4, 4]
+
+
 def test_a_memory_smaller_than_a_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     rows = creel.Rehearsal(16, budget=7, seed=1234)
     rows.add(Noisy(20, 1000), ["text", "other"] * 10)
