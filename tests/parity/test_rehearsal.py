@@ -7,6 +7,7 @@ import copy
 import itertools
 import logging
 import pickle
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -458,3 +459,16 @@ def test_ranks_of_a_group_replay_alike_and_other_groups_other_rows(
     assert found[2] == found[3]
     for one, other in zip(found[0], found[2], strict=True):
         assert len({*one, *other}) == 6
+
+
+# --- the example --------------------------------------------------------------------------------
+
+
+def test_a_memory_keeps_the_examples_network_from_forgetting() -> None:
+    """One seed; `examples/continual.py --check` has ten, and more ways."""
+    pytest.importorskip("sklearn")
+    path = Path(__file__).parent.parent.parent / "examples/continual.py"
+    found = runpy.run_path(str(path))
+    ways, final = found["WAYS"], found["final"]
+    assert final(ways["incremental"], 0) <= 25
+    assert final(ways["rehearsal, 20 %"], 0) >= 80
