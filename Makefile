@@ -84,6 +84,7 @@ stress: $(STAMP)
 	@$(BIN)/python -m tests.stress.random_programs --count 1000 $(ARGS)
 	@$(BIN)/python -m tests.stress.random_programs --wrapped --count 1000
 	@$(BIN)/python -m tests.stress.rehearsal_programs --count 500
+	@$(BIN)/python examples/continual.py --check
 	@$(BIN)/python -m tests.stress.chaos --kills 160
 	@SEEDS=20 $(PYTEST) -q tests/unit tests/parity/test_parity.py
 

@@ -28,7 +28,7 @@ from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batche
 from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
-from creel.loader.rehearsal.rehearsed import length_of
+from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
 from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
 
@@ -137,6 +137,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         if rehearsal is not None:
             dataset = rehearsal.behind(dataset)
+        elif type(dataset) is Rehearsed and type(batch_sampler) is not RehearsedBatches:
+            text = "nothing replays them: give rehearsal=, or the batch sampler of memory.over()"
+            warnings.warn(f"the dataset has rows of a memory, but {text}", stacklevel=2)
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:

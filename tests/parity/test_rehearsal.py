@@ -7,6 +7,7 @@ import copy
 import itertools
 import logging
 import pickle
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,14 @@ def test_a_memory_that_nothing_is_added_to_is_said_once() -> None:
     creel.DataLoader(Noisy(5), rehearsal=rows, creel=False)
 
 
+def test_a_rehearsed_dataset_without_its_memory_is_said() -> None:
+    """As accelerate makes a loader again: without arguments that it does not know."""
+    loader = creel.DataLoader(Noisy(8), 4, rehearsal=memory(), creel=False)
+    with pytest.warns(UserWarning, match="nothing replays them"):
+        again: Any = creel.DataLoader(loader.dataset, 4, creel=False)
+    assert [len(batch[0]) for batch in again] == [4, 4]
+
+
 def test_a_memory_smaller_than_a_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     rows = creel.Rehearsal(16, budget=7, seed=1234)
     rows.add(Noisy(20, 1000), ["text", "other"] * 10)
@@ -450,3 +459,16 @@ def test_ranks_of_a_group_replay_alike_and_other_groups_other_rows(
     assert found[2] == found[3]
     for one, other in zip(found[0], found[2], strict=True):
         assert len({*one, *other}) == 6
+
+
+# --- the example --------------------------------------------------------------------------------
+
+
+def test_a_memory_keeps_the_examples_network_from_forgetting() -> None:
+    """One seed; `examples/continual.py --check` has ten, and more ways."""
+    pytest.importorskip("sklearn")
+    path = Path(__file__).parent.parent.parent / "examples/continual.py"
+    found = runpy.run_path(str(path))
+    ways, final = found["WAYS"], found["final"]
+    assert final(ways["incremental"], 0) <= 25
+    assert final(ways["rehearsal, 20 %"], 0) >= 80

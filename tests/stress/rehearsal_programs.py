@@ -252,8 +252,8 @@ class RehearsalProgram:
     @property
     def can_resume(self) -> bool:
         """Whether a loader can go on for another one, which has drawn all that torch's has then."""
-        if self.kind in RANDOM or self.generator:
-            return False
+        if self.kind in RANDOM or self.generator or self.persistent:
+            return False  # a persistent iterator draws no base seed, another loader's does
         return self.order in ("in order", "distributed", "shuffle", "batches", "replacement")
 
     def _epoch(self, loader: Any, last: int, fault: str, options: Any, shown: list[Any]) -> None:
