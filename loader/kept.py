@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
+from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.decoded.draws import Draws
 from creel.loader.decoded.kept import KeepingSamples, KeptDataset
 from creel.loader.decoded.store import DecodedStore, Stamp
@@ -40,7 +41,12 @@ class SampleKeeping(KeepingSamples):
         return len(owner)
 
     def what(self, owner: KeptDataset[Any]) -> str | None:
-        """Describe the dataset by its pickle: equal pickles are read by the same code."""
+        """Describe the dataset by its pickle: equal pickles are read by the same code.
+
+        It takes a second for a million paths, so it is made only where there are other ranks.
+        """
+        if rank_and_world()[1] == 1:
+            return None
         digest = _Digest()
         try:
             pickle.Pickler(digest, 5).dump(owner.dataset)
@@ -57,6 +63,9 @@ class SampleKeeping(KeepingSamples):
             return owner.dataset[index]
         given = self.take(store, number, self._current)
         if given is not None:
+            if this_thread.observed is not None:  # an outer `kept` or `creel.wrap`
+                for address, _ in given.stamp:
+                    this_thread.observed.add(address or (id(owner), number))
             return given.sample
         return self._read(owner, store, number, index) if store.open else owner.dataset[index]
 

@@ -59,6 +59,8 @@ class ObjectKeeping(Keeping):
             store, object_id, lambda of: of == (version_at(path) if path else unchecked)
         )
         if given is not None:
+            if this_thread.observed is not None:  # an outer `creel.kept` or `creel.wrap`
+                this_thread.observed.add(address or (id(dataset), object_id))
             return given.sample
         if not store.open:
             return fresh(decode)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from creel.cache.memory.memfd import Descriptor
 from creel.loader.cluster.ranks import job_name, rank_and_world
-from creel.loader.decoded.store import DecodedStore, new_memory
+from creel.loader.decoded.memory import index_nbytes, new_memory
+from creel.loader.decoded.store import DecodedStore
 from creel.system.forks import forget_in_child
 from creel.system.unix_peers import known_apart, listener_at, view_of
 
@@ -41,6 +42,9 @@ def open_store(what: str | None, samples: int, limit: int | None) -> DecodedStor
         what: describes exactly which bytes are decoded, and how; None: nobody else shares it.
         limit: most bytes; see `DecodedStore`.
     """
+    if limit is not None and limit <= index_nbytes(samples):
+        _log.warning("no decoded samples are kept: %d bytes are too few for an index", limit)
+        return None
     try:
         if what is None:
             return DecodedStore(new_memory(samples), samples, limit)

@@ -26,15 +26,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import (
-    F_ADD_SEALS,
-    F_SEAL_GROW,
-    F_SEAL_SHRINK,
-    Descriptor,
-    mapped,
-    memfd,
-)
+from creel.cache.memory.memfd import Descriptor, mapped
 from creel.loader.decoded.codec import decode, encode
+from creel.loader.decoded.memory import (
+    END,
+    PAGE_NBYTES,
+    USED,
+    WORDS_NBYTES,
+    Locked,
+    transfer,
+)
 from creel.policies.memory import decoded_room, given_back, next_look_s, reserve
 from creel.system import limits
 from creel.system.forks import forget_in_child
@@ -42,30 +43,23 @@ from creel.units import format_size
 
 _log = logging.getLogger("creel.loader")
 
-#: Bytes of the words, before the index.
-WORDS_NBYTES = 4096
-# The words:
-_END, _USED, _SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = (
-    range(10)
-)
+#: The words after END and USED.
+_SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
 #: Samples begin at multiples of this. A word of the index is place and length, both in these units.
 _UNIT = 64
 _LENGTH_BITS = 24
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
-#: Bytes of the memfd, which takes memory only where it was written.
-_PLACES_NBYTES = 1 << 45
 #: A sample's first bytes: its number, and the bytes of the header that follows.
 _HEAD = struct.Struct("<qq")
 #: Bytes that are read at once to have the header of most samples.
 _FIRST_NBYTES = 1024
-#: Most buffers of one system call, and most bytes (Linux).
-_MOST_BUFFERS, _MOST_NBYTES = 1000, 1 << 30
 #: The free memory is looked at each time that so many bytes were written.
 _LOOK_NBYTES = 8 << 20
+#: For so long other processes do not look at the free memory, while one does.
+_LOOKING_NS = 20_000_000
 #: How long nothing is kept after memory was short.
 _SHORT_NS = 1_000_000_000
 _FOREVER_NS = (1 << 63) - 1
-_PAGE = 4096
 
 #: What identifies the bytes that a sample was decoded from: plain values.
 Stamp = Any
@@ -77,6 +71,7 @@ class Taken(NamedTuple):
     """The result of `take`."""
 
     sample: Any
+    stamp: Stamp
 
 
 class DecodedStore:
@@ -128,7 +123,7 @@ class DecodedStore:
     @property
     def used_nbytes(self) -> int:
         """Bytes of memory that it takes."""
-        return self._words[_USED]
+        return self._words[USED]
 
     @property
     def kept(self) -> int:
@@ -145,8 +140,7 @@ class DecodedStore:
 
     def first_failure(self) -> bool:
         """Whether this is the first call in any process: a sample could not be kept."""
-        with _Locked(self):
-            first, self._words[_FAILED] = not self._words[_FAILED], 1
+        first, self._words[_FAILED] = not self._words[_FAILED], 1
         return first
 
     # --- reading --------------------------------------------------------------------------------
@@ -154,10 +148,11 @@ class DecodedStore:
     def take(self, number: int, current: Callable[[Stamp], bool]) -> Taken | None:
         """Return a private copy of a sample; None if it is absent or its stamp is not `current`."""
         word = self._word_of[number]
-        if not word:
+        if not word or self._words[_REFUSED]:
             return None
-        self._look()
         place, nbytes = _place_of(word)
+        with suppress(OSError):
+            self._look()
         try:
             first = os.pread(self.own.fd, min(nbytes, _FIRST_NBYTES), place)
             of, length = _HEAD.unpack_from(first)
@@ -170,9 +165,9 @@ class DecodedStore:
             if not current(stamp):
                 return None
             sample = decode(node, lambda into: self._fill(into, place + begin))
-        except (OSError, struct.error, msgspec.DecodeError):  # no descriptor left, or as above
+        except (OSError, struct.error, msgspec.DecodeError):  # the system refuses, or as above
             return None
-        return Taken(sample) if self._word_of[number] == word else None
+        return Taken(sample, stamp) if self._word_of[number] == word else None
 
     def _fill(self, into: Sequence[NDArray[np.uint8]], place: int) -> None:
         """Read the bytes from `place` on into arrays.
@@ -180,7 +175,7 @@ class DecodedStore:
         Raises:
             OSError: the system refuses.
         """
-        _transfer(os.preadv, self.own.fd, into, place)
+        transfer(os.preadv, self.own.fd, into, place)
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -209,26 +204,29 @@ class DecodedStore:
         units = -(-nbytes // _UNIT)
         if units > _LENGTH_MASK:
             return 0
-        place = self._reserve(units * _UNIT, encoded_nbytes)
-        if place < 0:
-            return 0
+        place = -1
         try:
-            _transfer(os.pwritev, self.own.fd, parts, place)
+            place = self._reserve(units * _UNIT, encoded_nbytes)
+            if place < 0:
+                return 0
+            transfer(os.pwritev, self.own.fd, parts, place)
+            self._publish(number, place // _UNIT << _LENGTH_BITS | units)
         except OSError as e:
-            self._abandon(place, units * _UNIT)
-            _log.info("no more decoded samples are kept for now: %s", e.strerror)
+            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+            _log.info("no more decoded samples are kept for now: %s", e)
+            with suppress(OSError):
+                self._abandon(place, units * _UNIT)
             return 0
-        self._publish(number, place // _UNIT << _LENGTH_BITS | units)
         return units * _UNIT
 
     def _reserve(self, nbytes: int, encoded_nbytes: int) -> int:
         """Return a new place of `nbytes`; -1 if there is no room."""
         words = self._words
-        with _Locked(self):
+        with self._locked():
             words[_DECODES] += 1
             words[_DECODED] += nbytes
             words[_ENCODED] += encoded_nbytes
-            used = words[_USED]
+            used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
                 if used + self._mean() > self.limit:
                     words[_CLOSED_NS] = _FOREVER_NS
@@ -237,14 +235,14 @@ class DecodedStore:
             if due and self._room() < nbytes:
                 words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
                 return -1
-            place = words[_END]
-            words[_END] = place + nbytes
-            words[_USED] = used + nbytes
+            place = words[END]
+            words[END] = place + nbytes
+            words[USED] = used + nbytes
         return place
 
     def _mean(self) -> int:
         """Return the mean bytes of the samples that it has."""
-        return (self._words[_USED] - WORDS_NBYTES) // max(self._words[_SAMPLES], 1)
+        return (self._words[USED] - WORDS_NBYTES) // max(self._words[_SAMPLES], 1)
 
     def _room(self) -> int:
         """Return by how many bytes it may grow now, by the memory of the node."""
@@ -253,13 +251,13 @@ class DecodedStore:
             words[n] * self.samples // max(words[_DECODES], 1) for n in (_DECODED, _ENCODED)
         )
         return decoded_room(
-            *(self.limit, words[_USED], memory.available, reserve(memory.total)),
+            *(self.limit, words[USED], memory.available, reserve(memory.total)),
             whole=whole,
             encoded=encoded,
         )
 
     def _publish(self, number: int, word: int) -> None:
-        with _Locked(self):
+        with self._locked():
             if self._words[_REFUSED]:
                 self._free(*_place_of(word))
                 return
@@ -271,51 +269,53 @@ class DecodedStore:
                 self._words[_SAMPLES] += 1
 
     def _abandon(self, place: int, nbytes: int) -> None:
-        """Give back a place that could not be written; keep nothing more for a while."""
-        with _Locked(self):
-            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
-            self._free(place, nbytes)
+        """Give back a place that could not be written."""
+        if place >= 0:
+            with self._locked():
+                self._free(place, nbytes)
+
+    def _locked(self) -> Locked:
+        return Locked(self.own, self._lock)
 
     # --- removing -------------------------------------------------------------------------------
 
     def _free(self, place: int, nbytes: int) -> None:
         """Give back the memory of whole pages of a place that left the index; under the lock."""
-        first, end = -(-place // _PAGE) * _PAGE, (place + nbytes) // _PAGE * _PAGE
+        first = -(-place // PAGE_NBYTES) * PAGE_NBYTES
+        end = (place + nbytes) // PAGE_NBYTES * PAGE_NBYTES
         with suppress(OSError, ValueError):  # no memory for a mapping: the pages stay
             if end > first:
                 with mapped(self.own.fd, end - first, offset=first) as memory:
                     memory.madvise(mmap.MADV_REMOVE)
-                self._words[_USED] -= end - first
+                self._words[USED] -= end - first
         if self._words[_CLOSED_NS] == _FOREVER_NS:
             self._words[_CLOSED_NS] = 0
 
     def refuse(self) -> bool:
         """Keep nothing any more, nor what is there; return whether this is the first call."""
-        with _Locked(self):
-            first, self._words[_REFUSED] = not self._words[_REFUSED], 1
-            if first and self._words[_SAMPLES]:
+        first, self._words[_REFUSED] = not self._words[_REFUSED], 1
+        if first:
+            with suppress(OSError), self._locked():
                 self._remove(np.flatnonzero(self._index))
         return first
 
     def _look(self) -> None:
         """Give memory back if other processes lack it; looks the more often the less is free."""
-        if time.monotonic_ns() < self._words[_LOOK_NS]:
+        now = time.monotonic_ns()
+        if now < self._words[_LOOK_NS]:
             return
-        with _Locked(self):
-            now = time.monotonic_ns()
-            if now < self._words[_LOOK_NS]:  # another process has just looked
-                return
-            memory = limits.memory(active=True)
-            keep = reserve(memory.total)
-            self._words[_LOOK_NS] = now + int(1e9 * next_look_s(memory.available, keep))
+        self._words[_LOOK_NS] = now + _LOOKING_NS  # one process is enough
+        memory = limits.memory(active=True)
+        keep = reserve(memory.total)
+        self._words[_LOOK_NS] = now + int(1e9 * next_look_s(memory.available, keep))
         wanted = given_back(memory.available, keep, 0)
         if wanted > 0:
             self.give_back(wanted)
 
     def give_back(self, nbytes: int) -> None:
         """Remove the samples that came last, `nbytes` of them, and let others have the memory."""
-        with _Locked(self):
-            before = self._words[_USED]
+        with self._locked():
+            before = self._words[USED]
             numbers = np.flatnonzero(self._index)
             if not len(numbers):
                 return
@@ -323,7 +323,7 @@ class DecodedStore:
             ends = np.cumsum((self._index[latest] & _LENGTH_MASK) * _UNIT)
             self._remove(latest[: int(np.searchsorted(ends, nbytes)) + 1])
             self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
-        freed = before - self._words[_USED]
+        freed = before - self._words[USED]
         if freed:
             _log.warning(
                 "other processes need memory: %s of decoded samples are not kept any more",
@@ -337,66 +337,13 @@ class DecodedStore:
         self._words[_SAMPLES] -= len(words)
         first = (words >> _LENGTH_BITS) * _UNIT
         end = first + (words & _LENGTH_MASK) * _UNIT
+        if not len(words):
+            return
         begins = np.append(True, first[1:] != end[:-1])  # of a run without gaps
         for at, to in zip(first[begins], end[np.append(begins[1:], True)], strict=True):
             self._free(int(at), int(to - at))
 
 
-class _Locked:
-    """Inside the `with`, no other thread or process changes the store."""
-
-    def __init__(self, store: DecodedStore) -> None:
-        self._lock, self._own = store._lock, store.own  # noqa: SLF001
-
-    def __enter__(self) -> None:
-        import fcntl  # missing on Windows, where this module is imported as well
-
-        self._lock.acquire()
-        # The system frees it when the process ends, whatever it was doing.
-        fcntl.lockf(self._own.fd, fcntl.LOCK_EX, 1)
-
-    def __exit__(self, *_: object) -> None:
-        import fcntl
-
-        fcntl.lockf(self._own.fd, fcntl.LOCK_UN, 1)
-        self._lock.release()
-
-
-def new_memory(samples: int, name: str = "creel-decoded") -> Descriptor:
-    """Make the memfd of a store without samples.
-
-    Raises:
-        OSError: there is no memory for its index.
-    """
-    import fcntl
-
-    own = Descriptor(memfd(name, sealable=True))
-    first = -(-(WORDS_NBYTES + 8 * samples) // _PAGE) * _PAGE
-    os.ftruncate(own.fd, _PLACES_NBYTES)
-    os.posix_fallocate(own.fd, 0, first)  # later accesses of the mapping cannot fail
-    os.pwrite(own.fd, struct.pack("<qq", first, first), 8 * _END)  # _END and _USED
-    fcntl.fcntl(own.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-    return own
-
-
 def _place_of(word: int) -> tuple[int, int]:
     """Return the first byte and the bytes of a place, from a word of the index."""
     return (word >> _LENGTH_BITS) * _UNIT, (word & _LENGTH_MASK) * _UNIT
-
-
-def _transfer(call: Callable[..., int], fd: int, buffers: Sequence[Any], place: int) -> None:
-    """Read or write all bytes of the buffers, by `os.preadv` or `os.pwritev`.
-
-    Raises:
-        OSError: the system refuses, or there is less.
-    """
-    views = [memoryview(one).cast("B") for one in buffers if memoryview(one).nbytes]
-    while views:
-        done = call(fd, views[:_MOST_BUFFERS], place)
-        if done <= 0:
-            raise OSError("fewer bytes than expected")
-        place += done
-        while views and done >= views[0].nbytes:
-            done -= views.pop(0).nbytes
-        if done:
-            views[0] = views[0][done:]

@@ -24,7 +24,7 @@ import creel
 from stress.userland import *
 """
 #: Memory for decoded samples: for all, for some, for none.
-LIMITS = ("'auto'", "'1MiB'", "'1MiB'", 4096 + 1500, "'7KiB'", 0)
+LIMITS = ("'auto'", "'1MiB'", "'1MiB'", 4096 + 1500, "'9KiB'", 0)
 SETTINGS = ["settings.OFFSET = {k}", "settings.Settings.factor = {k}"]
 HOW = ("in place", "times put back", "renamed")
 OPTIONS = (

@@ -320,6 +320,19 @@ def test_a_dataset_that_draws_is_not_kept(
     assert caplog.text.count("random numbers") == 1
 
 
+def test_a_change_is_noticed_through_two_stores(paths: list[str]) -> None:
+    """What the inner store serves, the outer one must still check."""
+    inner = creel.FileDataset(paths, decode=Decoder(), keep_decoded="1MiB")
+    check(inner, paths)
+    outer = creel.kept(creel.kept(inner, "1MiB"), "1MiB")
+    for changed in (paths[0], paths[3]):
+        check(outer, paths)
+        check(outer, paths)
+        Path(changed).write_bytes(b"something else")
+        settle(changed)
+    check(outer, paths)
+
+
 def test_errors_and_other_keys_are_the_datasets_own() -> None:
     mapping: Any = {"a": 1}  # torch allows any
     kept: Any = creel.kept(mapping, "1MiB")

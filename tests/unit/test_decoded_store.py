@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from creel.loader.decoded import memory as memory_module
 from creel.loader.decoded.codec import UnkeptError
-from creel.loader.decoded.store import DecodedStore, new_memory
+from creel.loader.decoded.memory import Locked, new_memory
+from creel.loader.decoded.store import DecodedStore
 from creel.policies.memory import decoded_room
 from creel.system import limits
 from creel.system.limits import MemoryLimits
@@ -197,7 +200,8 @@ def test_processes_that_fill_and_read_a_store_see_whole_samples(make: Any, seed:
     """Three processes work, and one after the other is killed."""
     store = make(40 * NBYTES)
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=work, args=(store, 100 * seed + i)) for i in range(9)]
+    seeded = [100 * seed + i for i in range(9)]
+    workers = [context.Process(target=work, args=(store, i), daemon=True) for i in seeded]
     for worker in workers[:3]:
         worker.start()
     for i in range(3, len(workers)):
@@ -228,3 +232,29 @@ def test_room_never_exceeds_the_limit_nor_touches_the_reserve(seed: int) -> None
     assert limit is None or room == 0 or used + room <= limit
     if limit is None and room and used + room < whole:
         assert available - room >= 2 * reserve + encoded
+
+
+def test_a_stopped_process_that_has_the_lock_is_waited_for_but_not_forever(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "_LOCK_S", 0.01)
+    store = make()
+    store.put(0, 0, sample(0))
+    held = multiprocessing.get_context("fork").Event()
+
+    def hold() -> None:
+        with Locked(store.own, threading.Lock()):
+            held.set()
+            signal.pause()
+
+    other = multiprocessing.get_context("fork").Process(target=hold, daemon=True)
+    other.start()
+    try:
+        assert held.wait(30)
+        assert store.put(1, 0, sample(1)) == 0
+        assert np.array_equal(taken(store, 0), sample(0))
+    finally:
+        other.kill()
+        other.join()
+    until(lambda: store.open)
+    assert store.put(1, 0, sample(1)) > 0
