@@ -39,8 +39,8 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
+    from creel.loader.iterators.returned import NotedSampler, noted_iterator
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
-    from creel.loader.iterators.torch_iters import NotedSampler, noted_iterator
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 

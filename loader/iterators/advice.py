@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch.utils.data import DistributedSampler, Sampler
 
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.order.sampler_state import attribute
+from creel.loader.order.custom.sampler_state import attribute
 
 _log = logging.getLogger("creel.loader")
 _said: set[str] = set()

@@ -28,11 +28,11 @@ from typing import NamedTuple, TypedDict, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from creel.loader.order.custom.sampler_copy import SamplerCopy
+from creel.loader.order.custom.sampler_state import OwnState, own_states
 from creel.loader.order.epoch_plan import EpochPlan
 from creel.loader.order.generators import encode_state, state_of
 from creel.loader.order.rehearsing import RehearsedBatches, Replays
-from creel.loader.order.sampler_copy import SamplerCopy
-from creel.loader.order.sampler_state import OwnState, own_states
 from creel.loader.order.streams import StreamState
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from creel.errors import ConfigError
+from creel.loader.order.custom.sampler_state import attribute
 from creel.loader.order.generators import Permutation, permutation, seeded
-from creel.loader.order.sampler_state import attribute
 from creel.policies.arrays import Ints, unique
 from creel.policies.rehearsal.content import mixed
 from creel.policies.rehearsal.growth import Growth

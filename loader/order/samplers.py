@@ -25,7 +25,9 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.custom import CustomOrder, PacedIterator, PacedOrder, inner_generator
+from creel.loader.order.custom.orders import CustomOrder, PacedIterator, PacedOrder, inner_generator
+from creel.loader.order.custom.sampler_copy import SamplerCopy
+from creel.loader.order.custom.sampler_state import attribute, load_own, own_states
 from creel.loader.order.derived import in_whole
 from creel.loader.order.epoch_order import (
     EpochOrder,
@@ -47,8 +49,6 @@ from creel.loader.order.generators import (
 )
 from creel.loader.order.replay import is_sequence, open_stream, trusted
 from creel.loader.order.replayed import ReplayedOrder
-from creel.loader.order.sampler_copy import SamplerCopy
-from creel.loader.order.sampler_state import attribute, load_own, own_states
 from creel.loader.order.streams import StreamState
 from creel.policies.order.dealing import each_of
 from creel.policies.order.remap import Exchange

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from creel.errors import ConfigError, UnavailableError
 from creel.loader.backoff import pauses
-from creel.loader.order.custom import PacedIterator
+from creel.loader.order.custom.orders import PacedIterator
 from creel.streams import cursors
 from creel.streams.arrivals import Arrived
 from creel.streams.cursors import Cursor

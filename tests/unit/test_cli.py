@@ -18,7 +18,8 @@ import pytest
 from cli_rig import STATS, STATUS, FakeClient, answering
 
 from creel.cache.storage.manifest import Manifest
-from creel.cli import main, run, stats, warm
+from creel.cli import main, run, warm
+from creel.cli.watching import stats
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.loader.client.client import Client
 

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from cli_rig import SESSION, STATS, STATUS, FakeClient, answering
 
-from creel.cli import main, view
+from creel.cli import main
+from creel.cli.watching import view
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_rates_are_differences_over_time() -> None:
 def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     import pty
 
-    from creel.cli import top
+    from creel.cli.watching import top
 
     ours, theirs = pty.openpty()
     with open(theirs) as terminal:  # noqa: PTH123  a descriptor
@@ -154,7 +155,7 @@ def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_begin_where_a_stream_was_first_told_of() -> None:
-    from creel.cli import top
+    from creel.cli.watching import top
 
     first, later = SESSION, SESSION | {"samples": 9}
     other = SESSION | {"session": 2}
@@ -193,7 +194,7 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
 
     from rich.console import Console
 
-    from creel.cli import top
+    from creel.cli.watching import top
 
     wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
     told = STATS | {"sessions": [wide, SESSION]}

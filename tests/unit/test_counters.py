@@ -12,7 +12,7 @@ import pytest
 
 from creel.cache.memory.memfd import sealed_memfd
 from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords
-from creel.cli import view
+from creel.cli.watching import view
 from creel.counters import CAUSES, COUNTERS, OF_RANKS, OF_WORKERS, STAGES, Counter, report
 from creel.daemon.reporting.prometheus import serve_page
 from creel.loader.iterators.meter import Meter

@@ -9,7 +9,7 @@ import pytest
 from cli_rig import SESSION, STATS, FakeClient, answering
 
 import creel
-from creel.cli import view
+from creel.cli.watching import view
 from creel.errors import NoDaemonError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from creel.cli import main
-from creel.cli import stream as shown
+from creel.cli.watching import stream as shown
 from creel.streams import cursors
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log

@@ -62,7 +62,7 @@ def main(args: list[str] | None = None) -> int:
 
 def _print(answer: Mapping[str, Any], as_json: bool, as_text: Callable[[Any], object]) -> None:
     """Print an answer as JSON, or as text by `as_text`."""
-    from creel.cli import view
+    from creel.cli.watching import view
 
     if as_json:
         view.print_json(answer)
@@ -73,7 +73,7 @@ def _print(answer: Mapping[str, Any], as_json: bool, as_text: Callable[[Any], ob
 def _print_error(state: dict[str, Any], why: str) -> None:
     """Print an error as JSON for callers that asked for JSON and read standard output only."""
     if state.get("json"):
-        from creel.cli import view
+        from creel.cli.watching import view
 
         view.print_json({"error": why}, line=True)
 
@@ -129,7 +129,7 @@ def _config(context: click.Context, **flags: object) -> Config:
 @contextmanager
 def _client(context: click.Context) -> Iterator[Client]:
     """Yield a connection to the daemon, or raise NoDaemonError with what to do about it."""
-    from creel.cli.stats import connection
+    from creel.cli.watching.stats import connection
 
     with connection(_config(context).daemon.name) as client:
         yield client
@@ -148,7 +148,8 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
     The daemon stops afterwards, and the exit code is COMMAND's. Without COMMAND: serve in the
     foreground until SIGTERM or Ctrl-C, as creeld does.
     """
-    from creel.cli import run, stats
+    from creel.cli import run
+    from creel.cli.watching import stats
 
     if sys.platform != "linux":
         raise ConfigError(stats.ELSEWHERE)
@@ -182,7 +183,7 @@ def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
 @click.pass_context
 def status(context: click.Context, *, as_json: bool) -> None:
     """Show whether a daemon runs, and what uses it."""
-    from creel.cli import view
+    from creel.cli.watching import view
 
     with _client(context) as client:
         answer = client.ask("status")
@@ -202,7 +203,7 @@ def stats(
     """Show hits, source reads, evictions, and stalls by cause."""
     import time
 
-    from creel.cli import stats as show
+    from creel.cli.watching import stats as show
 
     if watch + why + bad > 1:
         raise click.UsageError("one of --watch, --why and --bad at a time")
@@ -226,7 +227,7 @@ def stats(
 @click.pass_context
 def top(context: click.Context, interval: float) -> None:
     """Show live statistics; quit with q or Ctrl-C."""
-    from creel.cli import top
+    from creel.cli.watching import top
 
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise click.UsageError("top needs a terminal; use `creel stats --watch` in a pipe")
@@ -258,7 +259,7 @@ def warm(context: click.Context, target: str, *, as_json: bool) -> None:
 @click.pass_context
 def ls(context: click.Context, *, as_json: bool) -> None:
     """List the datasets that the daemon knows, and how much of each it holds."""
-    from creel.cli import view
+    from creel.cli.watching import view
 
     with _client(context) as client:
         answer = client.ask("datasets")
@@ -387,7 +388,7 @@ def stream(
     """Show the stream in the folder PATH: its chunks, its rate, and how far its readers are."""
     import time
 
-    from creel.cli import stream as show
+    from creel.cli.watching import stream as show
 
     if end:
         show.end(path)
@@ -426,7 +427,8 @@ def doctor(context: click.Context, *, as_json: bool) -> int:
 @_as_json
 def env(*, as_json: bool) -> None:
     """Print versions and limits, for bug reports."""
-    from creel.cli import doctor, view
+    from creel.cli import doctor
+    from creel.cli.watching import view
 
     _print(doctor.environment(), as_json, lambda values: view.pairs(values.items()))
 
@@ -442,7 +444,7 @@ def config() -> None:
 @click.pass_context
 def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
     """Show every setting with its value."""
-    from creel.cli import view
+    from creel.cli.watching import view
     from creel.config import Config
 
     loaded, origins = Config.load(context.obj["flags"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from creel.cli import view
-from creel.cli.view import Values, format_count, format_seconds
+from creel.cli.watching import view
+from creel.cli.watching.view import Values, format_count, format_seconds
 from creel.errors import ConfigError
 from creel.policies.cluster.simulate import Epoch, Scenario, replay
 from creel.units import format_size

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from creel.cache.storage.stores.retry import public
-from creel.cli.view import Values, format_count, format_seconds
+from creel.cli.watching.view import Values, format_count, format_seconds
 from creel.errors import ConfigError, CreelError, NotFoundError
 from creel.units import format_size
 

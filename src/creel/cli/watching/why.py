@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from creel.cli.view import Values, format_count, format_seconds, worst_cause
+from creel.cli.watching.view import Values, format_count, format_seconds, worst_cause
 from creel.units import format_size
 
 _WHOSE = ("job", "rank", "pid")

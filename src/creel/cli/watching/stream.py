@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from creel.cli import view
-from creel.cli.view import Values
+from creel.cli.watching import view
+from creel.cli.watching.view import Values
 from creel.errors import ConfigError
 from creel.streams import cursors
 from creel.streams.log import ABSENT, Log

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from creel.cli.processes import Usage
-from creel.cli.view import (
+from creel.cli.watching.view import (
     DROP,
     TOP_HEADER,
     Values,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from creel.cli import view, why
-from creel.cli.view import Values
+from creel.cli.watching import view, why
+from creel.cli.watching.view import Values
 from creel.counters import OF_RANKS
 from creel.errors import NoDaemonError
 

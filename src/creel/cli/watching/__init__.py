@@ -1,0 +1,1 @@
+"""What people look at: counters, tables, a live screen, and why training waited."""
