@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from creel.cli.processes import Usage
+from creel.cli.watching.forecasts import Forecasts
 from creel.cli.watching.view import (
     DROP,
     TOP_HEADER,
@@ -27,6 +28,7 @@ from creel.cli.watching.view import (
     summary_pairs,
     top_row,
 )
+from creel.system.limits import cores
 
 #: Seconds that rates cover. A wait is counted when it ends, so over slow storage a shorter period
 #: would flicker between 0 and 100 %.
@@ -42,6 +44,8 @@ def show(stats: Callable[[], Values], status: Callable[[], Values], interval: fl
     def taken(daemon: Values, answer: Values) -> list[tuple[str, str]]:
         return usage.rows(daemon["pid"], {s["pid"] for s in answer["sessions"]})
 
+    forecasts = Forecasts(cores())
+
     with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         daemon, answer = status(), past[0][1]
         shown = screen(daemon, answer, {}, console.width, taken(daemon, answer))
@@ -51,7 +55,8 @@ def show(stats: Callable[[], Values], status: Callable[[], Values], interval: fl
             while len(past) > 1 and now - past[1][0] >= _RATES_S:
                 past.popleft()
             before = starts(past, now)
-            shown = screen(daemon, answer, before, console.width, taken(daemon, answer))
+            also = [*taken(daemon, answer), *forecasts.rows(answer, before, now)]
+            shown = screen(daemon, answer, before, console.width, also)
             live.update(shown, refresh=True)
             past.append((now, answer))
 
@@ -76,7 +81,8 @@ def screen(
 
     Args:
         before: the result of `starts`.
-        taken: what processes take of the machine (`Usage.rows`).
+        taken: further rows: what processes take of the machine (`Usage.rows`), and what jobs will
+            wait for (`Forecasts.rows`).
     """
     title = Text.assemble(
         ("creel ", "bold"),

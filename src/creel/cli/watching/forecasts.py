@@ -1,0 +1,138 @@
+"""What each job of this node will wait for, by `creel.policies.model`, for `creel top`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+from creel.cli.watching.view import Values, job_of
+from creel.policies.model import Forecast, RankWindow, forecast, straggler, with_workers
+
+#: Fewer batches say nothing of the next ones.
+_BATCHES = 8
+#: Seconds after which a step that was foretold is compared with what came.
+_JUDGED_S = 10.0
+#: Waits below this share of a step are not worth a change.
+_HARDLY = 0.02
+#: Causes as a sentence about a rank.
+_BECAUSE = {
+    "source": "waits for storage",
+    "decode": "decodes and transforms",
+    "waiting": "waits inside dataset[i] for something that creel does not see",
+    "threads": "runs threads inside its workers, which take each other's cores",
+    "collate": "collates",
+    "handover": "hands batches over",
+}
+
+
+class Foretold(NamedTuple):
+    """A step that was foretold of a job: when, and seconds."""
+
+    at: float
+    step_s: float
+
+
+class Forecasts:
+    """Keeps what was foretold, to say how wrong it was."""
+
+    def __init__(self, cores: float) -> None:
+        """`cores`: of this node."""
+        self._cores = cores
+        self._foretold: dict[str, Foretold] = {}
+        self._errors: dict[str, float] = {}
+
+    def rows(
+        self, answer: Values, before: Mapping[int, tuple[Values, float]], now: float
+    ) -> list[tuple[str, str]]:
+        """Return (job, sentence) for each job of which enough is known.
+
+        Args:
+            before: for each open stream its first counters of late, and how many seconds ago.
+            now: seconds, on any clock.
+        """
+        sessions = sorted(answer["sessions"], key=lambda s: (_job(s), s["rank"]))
+        rows = []
+        for job, group in groupby(sessions, key=_job):
+            ranks = [s for s in group if _news(s, before) >= _BATCHES]
+            windows = [window(s, *before[s["session"]]) for s in ranks]
+            told = forecast(windows, self._cores)
+            if told:
+                self._judge(job, windows, told, now)
+                text = sentence([s["rank"] for s in ranks], windows, told, self._cores)
+                error = self._errors.get(job)
+                also = "" if error is None else f" (last forecast: {100 * error:.0f} % off)"
+                rows.append((f"job {job_of(ranks[0])}", text + also))
+        return rows
+
+    def _judge(self, job: str, windows: list[RankWindow], told: list[Forecast], now: float) -> None:
+        """Compare a step that was foretold with the steps since, and foretell the next."""
+        was = self._foretold.get(job)
+        if was is None or now - was.at >= _JUDGED_S:
+            if was is not None:
+                came = max(one.seconds / one.batches for one in windows)
+                self._errors[job] = abs(was.step_s - came) / came
+            self._foretold[job] = Foretold(now, told[0].step_s)
+
+
+def _job(session: Values) -> str:
+    """Return what the ranks of a job have in common: its name, or their process."""
+    return session["job"] or str(session["pid"])
+
+
+def _news(session: Values, before: Mapping[int, tuple[Values, float]]) -> int:
+    old = before.get(session["session"])
+    return 0 if old is None else int(session["batches"] - old[0]["batches"])
+
+
+def window(session: Values, old: Values, seconds: float) -> RankWindow:
+    """Return what one stream of batches did since its counters were `old`, `seconds` ago."""
+
+    def news(name: str) -> dict[str, float]:
+        return {k: max(n - old[name].get(k, 0.0), 0.0) for k, n in session[name].items()}
+
+    workers, stall = int(session.get("workers", 0)), news("stall_s")
+    # Without workers, training makes its batches itself, and waits as long.
+    busy = news("busy_s") if workers else {k: s for k, s in stall.items() if k in _BECAUSE}
+    cpu = session["cpu_s"] - old["cpu_s"] if workers and "cpu_s" in session else -1.0
+    batches = int(session["batches"] - old["batches"])
+    return RankWindow(seconds, batches, workers, busy, stall, cpu_s=cpu)
+
+
+def sentence(
+    ranks: list[int], windows: list[RankWindow], told: list[Forecast], cores: float
+) -> str:
+    """Say how long the next steps take, who is late and why, and what would help."""
+    step_s = told[0].step_s
+    late = straggler(told)
+    slowest = max(range(len(told)), key=lambda k: told[k].wait_s)
+    text = f"{_ms(step_s)} a step"
+    if told[slowest].wait_s <= _HARDLY * step_s:
+        return f"{text}, no wait for data"
+    why = _BECAUSE.get(told[slowest].cause, "")
+    who = f"rank {ranks[slowest]} is late" if late is not None else "ranks wait alike"
+    if len(ranks) == 1:
+        who = f"rank {ranks[slowest]} waits"
+    text += f", {_ms(told[slowest].wait_s)} of it for data; {who}" + (why and f": it {why}")
+    return text + _helped(windows, slowest, cores)
+
+
+def _helped(windows: list[RankWindow], rank: int, cores: float) -> str:
+    """Say how many workers would end most of a rank's wait, if any number does."""
+    one = windows[rank]
+    before = forecast(windows, cores)[rank].wait_s
+    for workers in range(max(one.workers, 0) + 1, int(4 * max(cores, 1)) + 1):
+        changed = [*windows[:rank], with_workers(one, workers), *windows[rank + 1 :]]
+        wait_s = forecast(changed, cores)[rank].wait_s
+        if wait_s <= before / 4:
+            return f"; num_workers={workers}: {_ms(wait_s)}"
+    return ""
+
+
+def _ms(seconds: float) -> str:
+    """Format the time of a step.
+
+    >>> _ms(0.0042), _ms(3.2)
+    ('4 ms', '3.2 s')
+    """
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
