@@ -425,7 +425,8 @@ class Core:
         return {
             "memory": {"node": node},
             "disk": {"node": on_disk},
-            "datasets": {n: residency.snapshot() for n, residency in self._residencies.items()},
+            # Without those that have no objects, of loaders that only count.
+            "datasets": {n: held.snapshot() for n, held in self._residencies.items() if len(held)},
             "sessions": {str(n): s.snapshot() for n, s in self._sessions.items()},
             "past": {"datasets": dict(self._past)},
         }

@@ -115,6 +115,7 @@ def datasets(node: Node, now: float) -> list[dict[str, Any]]:
             "unused_s": 0.0 if sessions[one.key] or one.claims else now - one.used_at,
         }
         for one in node.registry.datasets.values()
+        if len(one.manifest)
     ]
 
 

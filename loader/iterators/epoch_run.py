@@ -69,7 +69,7 @@ class EpochRun:
         self._counted = 0  # delivered batches that the daemon's statistics include
         self._counted_at = 0.0
         self._unknown: list[Wrapped] = []  # recorded wrapped datasets; no daemon needed yet
-        self._returned = Returned.of(loader)
+        self._returned, self._tolerance = Returned.of(loader), loader_state.tolerance
         self._dataset: Any = loader.dataset
         self._pulled: dict[int, Any] = {}  # what the sampler yielded for batches not yet returned
         self._unpublished: dict[int, int] = {}  # batch without a step -> its number of samples
@@ -77,6 +77,7 @@ class EpochRun:
         self.finished = False
         self.slices = False  # whether the order yields arrays in place of lists of ints
         self.order: EpochOrder | None = None
+        self.paced = False  # whether items of the order arrive while training runs
         self.epoch = 0
         self._published_ahead = False
         self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
@@ -141,7 +142,7 @@ class EpochRun:
         self.skipped = 0 if resume is None else resume["batches"]
         loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
         loader_state.order, loader_state.run = order, self
-        self.order, self.epoch = order, loader_state.epoch
+        self.order, self.epoch, self.paced = order, loader_state.epoch, order.paced
         self._count()
         self.delivered, self.finished, self._published_ahead = self.skipped, False, False
         self._counted = self.skipped
@@ -285,9 +286,11 @@ class EpochRun:
         """
         self._loader_state.meter["batches"] += 1
         index = self._pulled.pop(i - 1 if batch is None else batch, None)
-        self._returned.note(self._loader_state.tolerance.delivered(index, self._dataset))
+        if self._tolerance.known:
+            index = self._tolerance.delivered(index, self._dataset)
+        self._returned.index = index
         self.delivered = self.skipped + i
-        if self.order is not None:
+        if self.paced and self.order is not None:
             self.order.delivered(self.delivered)
         now_ns = time.monotonic_ns()
         if self.stream is not None:

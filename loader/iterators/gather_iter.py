@@ -219,7 +219,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
 
     def _request(self) -> None:
         """Ask for one more batch if its data has arrived."""
-        if self._run.arrived():
+        if not self._run.paced or self._run.arrived():
             self._pull()
         else:
             self._withheld += 1

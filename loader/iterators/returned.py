@@ -8,20 +8,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.errors import ConfigError
-from creel.loader.torch_private import BaseDataLoaderIter
+
+if TYPE_CHECKING:  # a torch without it has no such iterator: see `MISSING`
+    from creel.loader.torch_private import BaseDataLoaderIter
 
 
 class Returned:
-    """What the sampler yielded for the batch that a loader returned last."""
+    """What the sampler yielded for the batch that a loader returned last.
+
+    Attributes:
+        index: the same, noted when the batch is about to be returned.
+    """
 
     def __init__(self) -> None:
-        self._index: Any = None
+        self.index: Any = None
 
     @classmethod
     def of(cls, loader: Any) -> Returned:
@@ -29,20 +35,16 @@ class Returned:
         found: Returned = loader.__dict__.setdefault("_creel_returned", cls())
         return found
 
-    def note(self, index: Any) -> None:
-        """Note what the sampler yielded for the batch that is about to be returned."""
-        self._index = index
-
     def numbers(self) -> NDArray[np.int64]:
         """Return the (n,) numbers, n = 0 before the first batch.
 
         Raises:
             ConfigError: what the sampler yielded is no number, nor a flat group of numbers.
         """
-        if self._index is None:
+        if self.index is None:
             return np.empty(0, np.int64)
         try:
-            found = np.atleast_1d(np.asarray(self._index))
+            found = np.atleast_1d(np.asarray(self.index))
         except Exception as e:
             raise ConfigError(f"the samples of the last batch have no numbers: {e}") from e
         if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
@@ -103,7 +105,7 @@ def _next_data(
     _taken(iterator, noted)  # one that raised
     data = type(iterator)._next_data(iterator)  # noqa: SLF001  torch's
     for index in _taken(iterator, noted):
-        returned.note(index)
+        returned.index = index
     return data
 
 

@@ -207,7 +207,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
 
     def _request(self) -> None:
         """Request one more batch if its data has arrived."""
-        if self._run.arrived():
+        if not self._run.paced or self._run.arrived():
             self._try_put_index()
         else:
             self._withheld += 1

@@ -77,7 +77,9 @@ def test_it_has_what_a_person_looks_for_and_nothing_of_ours(wheel: Path) -> None
         *(f"creel/examples/{n}.py" for n in ("train", "train_ddp")),
     }
     folders = {"/".join(name.split("/")[:2]) for name in texts if name.count("/") > 1}
-    rooms = {f"creel/{n}" for n in ("cache", "cli", "daemon", "loader", "policies", "system")}
+    rooms = {
+        f"creel/{n}" for n in ("cache", "cli", "daemon", "loader", "policies", "streams", "system")
+    }
     information = {f for f in folders if ".dist-info/" in f}
     assert folders - information == rooms | {"creel/deploy", "creel/examples"}
     of_this_machine = {str(ROOT), str(Path.home()) + "/", sys.prefix}

@@ -23,7 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order import replay, sampler_copy
+from creel.loader.order import replay
+from creel.loader.order.custom import sampler_copy
 from creel.loader.order.epoch_plan import same_batch
 
 pytestmark = pytest.mark.timeout(60)

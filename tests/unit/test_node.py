@@ -140,8 +140,9 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
     """Many plans, or many leaving clients, in one turn must not make a daemon look lost."""
     node = node_of(lambda job: job())
     manifest = Manifest.of_files(["/a"])
-    node.register("token", lambda: manifest, [], lambda _: None)
-    until(lambda: manifest.key in node.registry.datasets, what="it is registered")
+    answers: list[object] = []
+    node.register("token", lambda: manifest, [], answers.append)
+    until(lambda: bool(answers), what="it is registered")
     session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
     slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
     with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
