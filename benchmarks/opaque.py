@@ -6,9 +6,10 @@ The dataset is one that users write: `np.load`, `PIL.Image.open` or `h5py.File` 
 edited for creel. Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact).
 Memory is enough for all files. Ways: torch's DataLoader over the dataset; creel's over `creel.wrap`
 of it; and torch's over the wrapped one, which does not know the order of later reads. The figures
-are samples per second of the first epoch and of the later ones, their ratio to torch's, the files
-opened at the source in each epoch, and whether all batches equal torch's, by a digest. The file
-system has no page cache: files that torch reads again are read from it again.
+are samples per second of the first epoch, the second (in which the daemon reads the files) and the
+later ones, their ratio to torch's, the files opened at the source in each epoch, and whether all
+batches equal torch's, by a digest. The file system has no page cache: files that torch reads again
+are read from it again.
 """
 
 from __future__ import annotations
@@ -130,20 +131,22 @@ def rows(kind: str, workers: int, o: argparse.Namespace) -> list[dict[str, objec
                     found[way].append(epochs(loader, fs, o.epochs))
                     del loader
     digests = {digest for runs in found.values() for _, _, digest in runs}
-    times = {way: [(s[0], sum(s[1:])) for s, _, _ in runs] for way, runs in found.items()}
+    times = {way: [(s[0], s[1], sum(s[2:])) for s, _, _ in runs] for way, runs in found.items()}
     out: list[dict[str, object]] = []
     for way, runs in found.items():
-        first, later = ([both[i] for both in times[way]] for i in (0, 1))
+        first, second, later = ([each[i] for each in times[way]] for i in range(3))
         ratios = [
             round(median([t[i] / s[i] for t, s in zip(times["torch"], times[way], strict=True)]), 2)
-            for i in (0, 1)
+            for i in range(3)
         ]
         out.append({
             "format": kind, "workers": workers, "way": way,
             "first, samples/s": round(o.files / median(first)),
-            "later, samples/s": round(o.files * (o.epochs - 1) / median(later)),
+            "second, samples/s": round(o.files / median(second)),
+            "later, samples/s": round(o.files * (o.epochs - 2) / median(later)),
             "first / torch": ratios[0],
-            "later / torch": ratios[1],
+            "second / torch": ratios[1],
+            "later / torch": ratios[2],
             "opens of the source": " ".join(map(str, runs[-1][1])),
             "same batches": len(digests) == 1,
         })  # fmt: skip
