@@ -508,6 +508,7 @@ class Node:
                 log.info("session %d: %d samples are too many", session.id, message.samples)
                 return
         session.learn(message.first, message.samples, objects)
+        self.registry.share_samples(session)
 
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
         """Tell the core how an epoch is dealt to the ranks of a job, or that this is not known."""

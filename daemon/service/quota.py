@@ -35,7 +35,7 @@ class Quota:
     def used(self) -> int:
         """Return the bytes in use or reserved."""
         known = sum(d.tables_nbytes for d in self._registry.datasets.values())
-        known += sum(s.samples.nbytes for s in self._registry.sessions.values())
+        known += self._registry.samples_nbytes()
         return known + sum(self.coming.values()) + self._core.plans_nbytes()
 
     def fits(self, nbytes: int) -> bool:

@@ -337,6 +337,17 @@ class Registry:
     def sessions_of(self, token: str) -> list[SessionRecord]:
         return [s for s in self.sessions.values() if s.token == token]
 
+    def share_samples(self, session: SessionRecord) -> None:
+        """Keep what a session's samples are only once for all ranks of a node that say the same."""
+        for other in self.sessions.values():
+            if other is not session and other.among == session.among is not None:
+                session.samples, session.among = other.samples, other.among
+                return
+
+    def samples_nbytes(self) -> int:
+        """Return the bytes of what samples are, as the sessions have said."""
+        return sum({id(s.samples): s.samples.nbytes for s in self.sessions.values()}.values())
+
     def client_left(self, token: str) -> None:
         """Drop all claims of the owner of `token`, who has disconnected."""
         for dataset in self.datasets.values():

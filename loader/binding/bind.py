@@ -172,7 +172,10 @@ class Binding:
         return digest.hexdigest()
 
     def in_objects(self, order: JobOrder) -> JobOrder | None:
-        """Return an epoch's order of samples as one of objects; None if samples have several."""
+        """Return an epoch's order of samples as one of objects; None if samples have several.
+
+        None also if the user's own code would have to run for each sample.
+        """
         some = np.unique(np.linspace(0, order.samples - 1, _PROBED).astype(np.int64))
         ids, counts = self.objects(some)
         if not (counts == 1).all():
@@ -181,6 +184,8 @@ class Binding:
             return order
         known = self._among
         if known is None or not known.are(order.samples, some, ids):
+            if not self.thread_safe:
+                return None
             objects, counts = self.objects(np.arange(order.samples))
             if not (counts == 1).all():
                 return None

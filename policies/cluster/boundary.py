@@ -165,7 +165,7 @@ class ClusterBoundary:
     def plan(self) -> Placed:
         """Return which node holds what when the epoch ends; takes 1 s for a million objects."""
         among = self.orders[0].among
-        if among is not None and all(order.among is among for order in self.orders):
+        if among is not None and all(order.among == among for order in self.orders):
             return self._of_samples(among.objects)
         node_of = self.view.nodes.tolist()
         now = self._uses(self.orders[0].by_rank(node_of), self.orders[0])

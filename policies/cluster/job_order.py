@@ -42,6 +42,15 @@ class SampleObjects:
         """Return whether there are as many samples, and these (k,) some are these objects."""
         return len(self.objects) == samples and np.array_equal(self.objects[some], objects)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the samples are the same: each rank of a node says them anew."""
+        if self is other or not isinstance(other, SampleObjects):
+            return self is other
+        return self.digest == other.digest and np.array_equal(self.objects, other.objects)
+
+    def __hash__(self) -> int:
+        return self.digest
+
     @cached_property
     def digest(self) -> int:
         """A number that differs between jobs that read other parts of a dataset."""

@@ -47,8 +47,10 @@ def test_ranks_read_the_objects_of_a_subset(shuffle: bool) -> None:
 
 def test_jobs_that_read_other_parts_are_told_apart() -> None:
     parts = [SampleObjects(np.arange(k, k + 10, dtype=np.int32)) for k in (0, 0, 10)]
-    one, same, other = (JobOrder(10, 1, 10, 1, 7, among=part).mark for part in parts)
+    one, same, other = (JobOrder(10, 1, 10, 1, 7, among=part) for part in parts)
     assert one == same != other
+    assert one.mark == same.mark != other.mark
+    assert hash(one) == hash(same)
     assert JobOrder(10, 1, 10, 1, 7).mark == 7
 
 

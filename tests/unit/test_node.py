@@ -176,5 +176,9 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
     assert dealt is events[-1]
     expected = JobOrder(5, 2, 3, 1, 3).permutation()
     assert dealt.order.permutation().tolist() == [9 - i for i in expected.tolist()]
-    assert node.quota.used() >= session.samples.nbytes == 20
+    used = node.quota.used()
+    again = node.registry.open("t", Open(manifest.key, "job", 1, 2, "never"))
+    node.sampled(again, DealtSamples("t", again.id, 5, 0), np.array([9, 8, 7, 6, 5], np.int32))
+    assert again.among is session.among
+    assert node.quota.used() == used >= session.samples.nbytes == 20
     node.close()
