@@ -31,6 +31,7 @@ from creel.errors import ConfigError
 from creel.loader.binding.bind import bind
 from creel.loader.binding.tree import bindable
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
+from creel.policies.cluster.job_order import JobOrder
 from folders import folder
 from testbed.same import same
 
@@ -485,3 +486,44 @@ def test_no_gather_where_code_comes_before_the_bytes(tmp_path: Path, photos: Pat
     assert [gather is not None for gather in gathers] == expected
     # A function of a record is called on rows, whose number is that of the samples.
     assert [gather.per_sample for gather in gathers if gather is not None] == [True, False]
+
+
+def test_an_order_of_samples_is_one_of_objects(tmp_path: Path) -> None:
+    """As the nodes of a cluster plan it: of all, of a part, or not at all."""
+    whole = files(tmp_path, "a", 20)
+    order = JobOrder(20, 2, 10, 1, seed=3)
+    assert bound(whole).in_objects(order) is order
+    numbers = [19, 3, 7, 5]
+    part = bound(Subset(whole, numbers))
+    found = part.in_objects(JobOrder(4, 2, 2, 1, seed=3))
+    assert found is not None
+    assert found.among is not None
+    assert found.among.objects.tolist() == numbers
+    again = part.in_objects(JobOrder(4, 2, 2, 1, seed=4))
+    assert again is not None
+    assert again.among is found.among  # so that a session says it once
+
+
+def test_an_order_whose_samples_are_not_objects_is_not_planned(tmp_path: Path) -> None:
+    """Nor does the person's own `objects` run for each sample to learn that they are."""
+
+    class Declared(Dataset[bytes]):
+        def __init__(self, each: int) -> None:
+            self.creel_uris = files(tmp_path, f"{each}", 999).paths
+            self.each, self.calls = each, 0
+
+        def __len__(self) -> int:
+            return len(self.creel_uris) // self.each
+
+        def objects(self, index: int) -> list[int]:
+            self.calls += 1
+            return [len(self) - 1 - index, *range(self.each - 1)]
+
+        def __getitem__(self, index: int) -> bytes:
+            return creel.read(self.creel_uris[index])
+
+    for each in (1, 3):
+        dataset = Declared(each)
+        order = JobOrder(len(dataset), 1, len(dataset), 1, seed=3)
+        assert bound(dataset).in_objects(order) is None
+        assert 0 < dataset.calls < len(dataset) // 3
