@@ -57,8 +57,6 @@ class SampleKeeping(KeepingSamples):
     def sample(self, owner: KeptDataset[Any], index: Any) -> Any:
         """Return a sample: kept, or read from the dataset, and then kept."""
         store, number = self.usable(owner), _number(index)
-        if store is not None and number < 0:
-            number += store.samples
         if store is None or not 0 <= number < store.samples:
             return owner.dataset[index]
         given = self.take(store, number, self._current)

@@ -110,6 +110,7 @@ class TarDataset(CreelDataset):
         self._keep_decoded(keep_decoded)
         self.transform = transform
         self._indexed = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
+        self._some_remote = None in self._indexed
         path = None if index is None else _index_path(index, self.shards)
         table = _table(self.shards, path, storage_options)
         self._index = _index(table, extensions)
@@ -130,7 +131,7 @@ class TarDataset(CreelDataset):
 
     @property
     def remote(self) -> bool:
-        return None in self._indexed
+        return self._some_remote
 
     @property
     def indexed(self) -> str:

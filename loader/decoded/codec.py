@@ -99,7 +99,7 @@ class _Encoder:
         return ["l" if kind is list else "t", *map(self.node, value)]
 
     def _array(self, value: NDArray[Any]) -> Node:
-        if value.dtype.kind not in _KINDS or value.dtype.metadata is not None:
+        if value.dtype.kind not in _KINDS or value.dtype.metadata is not None or not value.itemsize:
             raise UnkeptError(f"an array of {value.dtype}")
         own = value.flags.writeable
         self._add_span(value.ctypes.data, value.itemsize, value.shape, value.strides, own)

@@ -82,7 +82,7 @@ class Keeping:
     def of(self: K, owner: Any) -> K:
         """Return this, or another one for a copy of the dataset that this belongs to."""
         other = None if self._owner is None else self._owner()
-        mine = self if other in {None, owner} else type(self)(self.limit)
+        mine = self if other is None or other is owner else type(self)(self.limit)
         mine._owner = weakref.ref(owner)  # noqa: SLF001  another object of this class
         return mine
 
@@ -128,7 +128,7 @@ class Keeping:
             self._owner = self._owner or weakref.ref(owner)
             self.open()
         store = self.store
-        if store is None or not self._fits(self.identity(owner)) or switched_off():
+        if store is None or not self._fits(self.identity(owner)):
             return None
         return store
 

@@ -28,7 +28,7 @@ class ObjectKeeping(Keeping):
     """Keeps decoded objects of one dataset."""
 
     def identity(self, owner: CreelDataset) -> tuple[object, ...]:
-        return (owner.layout, *owner.decoders.values())
+        return (owner.layout, *(one for pair in owner.decoders.items() for one in pair))
 
     def samples(self, owner: CreelDataset) -> int:
         return owner.object_count
@@ -54,7 +54,7 @@ class ObjectKeeping(Keeping):
         path = address if address is not None and is_local(address) else None
         if self.recheck == "never":
             path = None
-        unchecked = self._unchecked(dataset, address)
+        unchecked = self._unchecked(dataset, address) if path is None else _UNCHECKED
         given = self.take(
             store, object_id, lambda of: of == (version_at(path) if path else unchecked)
         )

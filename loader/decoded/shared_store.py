@@ -125,8 +125,9 @@ def _holder(address: str) -> int:
 def _memfd_of(pid: int, name: str) -> Descriptor | None:
     """Open a process's memfd of that name; None if it has none."""
     link = f"/memfd:{name} (deleted)"
-    for entry in Path(f"/proc/{pid}/fd").iterdir() if pid else ():
-        with suppress(OSError):  # just closed
-            if str(entry.readlink()) == link:
-                return Descriptor(os.open(entry, os.O_RDWR | os.O_CLOEXEC))
+    with suppress(OSError):  # the process has just ended, or is none of ours
+        for entry in Path(f"/proc/{pid}/fd").iterdir() if pid else ():
+            with suppress(OSError):  # just closed
+                if str(entry.readlink()) == link:
+                    return Descriptor(os.open(entry, os.O_RDWR | os.O_CLOEXEC))
     return None

@@ -60,6 +60,8 @@ _LOOKING_NS = 20_000_000
 #: How long nothing is kept after memory was short.
 _SHORT_NS = 1_000_000_000
 _FOREVER_NS = (1 << 63) - 1
+#: So many samples that cannot be kept, and none that can, are a dataset of others.
+_HOPELESS = 64
 
 #: What identifies the bytes that a sample was decoded from: plain values.
 Stamp = Any
@@ -139,9 +141,14 @@ class DecodedStore:
         return self._words[_SAMPLES] > 0 and bool(self._index[numbers].all())
 
     def first_failure(self) -> bool:
-        """Whether this is the first call in any process: a sample could not be kept."""
-        first, self._words[_FAILED] = not self._words[_FAILED], 1
-        return first
+        """Note that a sample could not be kept; whether this is the first call in any process.
+
+        After many, and none that could be kept, no more are tried: that takes time.
+        """
+        self._words[_FAILED] += 1
+        if self._words[_FAILED] == _HOPELESS and not self.kept:
+            self._words[_CLOSED_NS] = _FOREVER_NS
+        return self._words[_FAILED] == 1
 
     # --- reading --------------------------------------------------------------------------------
 

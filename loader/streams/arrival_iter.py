@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.errors import ConfigError, UnavailableError
+from creel.errors import ConfigError, SourceError, UnavailableError
 from creel.loader.backoff import pauses
 from creel.loader.order.custom.orders import PacedIterator
 from creel.streams import cursors
@@ -72,6 +72,7 @@ class ArrivalIter(PacedIterator):
         self._batch = 0  # number of the next batch
         self._places: dict[int, Place] = {}
         self._cursor, self._written, self._written_at = Cursor(0, 0, 0), Cursor(-1, 0, 0), 0.0
+        self._told = False
         self.reports = False
 
     # --- as PacedIterator -----------------------------------------------------------------------
@@ -192,7 +193,7 @@ class ArrivalIter(PacedIterator):
             if self._arrived is not None:
                 self._arrived.check()
             listed, waited_s = time.monotonic(), now - began
-            text = f"{self._log.path}: nothing has arrived for {waited_s:.0f} s"
+            text = f"{self._log.path}: the next batch has not arrived for {waited_s:.0f} s"
             if self._sampler.timeout_s is not None and waited_s >= self._sampler.timeout_s:
                 raise UnavailableError(text)
             if waited_s >= warn_s:
@@ -209,5 +210,15 @@ class ArrivalIter(PacedIterator):
     def _write_cursor(self) -> None:
         if self._sampler.name is None or self._cursor == self._written:
             return
-        cursors.write(self._log.path, self._sampler.name, self._rank, self._cursor)
-        self._written, self._written_at = self._cursor, time.monotonic()
+        try:
+            cursors.write(self._log.path, self._sampler.name, self._rank, self._cursor)
+        except OSError as e:
+            if self._written.chunk < 0:  # producers would not wait for this reader
+                raise SourceError(e.errno or 0, e.strerror or str(e), self._log.path) from e
+            if not self._told:
+                self._told = True
+                text = "%s: producers are not told how far this reader is: %s"
+                _log.warning(text, self._log.path, e)
+        else:
+            self._written = self._cursor
+        self._written_at = time.monotonic()

@@ -36,22 +36,11 @@ class Fields:
         return {name: rows[0] for name, rows in self.rows(record[None]).items()}
 
 
-class FieldRows:
-    """`Fields.rows` as a function that pickles and is compared by identity."""
-
-    def __init__(self, fields: Fields) -> None:
-        self._fields = fields
-
-    def __call__(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._fields.rows(rows)
-
-
 class Then:
     """One function after another, as one that pickles."""
 
-    def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any] | None) -> None:
+    def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
         self._first, self._second = first, second
 
     def __call__(self, given: torch.Tensor) -> Any:
-        assert self._second is not None  # noqa: S101  the caller has one
         return self._second(self._first(given))

@@ -22,14 +22,15 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import Manifest
-from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
+from creel.cache.storage.manifest import MAX_OBJECTS, Manifest
+from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.backoff import pauses
+from creel.loader.client.packets import close_all
 from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
-from creel.loader.streams.fields import FieldRows, Fields, Then
+from creel.loader.streams.fields import Fields, Then
 from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
 from creel.streams.arrivals import behind
@@ -41,6 +42,8 @@ _log = logging.getLogger("creel.stream")
 _CAPACITY = 1 << 23
 #: Chunks that have objects at most: 33 bytes each in the manifest.
 _MAX_CHUNKS = 1 << 20
+#: Most chunks that one batch has open at a time.
+_MOST_OPEN = 32
 
 
 class Stream(RecordDataset):
@@ -100,14 +103,15 @@ class Stream(RecordDataset):
         self.labels, self.to = None, None
         fields = Fields(self.log.layout)
         self._splits = transform is None and batch_transform is None
-        self.transform = None if transform is None else Then(fields, transform)
-        if transform is None:
-            split = FieldRows(fields)
-            self.batch_transform = split if self._splits else Then(split, batch_transform)
+        self.transform = self.batch_transform = None
+        if transform is not None:
+            self.transform = Then(fields, transform)
+        elif batch_transform is not None:
+            self.batch_transform = Then(fields.rows, batch_transform)
         else:
-            self.batch_transform = None
+            self.batch_transform = fields.rows
         records = self.log.about.records
-        self._chunks = max(min(capacity // records, _MAX_CHUNKS), 1)
+        self._chunks = max(min(min(capacity, MAX_OBJECTS) // records, _MAX_CHUNKS), 1)
         self._size = (1 << 62) // records * records  # for numbers of samples beyond the capacity
 
     def __len__(self) -> int:
@@ -200,12 +204,13 @@ class Stream(RecordDataset):
             for first, last in pairwise(bounds):
                 chunk = int(chunks[first])
                 if chunk not in opened:
+                    if len(opened) == _MOST_OPEN:
+                        close_all([opened.pop(old) for old in list(opened)])
                     opened[chunk] = self._open_chunk(chunk)
                 offset = int(ids[first] - chunk * records) * self.nbytes
                 self._fill(opened[chunk], chunk, out[first:last].data.cast("B"), offset)
         finally:
-            for fd in opened.values():
-                os.close(fd)
+            close_all(list(opened.values()))
 
     def _open_chunk(self, chunk: int) -> int:
         path = self.log.chunk(chunk)
@@ -257,19 +262,18 @@ def stream_batches(
 
 def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
     """Open a log once a producer has begun it."""
-    began, warned = time.monotonic(), False
-    for pause_s in pauses(0.01, 0.2):
+    began, warn_s, waits = time.monotonic(), 5.0, pauses(0.01, 0.2)
+    while True:
         try:
             return Log.open(path)
         except NotFoundError:
             waited_s = time.monotonic() - began
             if timeout_s is not None and waited_s >= timeout_s:
                 raise
-        if waited_s > 5 and not warned:
-            warned = True
+        if waited_s >= warn_s:
+            warn_s += 60
             _log.warning("%s: waiting for a producer", os.fspath(path))
-        time.sleep(pause_s)
-    raise UnavailableError(f"{path}: no producer")  # pauses do not end
+        time.sleep(next(waits))
 
 
 def _names(n: int, digits: int) -> pa.Array:

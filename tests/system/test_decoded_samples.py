@@ -333,24 +333,22 @@ def test_half_a_sample_of_a_killed_worker_is_never_read(
     assert calls(log) <= N + 2  # and one that was decoded, but not written
 
 
-@both
 @pytest.mark.usefixtures("daemon")
-def test_stats_show_the_tier(make: Make, paths: list[str], log: Path, daemon: Running) -> None:
+def test_stats_show_the_tier(paths: list[str], log: Path, daemon: Running) -> None:
     plain = creel.DataLoader(creel.FileDataset(paths), 4)
     list(plain)  # a session
-    dataset = make(paths, log)
+    dataset = by_dataset(paths, log)
     loader = creel.DataLoader(dataset, 4, num_workers=2, creel={"loader.direct": "never"})
     for _ in range(3):
         list(loader)
     stats = loader.stats()
-    if make is by_dataset:
-        assert stats["decoded_hits"] == 2 * N
-        assert stats["decoded_misses"] == N
-        assert stats["decoded_samples"] == N
-        with daemon.client("cli") as client:
-            tier = client.ask("stats")["tiers"]["decoded"]
-        assert (tier["hits"], tier["misses"], tier["samples"]) == (2 * N, N, N)
-        assert tier["used_nbytes"] >= N * 12_000
+    assert stats["decoded_hits"] == 2 * N
+    assert stats["decoded_misses"] == N
+    assert stats["decoded_samples"] == N
+    with daemon.client("cli") as client:
+        tier = client.ask("stats")["tiers"]["decoded"]
+    assert (tier["hits"], tier["misses"], tier["samples"]) == (2 * N, N, N)
+    assert tier["used_nbytes"] >= N * 12_000
 
 
 @pytest.mark.usefixtures("daemon")

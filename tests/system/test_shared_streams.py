@@ -218,7 +218,7 @@ def test_a_chunk_that_is_deleted_before_it_was_read_is_named(folder: Path, worke
     assert next(batches)["i"].tolist() == list(range(7))
     for number in range(60):
         Log.open(folder).delete(number)
-    with pytest.raises(SourceError, match=r"chunk \d+ has been deleted, the oldest one is 60"):
+    with pytest.raises(SourceError, match=r"chunk \d+ has been deleted, the next one is 60"):
         list(batches)
 
 

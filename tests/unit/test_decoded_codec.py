@@ -179,6 +179,7 @@ def unkept() -> dict[str, Any]:
         "attribute of an image": with_state,
         "part of numbers": np.zeros((4, 4))[:, :2],
         "part of a tensor": torch.zeros(4, 4)[:, :2],
+        "array of nothing": np.zeros(3, [("text", "U0")])["text"],
         "array twice": [array, array],
         "view of an array": {"whole": array, "part": array[1:]},
         "tensor over an array": (torch.from_numpy(array), array),

@@ -278,10 +278,34 @@ def test_any_dataset_is_read_once(paths: list[str]) -> None:
     for _ in range(3):
         check(kept, paths)
     assert dataset.reads == N
-    assert kept[-1].tolist() == kept[N - 1].tolist()
     assert len(kept) == N
+    assert kept[-1].tolist() == kept[N - 1].tolist()
+    assert dataset.reads == N + 1  # what -1 means is for the dataset to say
     with pytest.raises(IndexError):
         kept[N]
+
+
+def test_the_dataset_says_what_a_negative_number_means(paths: list[str]) -> None:
+    class Odd(Files):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor(index)
+
+    kept = creel.kept(Odd(paths), "1MiB")
+    assert [int(kept[i]) for i in (N - 1, -1, -1, N - 1)] == [N - 1, -1, -1, N - 1]
+
+
+def test_decoders_of_other_fields_are_other_decoders(paths: list[str]) -> None:
+    """Though they are the same functions."""
+    a, b = Decoder(), Decoder()
+    dataset = creel.FileDataset(paths, decode=a, keep_decoded="1MiB")
+    keeping = dataset._keeping
+    assert keeping is not None
+    found = []
+    for decoders in ({"x": a, "y": b}, {"y": a, "x": b}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(dataset), "decoders", decoders)
+            found.append(keeping.identity(dataset))
+    assert found[0] != found[1]
 
 
 def test_a_sample_is_read_anew_once_any_of_its_files_has_changed(paths: list[str]) -> None:

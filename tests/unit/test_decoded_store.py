@@ -181,6 +181,16 @@ def test_what_cannot_be_kept_raises(make: Any) -> None:
     assert not store.first_failure()
 
 
+def test_after_many_samples_that_cannot_be_kept_no_more_are_tried(make: Any) -> None:
+    hopeless, mixed = make(), make()
+    assert mixed.put(0, 0, sample(0)) > 0
+    for _ in range(100):
+        hopeless.first_failure()
+        mixed.first_failure()
+    assert not hopeless.open
+    assert mixed.open
+
+
 def work(store: DecodedStore, seed: int) -> None:
     """Read and write random samples in random versions; end if one is not whole."""
     rng = np.random.default_rng(seed)

@@ -42,7 +42,7 @@ def test_chunks_rate_and_lags(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert (said["records"], said["nbytes"], said["record_nbytes"]) == (40, 480, 12)
     assert (said["producers"], said["ended"]) == (2, 0)
     assert said["records_per_s"] == pytest.approx(4.0)
-    assert said["idle_s"] == pytest.approx(2.0, abs=60)
+    assert 1.9 < said["idle_s"] < 60
     a, b = said["readers"]
     assert (a["name"], a["ranks"], a["chunk"], a["record"]) == ("a", 2, 7, 1)
     assert (a["lag_records"], a["lag_nbytes"], a["needs_nbytes"]) == (11, 132, 96)

@@ -1,267 +1,30 @@
-"""Streams without a daemon: the log, producers, and the order that readers get."""
+"""Streams without a daemon: the order that readers get, and their samples."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
 import random
-import shutil
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from stream_rig import FIELDS, NBYTES, filled, record, taken
 
-import creel
-from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
-from creel.loader.streams.batches import StreamBatches
+from creel.errors import ConfigError, SourceError, UnavailableError
 from creel.loader.streams.stream import Stream
-from creel.streams import cursors
-from creel.streams.cursors import Cursor
 from creel.streams.log import Log
 from creel.streams.producer import Producer
-from kit import seeds, until
-
-FIELDS: dict[str, Any] = {"x": ("float32", (3, 2)), "i": "int64"}
-NBYTES = 32  # of a record of these fields
+from kit import seeds
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "stream"
-
-
-def record(i: int) -> dict[str, Any]:
-    return {"x": np.full((3, 2), i / 2, np.float32), "i": i}
-
-
-def filled(folder: Path, counts: list[int], chunk: int = 8, **limits: Any) -> Log:
-    """Make a finished log whose chunks have these numbers of records."""
-    with Producer(folder, FIELDS, chunk=chunk, linger_s=1e9, **limits) as producer:
-        i = 0
-        for count in counts:
-            for _ in range(count):
-                producer.put(**record(i))
-                i += 1
-            producer.flush()
-    return Log.open(folder)
-
-
-def taken(batches: StreamBatches) -> list[list[int]]:
-    return list(batches)
-
-
-def samples(folder: Path, numbers: list[list[int]]) -> list[list[int]]:
-    """Return field i of the samples of each batch."""
-    stream = Stream(folder, None)
-    return [[int(stream[n]["i"]) for n in batch] for batch in numbers]
-
-
-# --- the log --------------------------------------------------------------------------------------
-
-
-def test_a_producer_needs_neither_torch_nor_arrow(folder: Path) -> None:
-    code = (
-        "import creel, sys\n"
-        f"with creel.Producer({str(folder)!r}, {{'x': 'float32'}}) as p: p.put(x=1)\n"
-        "assert not {'torch', 'pyarrow', 'zmq'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert float(Stream(folder, None)[0]["x"]) == 1
-
-
-def test_chunks_are_records_one_after_the_other_as_c_structs(folder: Path) -> None:
-    log = filled(folder, [3, 8, 1])
-    assert log.numbers() == [0, 1, 2]
-    assert [log.size(n) for n in range(4)] == [96, 256, 32, -1]
-    rows = np.fromfile(log.chunk(1), np.dtype([("x", "f4", (3, 2)), ("i", "i8")], align=True))
-    assert rows["i"].tolist() == list(range(3, 11))
-    assert rows["x"][:, 2, 1].tolist() == [i / 2 for i in range(3, 11)]
-    assert log.ended()
-
-
-def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
-    folder.mkdir()
-    about = {"id": "c", "fields": [["x", "<f8", []]], "records": 4, "ahead": 0, "keep": 0}
-    (folder / "stream.json").write_text(json.dumps(about))
-    for n in range(3):
-        (folder / ".mine").write_bytes(np.arange(4 * n, 4 * n + 4, dtype="<f8").tobytes())
-        os.link(folder / ".mine", folder / f"{n:09}")
-        (folder / ".mine").unlink()
-    (folder / "end.0").touch()
-    stream = Stream(folder, None)
-    got = list(DataLoader(stream, batch_sampler=stream.batches(5)))
-    assert [b["x"].tolist() for b in got] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
-@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
-def test_the_manuals_lines_of_c_write_a_stream(folder: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent.parent / "docs/streams.md").read_text()
-    lines = page.partition("```c\n")[2].partition("```")[0]
-    main = """
-    int main(int n, char **words) {
-        struct { float x[3][2]; long i; } rows[2] = {{{{0}}, 0}};
-        for (int k = 0; k < 6; k += 2) {
-            rows[0].i = k; rows[1].i = k + 1; rows[1].x[2][1] = k + 1;
-            append(words[1], rows, sizeof rows);
-        }
-        return 0;
-    }"""
-    (tmp_path / "write.c").write_text(lines + main)
-    program = str(tmp_path / "write")
-    subprocess.run(["cc", "-Wall", "-o", program, f"{program}.c"], check=True, timeout=60)
-    Producer(folder, FIELDS, chunk=2).put(**record(7))  # its description; the record is not written
-    subprocess.run([program, str(folder)], check=True, timeout=60)
-    Log.open(folder).end()
-    stream = Stream(folder, None)
-    (batch,) = DataLoader(stream, batch_sampler=stream.batches(6))
-    assert batch["i"].tolist() == list(range(6))
-    assert batch["x"][:, 2, 1].tolist() == [0, 1, 0, 3, 0, 5]
-
-
-def test_producers_at_once_append_whole_chunks_with_dense_numbers(folder: Path) -> None:
-    producers, each = 5, 200
-
-    def produce(k: int) -> None:
-        with Producer(folder, FIELDS, chunk=3, producers=producers) as producer:
-            for i in range(each):
-                producer.put(**record(k * each + i))
-
-    threads = [threading.Thread(target=produce, args=(k,)) for k in range(producers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    log = Log.open(folder)
-    assert log.ended()
-    assert log.numbers() == list(range(len(log.numbers())))
-    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
-    numbers = taken(Stream(folder, None).batches(10))
-    found = [i for batch in samples(folder, numbers) for i in batch]
-    assert sorted(found) == list(range(producers * each))
-    of_each = [[i for i in found if i // each == k] for k in range(producers)]
-    assert of_each == [sorted(own) for own in of_each]
-
-
-def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(folder: Path) -> None:
-    limits: dict[str, Any] = {"chunk": 1, "keep": 0, "producers": 2}
-    stalled, other = (Producer(folder, FIELDS, **limits) for _ in range(2))
-    for i in range(20):
-        other.put(**record(i))
-    cursors.write(str(folder), "a", 0, Cursor(15, 0, NBYTES))
-    other.put(**record(20))
-    log = Log.open(folder)
-    assert log.numbers() == list(range(15, 21))
-    stalled.put(**record(100))  # thinks that chunk 0 is the first free one
-    assert log.numbers() == list(range(15, 22))
-    assert int(Stream(folder, None)[21]["i"]) == 100
-    stalled.put(**record(101))
-    assert log.numbers()[-1] == 22
-
-
-def test_two_streams_in_one_folder_are_refused(folder: Path) -> None:
-    Producer(folder, FIELDS)
-    with pytest.raises(ConfigError, match="another stream, with fields"):
-        Producer(folder, {"y": "int8"})
-    with pytest.raises(ConfigError, match="with keep"):
-        Producer(folder, FIELDS, keep="3MB")
-    (folder / "000000000").write_bytes(b"")
-    (folder / "stream.json").unlink()
-    with pytest.raises(ConfigError, match="parts of another"):
-        Producer(folder, FIELDS)
-
-
-def test_a_stream_that_has_ended_takes_no_records(folder: Path) -> None:
-    filled(folder, [2])
-    with pytest.raises(ConfigError, match="has ended"):
-        Producer(folder, FIELDS, chunk=8)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"x": "U4"}, {"x": "object"}, {"x": ("f4", (0,))}, {"x": ">f4"}, {"x": "g"}, {"x": "no"}],
-)
-def test_fields_without_numbers_are_refused(folder: Path, fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Producer(folder, fields)
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"i": 1}, {**record(1), "z": 1}, {**record(1), "i": 0.5}, {**record(1), "x": np.zeros(6)}],
-)
-def test_a_wrong_record_is_refused_and_not_appended(folder: Path, wrong: dict[str, Any]) -> None:
-    with Producer(folder, FIELDS, chunk=2) as producer:
-        with pytest.raises(ConfigError):
-            producer.put(**wrong)
-        producer.put(**record(7))
-    assert samples(folder, [[0]]) == [[7]]
-    assert Log.open(folder).size(0) == NBYTES
-
-
-def test_numbers_are_cast_within_their_kind(folder: Path) -> None:
-    with Producer(folder, {"x": "float32", "n": "int16"}) as producer:
-        producer.put(x=np.float64(0.1), n=np.int64(7))
-    found = Stream(folder, None)[0]
-    assert found == {"x": torch.tensor(0.1), "n": torch.tensor(7, dtype=torch.int16)}
-
-
-def test_on_a_full_disk_nothing_half_written_is_seen(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer = Producer(folder, FIELDS, chunk=2, linger_s=1e9)
-    producer.put(**record(0))
-    producer.put(**record(1))
-    producer.put(**record(2))
-    write, budget = os.write, [40]
-
-    def full(fd: int, data: Any) -> int:
-        some = min(len(data), budget[0])
-        budget[0] -= some
-        if not some:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(fd, data[:some])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(SourceError, match="No space left"):
-            producer.put(**record(3))
-        assert sorted(p.name for p in folder.iterdir()) == ["000000000", "stream.json"]
-    producer.put(**record(4))  # record 3 was not appended, record 2 still is
-    producer.close()
-    log = Log.open(folder)
-    assert [log.size(n) // NBYTES for n in log.numbers()] == [2, 2]
-    numbers = taken(Stream(folder, None).batches(1))
-    assert samples(folder, numbers) == [[0], [1], [2], [4]]
-
-
-def test_a_chunk_of_the_wrong_size_is_named(folder: Path) -> None:
-    filled(folder, [8, 8])
-    (folder / "000000001").write_bytes(bytes(33))
-    with pytest.raises(ConfigError, match="000000001 has 33 bytes"):
-        taken(Stream(folder, None).batches(4))
-
-
-def test_a_description_that_is_none_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="a folder of a file system"):
-        Stream("s3://bucket/sim", "a")
-    with pytest.raises(NotFoundError, match="no producer has begun"):
-        Stream(folder, "a", timeout_s=0)
-    folder.mkdir()
-    for text in ("{}", "no", '{"id": "a", "fields": [], "records": 1, "ahead": 1, "keep": 1}'):
-        (folder / "stream.json").write_text(text)
-        with pytest.raises(ConfigError):
-            Stream(folder, "a", timeout_s=0)
 
 
 # --- the order ------------------------------------------------------------------------------------
@@ -352,173 +115,8 @@ def test_arrived_says_whether_a_batch_is_there(folder: Path) -> None:
 def test_a_wait_has_a_deadline_and_a_name(folder: Path) -> None:
     Producer(folder, FIELDS)
     items = iter(Stream(folder, "a", timeout_s=0.3).batches(3))
-    with pytest.raises(UnavailableError, match=r"stream: nothing has arrived for \d s"):
+    with pytest.raises(UnavailableError, match=r"stream: the next batch has not arrived for \d s"):
         next(items)
-
-
-# --- back-pressure and retention ------------------------------------------------------------------
-
-
-def held(folder: Path) -> int:
-    """Bytes of the chunks in a folder, and of files that are being written."""
-    total = 0
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # deleted or linked meanwhile
-            total += path.stat().st_size if path.name[0] in ".0" else 0
-    return total
-
-
-@pytest.fixture
-def consumer(folder: Path) -> Iterator[Any]:
-    """A function that begins to read a stream in a thread; what was read is appended to a list."""
-    threads = []
-
-    def begin(name: str, batch: int, out: list[int], **how: Any) -> threading.Thread:
-        def read() -> None:
-            stream = Stream(folder, name, timeout_s=30, **how)
-            for b in creel.DataLoader(stream, batch, creel=False):
-                out.extend(b["i"].tolist())
-
-        threads.append(threading.Thread(target=read))
-        threads[-1].start()
-        return threads[-1]
-
-    yield begin
-    for thread in threads:
-        thread.join(60)
-
-
-@pytest.mark.parametrize("ahead, keep, batch", [(20, 30, 4), (20, 0, 4), (8, 0, 30), (0, 5, 1)])
-def test_the_folder_never_holds_more_than_ahead_and_keep_and_a_chunk(
-    folder: Path, consumer: Any, ahead: int, keep: int, batch: int
-) -> None:
-    """Also with less `ahead` than a batch needs: then the reader gets a batch and a chunk."""
-    n, chunk, got = 300, 5, list[int]()
-    most = 0
-    with Producer(
-        folder, FIELDS, ahead=ahead * NBYTES, keep=keep * NBYTES, chunk=chunk, timeout_s=30
-    ) as producer:
-        consumer("a", batch, got)
-        for i in range(n):
-            producer.put(**record(i))
-            most = max(most, held(folder))
-    assert most <= (max(ahead, batch + chunk) + keep + chunk) * NBYTES
-    until(lambda: len(got) == n // batch * batch, what="all is read")
-    assert got == list(range(len(got)))
-
-
-def test_producers_and_readers_at_once_lose_nothing(folder: Path, consumer: Any) -> None:
-    """Numbers of chunks that are read and deleted are not used again (see `Log.append`)."""
-    each, producers = 150, 3
-    got: tuple[list[int], list[int]] = [], []
-    limits: dict[str, Any] = {"ahead": 6 * NBYTES, "keep": 2 * NBYTES, "timeout_s": 60}
-
-    def produce(k: int) -> None:
-        with Producer(
-            folder, FIELDS, chunk=2, producers=producers, readers=("a", "b"), **limits
-        ) as producer:
-            for i in range(each):
-                producer.put(**record(k * each + i))
-
-    threads = [threading.Thread(target=produce, args=(k,)) for k in range(producers)]
-    for thread in threads:
-        thread.start()
-    readers = [consumer("a", 5, got[0]), consumer("b", 3, got[1])]
-    for thread in threads + readers:
-        thread.join(60)
-    assert got[0] == got[1]
-    assert sorted(got[0]) == list(range(each * producers))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_loader_finds_what_it_asked_for_long_before(folder: Path, workers: int) -> None:
-    """It does not say which batches its workers have read."""
-    n, got = 400, list[int]()
-
-    def read() -> None:
-        data = Stream(folder, "a", timeout_s=30)
-        for b in DataLoader(data, batch_sampler=data.batches(2), num_workers=workers):
-            got.extend(b["i"].tolist())
-
-    reader = threading.Thread(target=read)
-    with Producer(folder, FIELDS, ahead=0, keep=0, chunk=3, timeout_s=30) as producer:
-        reader.start()
-        for i in range(n):
-            producer.put(**record(i))
-        assert held(folder) < n * NBYTES / 2
-    reader.join(60)
-    assert got == list(range(n))
-
-
-def test_a_shuffled_reader_gets_a_whole_window(folder: Path, consumer: Any) -> None:
-    got: list[int] = []
-    with Producer(folder, FIELDS, ahead=NBYTES, keep=0, chunk=3, timeout_s=30) as producer:
-        consumer("a", 4, got, shuffle=10)
-        for i in range(100):
-            producer.put(**record(i))
-    until(lambda: len(got) == 100, what="all is read")
-    assert sorted(got) == list(range(100))
-
-
-def test_the_slowest_reader_and_rank_hold_producers_back(folder: Path) -> None:
-    limits: dict[str, Any] = {"ahead": 10 * NBYTES, "keep": 0, "chunk": 2, "timeout_s": 0}
-    producer = Producer(folder, FIELDS, readers=("a", "b"), linger_s=1e9, **limits)
-
-    def fill() -> int:
-        """Put until producers must wait; return how many were put."""
-        count = 0
-        while True:
-            try:
-                producer.put(**record(0))
-            except UnavailableError:
-                return count
-            count += 1
-
-    fill()
-    cursors.write(str(folder), "a", 0, Cursor(3, 0, NBYTES))
-    assert fill() == 0  # b has not begun
-    cursors.write(str(folder), "b", 0, Cursor(4, 0, NBYTES, ranks=2))
-    assert fill() == 0  # its rank 1 has not
-    cursors.write(str(folder), "b", 1, Cursor(2, 0, NBYTES, ranks=2))
-    assert fill() == 4
-    assert Log.open(folder).numbers()[0] == 2
-    cursors.write(str(folder), "b", 0, Cursor(5, 0, NBYTES))  # of one rank now
-    assert fill() == 2
-    assert Log.open(folder).numbers()[0] == 3
-
-
-def test_a_reader_that_leaves_holds_nobody_back(folder: Path) -> None:
-    limits: dict[str, Any] = {"ahead": 4 * NBYTES, "keep": 0, "chunk": 1, "timeout_s": 0}
-    producer = Producer(folder, FIELDS, readers=("a", "b"), **limits)
-    stream = Stream(folder, "b", timeout_s=0)
-    cursors.write(str(folder), "a", 0, Cursor(0, 0, 9 * NBYTES))
-    items: Any = iter(stream.batches(8))
-    items.reports = True
-    assert not items.arrived()  # now it counts
-    for i in range(8):
-        producer.put(**record(i))  # b needs eight
-    with pytest.raises(UnavailableError, match="waiting for b"):
-        producer.put(**record(8))
-    stream.leave()
-    cursors.write(str(folder), "a", 0, Cursor(8, 0, NBYTES))
-    producer.put(**record(8))
-
-
-def test_a_reader_behind_retention_is_told_so(folder: Path, consumer: Any) -> None:
-    limits: dict[str, Any] = {"ahead": 10 * NBYTES, "keep": 0}
-    got: list[int] = []
-    with Producer(folder, FIELDS, chunk=1, timeout_s=30, **limits) as producer:
-        consumer("a", 1, got)
-        for i in range(60):
-            producer.put(**record(i))
-    oldest = Log.open(folder).numbers()[0]
-    with pytest.raises(SourceError, match=rf"chunk 0 has been deleted.*begin={oldest}\)"):
-        taken(Stream(folder, "late").batches(1))
-    assert "late" not in cursors.read(str(folder))  # it holds back nobody
-    with pytest.raises(SourceError, match="chunk 0 has been deleted"):
-        Stream(folder, None)[0]
-    late = Stream(folder, "late", begin=oldest)
-    assert samples(folder, taken(late.batches(1))) == [[i] for i in range(oldest, 60)]
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -542,6 +140,32 @@ def test_samples_are_dicts_of_tensors_and_transforms_get_them(folder: Path) -> N
         plain[8 + 5]
     with pytest.raises(SourceError, match="has not arrived"):
         plain[16]
+
+
+def test_a_batch_of_many_chunks_has_few_of_them_open(folder: Path) -> None:
+    filled(folder, [1] * 100, chunk=1)
+    stream = Stream(folder, None)
+    most, opened, me = 0, os.open, psutil.Process()
+
+    def counted(*args: Any, **kw: Any) -> int:
+        nonlocal most
+        fd = opened(*args, **kw)
+        most = max(most, me.num_fds())
+        return fd
+
+    before = me.num_fds()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", counted)
+        got = stream.__getitems__([*range(99, -1, -1), *range(100)])
+    assert [int(s["i"]) for s in got] == [*range(99, -1, -1), *range(100)]
+    assert most <= before + 40
+    assert me.num_fds() == before
+
+
+def test_small_records_do_not_make_chunks_of_very_many(folder: Path) -> None:
+    """Each chunk takes up places in a daemon's tables, however few a slow producer fills."""
+    Producer(folder, {"t": "int8"})
+    assert Log.open(folder).about.records == 4096
 
 
 def test_the_manifest_has_future_chunks(folder: Path) -> None:

@@ -84,10 +84,10 @@ class Arrived:
 
 
 def behind(log: Log, chunk: int, oldest: int) -> SourceNotFoundError:
-    """Return the error for a chunk that was deleted before it was read."""
+    """Return the error for a chunk that was deleted before it was read; `oldest`: the next one."""
     return SourceNotFoundError(
         2,
-        f"chunk {chunk} has been deleted, the oldest one is {oldest}: let producers keep more than"
+        f"chunk {chunk} has been deleted, the next one is {oldest}: let producers keep more than"
         " is produced between two checkpoints (keep=), name readers that begin late (readers=), or"
         f" begin with Stream(begin={oldest})",
         log.path,

@@ -14,7 +14,7 @@ class KnownChunks:
     def __init__(self, log: Log) -> None:
         self._log = log
         there = log.numbers()
-        first = there[0] if there else log.furthest()
+        first = there[0] if there else 0
         self._first, self._next = first, first
         self._ends = {first - 1: 0}  # bytes up to the end of each chunk, from the first one on
         self._look()
@@ -30,8 +30,9 @@ class KnownChunks:
 
     def append(self, data: memoryview) -> None:
         number = self._log.append(data, self._next)
-        while self._next <= number:  # other producers' before it may be deleted already
+        while self._next < number:  # other producers', which may be deleted already
             self._add(max(self._log.size(self._next), 0))
+        self._add(len(data))
 
     def in_the_way(self, readers: Mapping[str, Cursor], nbytes: int) -> str | None:
         """Return the name of a reader that must read before `nbytes` more are appended, or None."""

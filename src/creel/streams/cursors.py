@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +56,8 @@ def write(log: str, name: str, rank: int, cursor: Cursor) -> None:
         OSError: the folder of the log cannot be written to.
     """
     folder = f"{log}/{_FOLDER}"
-    temporary = f"{folder}/.{name}.{rank}"
+    # Of this call alone: several processes may read as one rank.
+    temporary = f"{folder}/.{name}.{rank}.{uuid.uuid4().hex}"
     try:
         file = open(temporary, "w", encoding="ascii")  # noqa: PTH123, SIM115  20 us, with every batch
     except FileNotFoundError:

@@ -143,11 +143,13 @@ class Log:
         return sorted(int(n) for n in names if len(n) >= _DIGITS and n.isascii() and n.isdigit())
 
     def deleted(self, number: int) -> int | None:
-        """Return the oldest chunk if chunk `number` was deleted; None if it is there or will be."""
+        """Return the next chunk that is there if chunk `number` was deleted.
+
+        None if it is there or will be: chunks get their numbers in order.
+        """
         there = self.numbers()  # on NFS this also drops what the client knows of absent names
-        if not there or number >= there[0] or self.size(number) != ABSENT:
-            return None
-        return there[0]
+        later = [one for one in there if one > number]
+        return later[0] if later and self.size(number) == ABSENT else None
 
     def append(self, data: memoryview, number: int) -> int:
         """Append a chunk; return its number, the first free one from `number` on.
@@ -159,10 +161,10 @@ class Log:
             temporary = self._written(data)
             try:
                 with self._alone():
-                    # Chunks below are read, and perhaps deleted: their numbers are free again.
-                    return _linked(temporary, self.chunk, max(number, self.furthest()))
+                    return _linked(temporary, self.chunk, self._free(number))
             finally:
-                os.unlink(temporary)  # noqa: PTH108  quick
+                with suppress(OSError):  # it may have been appended: nobody must do so again
+                    os.unlink(temporary)  # noqa: PTH108  quick
         except OSError as e:
             raise _failure(e, self.path) from e
 
@@ -183,9 +185,15 @@ class Log:
         finally:
             os.close(fd)
 
-    def furthest(self) -> int:
-        """Return the chunk that the furthest reader reads: no chunk from it on is deleted."""
-        return max((c.chunk for c in cursors.read(self.path).values()), default=0)
+    def _free(self, number: int) -> int:
+        """Return where to look for the first free number, from `number` on.
+
+        Other producers may have written and deleted chunks there: their numbers are free again, but
+        gone. The newest chunk is never deleted, so those that are there follow one another.
+        """
+        if number and self.size(number - 1) != ABSENT:
+            return number
+        return max([number, *self.numbers()[:1]])
 
     def delete(self, number: int) -> None:
         """Delete a chunk, and give back its memory though a daemon has it open."""

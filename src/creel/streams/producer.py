@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
@@ -24,6 +25,9 @@ _log = logging.getLogger("creel.stream")
 
 #: Bytes of a chunk by default: large enough that files cost little, 3 ms at 300 MB/s.
 _CHUNK_NBYTES = 1 << 20
+#: Records of such a chunk at most: each chunk takes up as many places in a daemon's tables, however
+#: few of them a slow producer fills.
+_MOST_RECORDS = 4096
 #: Pauses of a producer that waits for readers, in seconds.
 _PAUSE_S, _LONGEST_S = 0.0005, 0.02
 _WARN_S = 60.0
@@ -78,8 +82,9 @@ class Producer:
         listed = tuple((name, *_field(name, field)) for name, field in fields.items())
         sizes = _nbytes(ahead), _nbytes(keep)
         about = Description(uuid.uuid4().hex, listed, 1, *sizes, producers, named)
-        records = chunk or max(_CHUNK_NBYTES // about.layout().itemsize, 1)
-        about = Description(about.id, listed, records, *sizes, producers, named)
+        fitting = max(_CHUNK_NBYTES // about.layout().itemsize, 1)
+        records = chunk or min(fitting, _MOST_RECORDS)
+        about = msgspec.structs.replace(about, records=records)
         self._stream = Log.create(path, about)
         if self._stream.ended():
             raise ConfigError(f"the stream in {self._stream.path} has ended: use another folder")
