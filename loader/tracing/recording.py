@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -56,7 +57,7 @@ def _digest(*what: object) -> str:
 
 
 class RanksJournal:
-    """A journal that this node's ranks share, while it is open to further ranks."""
+    """A journal that this node's ranks share; open to further ranks until it is closed or freed."""
 
     def __init__(self, client: Client, name: str) -> None:
         """Get the journal of this name.
@@ -65,13 +66,11 @@ class RanksJournal:
             UnavailableError: refused, or the daemon is lost.
             OSError: no descriptor or memory.
         """
-        self._client, self._name = client, name
         own = new_journal()
         self.place: Place = JournalFile(Descriptor(client.join_journal(name, own.fd))), ALONE
-
-    def close(self) -> None:
-        """Let no further rank join, if this one came first."""
-        self._client.notify(WithdrawJournal(self._name))
+        #: Lets no further rank join, if this one came first; else the daemon keeps the memory.
+        self.close = weakref.finalize(self, client.notify, WithdrawJournal(name))
+        self.close.atexit = False  # the daemon sees the process end
 
 
 def journal_of_ranks(
