@@ -27,7 +27,7 @@ from creel.config import Config
 from creel.loader.binding.wrapped import Wrapping
 from creel.loader.client.connections import client_of
 from creel.loader.cluster.ranks import job_name, on_one_node, rank_and_world
-from creel.loader.tracing.journal import ALONE, JournalFile, Place, new_journal
+from creel.loader.tracing.journal import JournalFile, Place, new_journal
 from creel.loader.tracing.likeness import likeness
 from creel.loader.tracing.recorder import AccessRecorder
 from creel.messages import WithdrawJournal
@@ -67,7 +67,8 @@ class RanksJournal:
             OSError: no descriptor or memory.
         """
         own = new_journal()
-        self.place: Place = JournalFile(Descriptor(client.join_journal(name, own.fd))), ALONE
+        joint = JournalFile(Descriptor(client.join_journal(name, own.fd)))
+        self.place = Place(joint, joint=True)
         #: Lets no further rank join, if this one came first; else the daemon keeps the memory.
         self.close = weakref.finalize(self, client.notify, WithdrawJournal(name))
         self.close.atexit = False  # the daemon sees the process end
@@ -81,15 +82,13 @@ def journal_of_ranks(
     Each rank must call this for the same datasets in the same order: the k-th of several datasets
     that look alike matches the k-th of the other ranks.
     """
-    client = client_of(config)
-    if client is None:
-        return None
     try:
         world = rank_and_world()[1]
         job = job_here(world, os.environ, os.getppid())
         about = f"{job} {wrapping.whole} {likeness(dataset)}"
-        _begun[about] += 1
-        return RanksJournal(client, _digest(_begun[about], about))
+        _begun[about] += 1  # also if no daemon answers: other ranks may reach one
+        client = client_of(config)
+        return None if client is None else RanksJournal(client, _digest(_begun[about], about))
     except Exception:  # noqa: BLE001  this rank then records for itself
         _log.debug("this rank records for itself", exc_info=True)
         return None
@@ -138,7 +137,7 @@ class KeptTrace:
             return None
         try:
             file = JournalFile(Descriptor(open_trace(self._disk.path, self._name)))
-            return AccessRecorder(self._dataset, (file, ALONE), self._wrapping, joint=True).trace()
+            return AccessRecorder(self._dataset, Place(file, joint=True), self._wrapping).trace()
         except Exception:  # noqa: BLE001  missing, or malformed
             return None
 
@@ -147,7 +146,7 @@ class KeptTrace:
 
         `dataset`: the key of the dataset that the trace gives.
         """
-        if not self._name or self._rank or recorder.joint != (self._world > 1):
+        if not self._name or self._rank or recorder.place.joint != (self._world > 1):
             return  # a rank that recorded alone knows only its own samples
         try:
             keep_trace(self._disk.path, self._name, dataset, recorder.copy(), self._disk.keep_free)
@@ -160,7 +159,6 @@ def recorder_on(
     dataset: Dataset[Any],
     wrapping: Wrapping,
     *,
-    joint: bool = False,
     seals: bool = True,
 ) -> AccessRecorder | None:
     """Make a recorder of a `recordable` dataset; None for lack of descriptors or memory.
@@ -168,13 +166,12 @@ def recorder_on(
     Args:
         place: where other processes record the dataset; None: this one begins to.
         wrapping: what `creel.wrap` was asked for.
-        joint: whether other ranks record there too.
         seals: as for `AccessRecorder`.
     """
     if few_descriptors():
         return None
     try:
-        return AccessRecorder(dataset, place, wrapping, joint=joint, seals=seals)
+        return AccessRecorder(dataset, place, wrapping, seals=seals)
     except Exception:  # noqa: BLE001  its samples are then read as without creel
         _log.debug("the reads of the dataset are not recorded", exc_info=True)
         return None
