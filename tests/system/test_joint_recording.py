@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 import signal
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from creel.loader.tracing.journal import new_journal
 from creel.messages import WithdrawJournal
 from creel.system.unix_peers import listener_at
 from daemons import Running
-from kit import until
+from kit import descriptors, until
 from testbed.ranks import ranks
 from testbed.same import needs_fuse, same
 from testbed.slow_files import N, OpaqueFiles, SlowFiles
@@ -206,6 +209,21 @@ def test_a_journal_is_given_on_as_long_as_the_client_that_offered_it(daemon: Run
         assert joint(other, 1) == inodes[1]
 
 
+def test_a_journal_goes_with_the_dataset_that_is_recorded_there(
+    slow: SlowFiles, daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a daemon would keep its memory as long as the process trains, and refuse the ninth."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for _ in range(9):
+        dataset: Any = creel.wrap(OpaqueFiles(slow.folder, "npy"))
+        _ = dataset[0]
+        until(lambda: daemon.journals() == 1)  # it closes what it was sent after it has answered
+        del dataset
+        gc.collect()
+        until(lambda: not daemon.journals())
+
+
 def test_a_client_that_offers_something_else_loses_its_connection(
     daemon: Running, tmp_path: Path
 ) -> None:
@@ -215,6 +233,21 @@ def test_a_client_that_offers_something_else_loses_its_connection(
             client.join_journal(name, fd)
     until(lambda: daemon.journals() == 0)
     file.close()
+
+
+def test_a_daemon_that_can_open_little_more_keeps_its_clients(daemon: Running) -> None:
+    own = [new_journal() for _ in range(2)]
+    with daemon.client() as client:
+        taken = {int(number) for number, _ in descriptors(daemon.pid, eventfds=True)}
+        free = (number for number in count() if number not in taken)
+        limit = [next(free), next(free)][1]  # below it is one number
+        _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (limit, hard))
+        given = Descriptor(client.join_journal("one", own[0].fd))
+        assert os.path.samestat(os.fstat(given.fd), os.fstat(own[0].fd))
+        with pytest.raises(UnavailableError, match="can open no more"):
+            client.join_journal("another", own[1].fd)
+        assert client.alive
 
 
 @pytest.mark.usefixtures("daemon")
