@@ -240,7 +240,8 @@ class RehearsedBatches(BatchSampler):
             return
         replays = self.begin()
         pulled: list[Ints] = []
-        replays.new_items = self._new_items(pulled)
+        if replays.growth is not None:
+            replays.new_items = self._new_items(pulled)
         for step, batch in enumerate(batches):
             new = list(batch)
             if replays.growth is not None:
