@@ -21,7 +21,7 @@ from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.returned import Returned
+from creel.loader.iterators.returned import Returned, recorded, recording_iterator
 from creel.loader.log_lines import with_rank
 from creel.loader.notebook import cell
 from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batches
@@ -39,7 +39,6 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
-    from creel.loader.iterators.returned import NotedSampler, noted_iterator
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
@@ -193,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """What torch's iterators, and ours, iterate; `batch_sampler` stays that of new data."""
         rehearsed = self.__dict__.get("_creel_rehearsed")
         found = super()._index_sampler if rehearsed is None else rehearsed
-        return NotedSampler(found) if self.__dict__.get("_creel_noted") else found
+        return recorded(self, found)
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
@@ -204,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 )
             if MISSING is not None or isinstance(self.dataset, IterableDataset):
                 return super()._get_iterator()
-            return noted_iterator(self, super()._get_iterator)
+            return recording_iterator(self, super()._get_iterator)
         loader_state = self._loader_state()
         role = loader_state.role(self)
         if self.num_workers == 0:

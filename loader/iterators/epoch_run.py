@@ -311,6 +311,10 @@ class EpochRun:
             # The daemon has ended. A daemon that is only stopped may go on.
             self._search = self._loader_state.search(self.binding)
 
+    def lost(self, i: int) -> None:
+        """Forget the i-th batch after those skipped: it raised, and will not be delivered."""
+        self._pulled.pop(i, None)
+
     def _record(self, times: BatchTimes | None, worker: int, now_ns: int) -> None:
         """Write a batch into the session's flight recorder (2 us)."""
         assert self.stream is not None  # noqa: S101  see `deliver`

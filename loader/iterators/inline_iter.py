@@ -280,9 +280,13 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         run.await_daemon()
         try:
             data = self._reader.read(index, run.claim(i, index))
+        except BaseException:
+            run.lost(i)
+            raise
         finally:
             run.done(i + 1)
-            run.note_bad(self._tolerance.take_new())
+            if self._tolerance.wanted:
+                run.note_bad(self._tolerance.take_new())
         if self._pinning is not None:
             data = self._pinning.pin(data)
         run.deliver(i + 1)

@@ -259,12 +259,14 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         try:
             self._request()
         except BaseException:  # raised by the sampler: as in torch, this batch is lost
+            self._run.lost(event.index)
             self._pool.discard(event)
             raise
         data = self._pool.open(event)
         if self._pool.bad:
             self._note_bad(self._pool.take_bad())
         if isinstance(data, ExceptionWrapper):
+            self._run.lost(event.index)
             raise_failure(data)
         self._run.deliver(self._rcvd_idx, event.times, worker, batch=event.index)
         return data

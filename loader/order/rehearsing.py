@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ from creel.errors import ConfigError
 from creel.loader.order.custom.sampler_state import attribute
 from creel.loader.order.generators import Permutation, permutation, seeded
 from creel.policies.arrays import Ints, unique
-from creel.policies.rehearsal.content import mixed
+from creel.policies.rehearsal.content import Offered, mixed
 from creel.policies.rehearsal.growth import Growth
 from creel.policies.rehearsal.passes import Passes
 
@@ -24,8 +24,8 @@ _log = logging.getLogger("creel.loader")
 
 #: Digests of memories that were found too small; each is said once.
 _small: set[str] = set()
-#: Returns the new samples of all ranks in the first k steps of an epoch.
-NewItems: TypeAlias = "Callable[[int], NDArray[np.integer]]"
+#: Returns the new samples of all ranks in steps [start, stop) of an epoch.
+NewItems: TypeAlias = "Callable[[int, int], NDArray[np.integer]]"
 
 #: Steps between the first ones of two epochs whose batches cannot be counted before they are drawn.
 _UNCOUNTED = 1 << 32
@@ -48,6 +48,22 @@ class Content(NamedTuple):
     seed: int
     digest: str
     growth: Growth | None = None
+
+
+class _Block(NamedTuple):
+    """What is replayed in `every` steps of an epoch in which the memory grows.
+
+    Attributes:
+        number: of the block in the epoch.
+        held: what the memory keeps.
+        numbers: (m,) of `held`, in the rehearsed dataset.
+        passes: how all ranks share them.
+    """
+
+    number: int
+    held: Offered
+    numbers: Ints
+    passes: Passes
 
 
 class Replays:
@@ -77,12 +93,7 @@ class Replays:
         self.bare = 0 if passes.kept else _NEVER if growth is None else growth.every
         self.key = ("replays", passes, rank, first_step, first_row, growth and growth.every)
         self._drawn: dict[Passes, tuple[int, Permutation]] = {}
-        self._blocks: dict[int, tuple[Ints, Passes]] = {}
-
-    def copied(self) -> Replays:
-        """Return the same for another order of the epoch."""
-        place = self._rank, self.first_step, self._first_row
-        return Replays(self.passes, *place, self.growth)
+        self._last: _Block | None = None
 
     def rows(self, steps: Ints) -> Ints:
         """Return the (k, each) numbers of the rows in (k,) steps, none of them below `bare`."""
@@ -93,9 +104,9 @@ class Replays:
         blocks, inside = np.divmod(steps, self.growth.every)
         for block in unique(blocks):
             mine = blocks == block
-            numbers, passes = self._block(int(block), self.growth)
-            places = passes.to_rank(self._rank, inside[mine], self._head(passes))
-            rows[mine] = np.sort(numbers[places], axis=1)  # rows of the memory are the last ones
+            found = self._block(int(block), self.growth)
+            places = found.passes.to_rank(self._rank, inside[mine], self._head(found.passes))
+            rows[mine] = np.sort(found.numbers[places], axis=1)  # the memory's rows come last
         return rows
 
     def joined(self, batch: Any, step: int) -> Any:
@@ -107,15 +118,19 @@ class Replays:
             return np.concatenate([batch, rows])
         return [*batch, *rows.tolist()]
 
-    def _block(self, block: int, growth: Growth) -> tuple[Ints, Passes]:
-        """Return what is replayed in a block of steps: numbers, and how they are shared."""
-        found = self._blocks.get(block)
-        if found is None:
-            numbers = growth.after(self.new_items(block * growth.every), self._first_row)
-            seed = int(mixed(np.array([block]), self.passes.seed)[0])
-            found = numbers, self.passes._replace(kept=len(numbers), seed=seed)
-            self._blocks = {block: found}
-        return found
+    def _block(self, number: int, growth: Growth) -> _Block:
+        """Return what is replayed in a block of steps; from the block before it in little time."""
+        last = self._last
+        if last is not None and last.number == number:
+            return last
+        begun, held = 0, growth.kept
+        if last is not None and last.number < number:
+            begun, held = last.number, last.held
+        held = growth.grown(held, self.new_items(begun * growth.every, number * growth.every))
+        seed = int(mixed(np.array([number]), self.passes.seed)[0])
+        passes = self.passes._replace(kept=len(held.uids), seed=seed)
+        self._last = _Block(number, held, growth.numbers(held, self._first_row), passes)
+        return self._last
 
     def _head(self, passes: Passes) -> Callable[[int, int], NDArray[np.integer]]:
         def head(number: int, k: int) -> NDArray[np.integer]:
@@ -224,29 +239,27 @@ class RehearsedBatches(BatchSampler):
             yield from batches
             return
         replays = self.begin()
-        pulled: list[Any] = []
-        replays.new_items = self._of_all_ranks(pulled)
+        pulled: list[Ints] = []
+        if replays.growth is not None:
+            replays.new_items = self._new_items(pulled)
         for step, batch in enumerate(batches):
+            new = list(batch)
             if replays.growth is not None:
-                pulled.append(batch)
-            yield replays.joined(list(batch), step)
+                pulled.append(np.array(new, np.int64))
+            yield replays.joined(new, step)
 
-    def _of_all_ranks(self, pulled: list[Any]) -> NewItems:
-        """Return what finds the new samples of the first steps; `pulled`: this rank's batches."""
+    def _new_items(self, pulled: list[Ints]) -> NewItems:
+        """Return what finds the new samples of all ranks; `pulled`: this rank's batches so far."""
         sampler: Any = self.sampler
         if not self._dealt or sampler.num_replicas == 1:
-            return lambda steps: np.array([i for batch in pulled[:steps] for i in batch], np.int64)
-        now = copy.copy(sampler)  # with the epoch as it is now
-
-        def items(steps: int) -> NDArray[np.integer]:
-            size = steps * getattr(self.batches, "batch_size", 1)
-            parts = []
-            for rank in range(now.num_replicas):
-                now.rank = rank
-                parts.append(list(now)[:size])
-            return np.array(parts, np.int64).ravel()
-
-        return items
+            return lambda start, stop: np.concatenate(pulled[start:stop] or [np.empty(0, np.int64)])
+        of_all: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last
+        )
+        of_all.set_epoch(sampler.epoch)
+        many = self.batches.batch_size * sampler.num_replicas  # type: ignore[attr-defined]  # `_dealt`
+        order = functools.cache(lambda: np.array(list(of_all), np.int64))
+        return lambda start, stop: order()[start * many : stop * many]
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]  # as torch: TypeError if it has none

@@ -116,8 +116,8 @@ class ReplayedOrder(EpochOrder):
     def _new_items(self, stream: SamplerStream) -> NewItems:
         if self._batcher is not None:
             return new_items(stream, self._division)
-        return lambda steps: np.array(
-            [i for one in list[Any](stream.items(0, steps)) for i in one], np.int64
+        return lambda start, stop: np.array(
+            [i for one in list[Any](stream.items(start, stop)) for i in one], np.int64
         )
 
     def _divided(self) -> Division:

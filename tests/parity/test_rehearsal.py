@@ -8,7 +8,9 @@ import itertools
 import logging
 import pickle
 import runpy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
@@ -253,6 +256,31 @@ def test_indices_fit_batches_that_come_as_they_are_ready(
         assert loader.indices[:-2].tolist() == batch[0][:-2].tolist()
         old = loader.rehearsal.dataset
         assert [old[k][0] for k in loader.replayed.tolist()] == batch[0][-2:].tolist()
+
+
+class Meeting(BatchSampler):
+    """Its iterators are begun by three threads at the same time."""
+
+    barrier = threading.Barrier(3)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.barrier.wait(30)
+        return super().__iter__()
+
+
+def test_a_loader_that_is_switched_off_counts_and_serves_threads_as_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = switched_off(monkeypatch, "disabled")
+    batches = Meeting(SequentialSampler(range(NEW)), 4, False)
+    loader: Any = creel.DataLoader(Noisy(NEW), batch_sampler=batches, **options)
+    with ThreadPoolExecutor(3) as pool:
+        iterators = [found.result(30) for found in [pool.submit(iter, loader) for _ in range(3)]]
+    assert [len(it) for it in iterators] == [len(loader)] * 3
+    for it in iterators:
+        assert [loader.indices.tolist() for batch in it] == [
+            list(range(first, min(first + 4, NEW))) for first in range(0, NEW, 4)
+        ]
 
 
 class Keyed(Dataset[Any]):

@@ -27,7 +27,9 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 import creel
 from creel.errors import ConfigError
 from creel.loader.order.epoch_plan import same_batch
+from creel.loader.order.rehearsing import Replays
 from creel.policies.rehearsal.content import mixed
+from creel.policies.rehearsal.passes import Passes
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)
@@ -183,6 +185,25 @@ def test_a_growing_memory_has_what_was_kept_of_all_earlier_blocks(case: int) -> 
             assert len(set(replays)) == len(replays), "no row twice in a global batch"
     later = [list(loader) for loader in loaders]
     assert all(old or len(batch) <= size for batches in later for batch in batches)
+
+
+def test_a_growing_memory_asks_for_each_new_sample_once() -> None:
+    """So an epoch takes time in proportion to its steps; an earlier block begins anew."""
+    every, blocks = 3, 200
+    asked = []
+
+    def new_items(start: int, stop: int) -> Any:
+        asked.append((start, stop))
+        return np.arange(2 * start, 2 * stop)
+
+    growth = creel.Rehearsal(2, budget=10, every=every).content().growth
+    replays = Replays(Passes(0, 2, 1, 0), 0, 0, 10_000, growth)
+    replays.new_items = new_items
+    rows = [replays.rows(np.array([step]))[0].tolist() for step in range(every, every * blocks)]
+    assert asked == [(every * k, every * (k + 1)) for k in range(blocks - 1)]
+    asked.clear()
+    assert replays.rows(np.arange(every, every * blocks)).tolist() == rows
+    assert len(asked) == blocks - 1
 
 
 def test_a_memory_cannot_grow_by_what_other_ranks_read_unknown_to_it() -> None:
