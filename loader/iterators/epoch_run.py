@@ -324,7 +324,9 @@ class EpochRun:
             ready = wait_began + sampler + daemon + source
             collating = ready + decode
             times = BatchTimes(wait_began + sampler, ready, collating, collating + collate)
-        when = times.began, times.ready, times.collating, times.packed
+        # Direct reads count as waiting for objects, though they alternate with decoding.
+        ready = min(times.ready + times.direct_ns, max(times.collating, times.ready))
+        when = times.began, ready, times.collating, times.packed
         self.stream.session.words.log.add(*when, wait_began, now_ns, worker)
 
     def _count(self) -> None:

@@ -33,7 +33,7 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
     assert "read from            /data: 100 reads, 100 opens, 10.0 MiB\n" in out
     assert "  trouble there      3 retries\n" in out
     row, *by_stage, title, header, stalls = (line.split() for line in out.splitlines()[-7:])
-    said = "resnet 3 100 64 4.0 s 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 28.0 s 4 12.5 s"
+    said = "resnet 3 100 64 4.0 s 87 % 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 28.0 s 4 12.5 s"
     assert " ".join(row) == said
     assert by_stage[0] == ["busy", "by", "stage"]
     assert by_stage[1] == ["job", "rank", *SESSION["busy_s"]]
@@ -136,7 +136,7 @@ def test_rates_are_differences_over_time() -> None:
     }
     row = view.top_row(later, SESSION, 2.0)
     rates = ("25", "2,500", "25.0 MiB", "2", "293 KiB", "1", "2.0 s", "150 %", "120 %", "4", "25 %")
-    assert row[5:] == (*rates, "source", "25 %", *["0 %"] * 4)  # workers are no rate
+    assert row[6:] == (*rates, "source", "25 %", *["0 %"] * 4)  # workers are no rate
 
 
 def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

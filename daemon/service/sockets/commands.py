@@ -74,6 +74,15 @@ def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
     return {"bad": node.bad_samples.rows()}
 
 
+def _batches(node: Node, args: Args) -> dict[str, Any]:
+    """Return the last batches of one session, see `stats.batches`."""
+    session, since_ns = args.get("session"), args.get("since_ns", 0)
+    found = node.registry.sessions.get(session) if isinstance(session, int) else None
+    if found is None or not isinstance(since_ns, int) or not 0 <= since_ns < 1 << 63:
+        raise ConfigError("which batches? an open session, and a moment in ns")
+    return stats.batches(found, since_ns)
+
+
 def _named(node: Node, args: Args) -> DatasetRecord:
     """Return the one dataset that lies at `args["dataset"]`, or whose key begins with it."""
     name = args.get("dataset")
@@ -99,5 +108,7 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "warm": lambda node, args: _submit(node, Warm, args),
     "drop": lambda node, args: _submit(node, Dropped, args),
     "bad_samples": _bad_samples,
+    "batches": _batches,
+    "fetches": lambda node, _: {"parts": [*map(list, node.fetcher.recent.copy())]},
     "stop": _stop,
 }

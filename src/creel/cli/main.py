@@ -237,6 +237,27 @@ def top(context: click.Context, interval: float) -> None:
         top.show(lambda: client.ask("stats"), lambda: client.ask("status"), interval)
 
 
+@creel.command()
+@click.argument("out", type=click.Path(dir_okay=False))
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.001, 86_400),
+    callback=_refuse_nan,
+    default=10.0,
+    show_default=True,
+    help="How far back it goes.",
+)
+@_as_json
+@click.pass_context
+def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) -> None:
+    """Write the last batches of all ranks to OUT, as a timeline for Perfetto or Chrome."""
+    from creel.cli.watching import trace
+
+    with _client(context) as client:
+        told = trace.trace(client, out, seconds)
+    _print(told, as_json, lambda values: click.echo(trace.sentence(values)))
+
+
 # --- warm, simulate, verify -------------------------------------------------------------------
 
 
