@@ -65,7 +65,7 @@ class FakeClient:
 
     def ask(self, what: str, **args: object) -> dict[str, Any]:
         self.asked.append((what, args))
-        return {"status": STATUS, "stats": STATS, "stop": {}}[what]
+        return {"status": STATUS, "stats": STATS, "datasets": {"datasets": []}, "stop": {}}[what]
 
     def close(self) -> None:
         self.closed = True
