@@ -71,7 +71,8 @@ class FakeClient:
 
     def ask(self, what: str, **args: object) -> dict[str, Any]:
         self.asked.append((what, args))
-        return {"status": STATUS, "stats": STATS, "stop": {}, "batches": BATCHES}[what]
+        answers = {"status": STATUS, "stats": STATS, "datasets": {"datasets": []}, "stop": {}}
+        return (answers | {"batches": BATCHES})[what]
 
     def close(self) -> None:
         self.closed = True

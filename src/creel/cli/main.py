@@ -427,17 +427,24 @@ def stream(
 
 
 @creel.command()
+@click.argument("path", default="")
+@click.option("--nodes", default="", metavar="HOSTS", help="Other nodes of the job, or auto.")
+@click.option("--port", default=29610, show_default=True, help="Where nodes meet for --nodes.")
 @_as_json
 @click.pass_context
-def doctor(context: click.Context, *, as_json: bool) -> int:
-    """Check this machine for what would slow creel down."""
+def doctor(context: click.Context, path: str, nodes: str, port: int, *, as_json: bool) -> int:
+    """Check this machine for what would slow creel down.
+
+    With PATH also the storage of the dataset there; with --nodes, run by srun on all nodes of a
+    job, the network between them.
+    """
     from creel.cli import doctor
 
-    def ask(what: str) -> dict[str, object]:
+    def ask(what: str) -> dict[str, Any]:
         with _client(context) as client:
             return dict(client.ask(what))
 
-    found = list(doctor.checks(_config(context), ask))
+    found = list(doctor.checks(_config(context), ask, path=path, hosts=nodes, port=port))
     ok = all(check.level != "bad" for check in found)
     answer = {"ok": ok, "checks": [check._asdict() for check in found]}
     _print(answer, as_json, lambda _: doctor.show(found))
