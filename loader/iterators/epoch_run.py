@@ -33,6 +33,7 @@ from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, plain
 from creel.loader.torch_private import BaseDataLoaderIter
+from creel.loader.workers.seeding import BatchSeeds, may_repeat, next_epoch
 from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class EpochRun:
         self._pulled: dict[int, Any] = {}  # what the sampler yielded for batches not yet returned
         self._unpublished: dict[int, int] = {}  # batch without a step -> its number of samples
         self._many = True  # whether a batch is made of several samples
+        self._seeding = loader.seeding is not None
+        self._seed: int | None = None  # of the epoch's samples; None before the first epoch
+        self._repeats = False  # whether the epoch may read a sample twice
         self.finished = False
         self.slices = False  # whether the order yields arrays in place of lists of ints
         self.order: EpochOrder | None = None
@@ -143,6 +147,7 @@ class EpochRun:
         loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
         loader_state.order, loader_state.run = order, self
         self.order, self.epoch, self.paced = order, loader_state.epoch, order.paced
+        self._begin_seeds(loader, resume)
         self._count()
         self.delivered, self.finished, self._published_ahead = self.skipped, False, False
         self._counted = self.skipped
@@ -160,6 +165,28 @@ class EpochRun:
             order.skip(self.skipped)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
+
+    def _begin_seeds(self, loader: DataLoader[Any], resume: Progress | None) -> None:
+        """Set the seed of this epoch's samples: torch's base seed, or one after the last epoch's.
+
+        torch draws no new base seed for persistent workers.
+        """
+        if not self._seeding or self.order is None:
+            return
+        state, seed = self._loader_state, self.order.base_seed
+        before = self._seed if state.finished_seed is None else state.finished_seed
+        state.finished_seed = None
+        if resume is not None:
+            seed = resume.get("seed", seed)
+        elif before is not None and loader.persistent_workers:
+            seed = next_epoch(before)
+        self._seed, self._repeats = seed, may_repeat(loader._index_sampler)  # noqa: SLF001  torch's
+
+    def seeds(self, i: int) -> BatchSeeds | None:
+        """Return the seeds of the i-th batch after those skipped; None: workers have torch's."""
+        if self._seed is None:
+            return None
+        return BatchSeeds(self._seed, self.skipped + i, self._repeats)
 
     def arrived(self) -> bool:
         """Whether the next batch can be asked for without waiting for data (see `PacedOrder`)."""
@@ -378,10 +405,13 @@ class EpochRun:
         if order is None:
             return not_begun()
         over = self.finished and delivered is None and not order.paced
-        return Progress(
+        progress = Progress(
             version=PROGRESS_VERSION,
             epoch=self.epoch,
             batches=self.delivered if delivered is None else delivered,
             finished=over,
             order=order.state_after(self.delivered if delivered is None else delivered, over=over),
         )
+        if self._seed is not None:
+            progress["seed"] = self._seed
+        return progress

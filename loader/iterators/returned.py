@@ -93,7 +93,9 @@ def recorded(loader: Any, sampler: Any) -> Any:
     return RecordingSampler(sampler) if mine else sampler
 
 
-def recording_iterator(loader: Any, make: Callable[[], BaseDataLoaderIter]) -> BaseDataLoaderIter:
+def recording_iterator(
+    loader: Any, make: Callable[[], BaseDataLoaderIter], returned: Returned
+) -> BaseDataLoaderIter:
     """Return what torch's `_get_iterator`, `make`, returns for a map-style dataset."""
     outer, _making.loader = getattr(_making, "loader", None), loader  # a sampler may use a loader
     try:
@@ -103,7 +105,7 @@ def recording_iterator(loader: Any, make: Callable[[], BaseDataLoaderIter]) -> B
     sampler = made._index_sampler  # noqa: SLF001  torch's
     if isinstance(sampler, RecordingSampler):  # a subclass of the loader may choose the sampler
         # By weak reference: in a cycle it would keep its workers until Python's collector runs.
-        what = weakref.ref(made), sampler, Returned.of(loader)
+        what = weakref.ref(made), sampler, returned
         made._next_data = partial(_next_data, *what)  # noqa: SLF001  of this object only
     return made  # type: ignore[no-any-return]  # torch's
 

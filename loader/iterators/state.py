@@ -78,6 +78,8 @@ class LoaderState:
         self.run: EpochRun | None = None
         self.advice = Advice()
         self.resume: Progress | None = None
+        #: Of the samples of a resumed epoch that was finished; None after the next has begun.
+        self.finished_seed: int | None = None
         self._stream: BatchStream | None = None  # a session without an iterator, for the next
         self._bound: tuple[object, Binding | None] = (None, None)
         self._keepings: list[Keeping] = []  # of the dataset's parts that keep decoded samples
@@ -266,6 +268,7 @@ def prepare_resume(
         given, batches = resized(held, given, batches=batches, over=over)
         order = resume(held, given, over=over, batches=batches, previous=loader_state.order)
         loader_state.order = loader_state.order if order is None else order
+        loader_state.finished_seed = state.get("seed") if over else None
         if not over:
             loader_state.resume = Progress(**{**state, "order": given, "batches": batches})
 

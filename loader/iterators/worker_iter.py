@@ -113,6 +113,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             plain=collates_plainly(loader),
             wait_s=options.wait_s,
             slots=options.slots,
+            seeded=loader.seeding is not None,
         )
 
     @property
@@ -236,7 +237,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         if self._run.ticket is not self._ticket:
             self._join()  # another session, after a daemon was lost
         many = self._run.slices and isinstance(index, np.ndarray)
-        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many)
+        seeds = self._run.seeds(self._send_idx)
+        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many, seeds=seeds)
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1

@@ -74,6 +74,7 @@ class Progress(TypedDict, total=False):
     batches: int  # of this epoch, up to the last one that was returned to the caller
     finished: bool
     order: OrderState
+    seed: int  # of the epoch's samples, if they are seeded by their numbers
 
 
 def not_begun() -> Progress:

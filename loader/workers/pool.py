@@ -28,6 +28,7 @@ from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
+from creel.loader.workers.seeding import BatchSeeds
 from creel.loader.workers.stages import NO_TIMES, STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import WorkerArgs, worker_main
 from creel.loader.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords
@@ -219,7 +220,15 @@ class WorkerPool(BatchPool):
                 self._post(member, ("join", *ticket))
 
     def task(
-        self, worker: int, tag: int, batch: int, index: object, claim: Claim, *, many: bool
+        self,
+        worker: int,
+        tag: int,
+        batch: int,
+        index: object,
+        claim: Claim,
+        *,
+        many: bool,
+        seeds: BatchSeeds | None = None,
     ) -> None:
         """Send a batch to a worker; `many`: the index is an array to be used as a list of ints.
 
@@ -237,7 +246,7 @@ class WorkerPool(BatchPool):
         if many:
             kind, index = "tasks", np.asarray(index, np.int64).tobytes()
         ids = claim.ids.tobytes()
-        self._post(member, (kind, tag, batch, index, freed, claim.step, ids))
+        self._post(member, (kind, tag, batch, index, freed, claim.step, ids, seeds))
 
     @staticmethod
     def _post(member: WorkerProcess, message: tuple[object, ...]) -> None:
