@@ -259,7 +259,7 @@ def _record_at(piece: bytes, at: int) -> tuple[int, int, int] | None:
     return number, first, nbytes
 
 
-class Place(NamedTuple):
+class JournalPlace(NamedTuple):
     """Where a dataset is recorded.
 
     number: of the journal in its file. joint: whether several ranks share it.
@@ -278,7 +278,7 @@ class Place(NamedTuple):
 class TraceJournal:
     """One process's view of the journal at this place, from its beginning."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: JournalPlace) -> None:
         self._file, self._number, _ = place
         self._records = 0  # that were read
         #: Bytes of the records that were read.
@@ -327,7 +327,7 @@ _numbers = itertools.count(ALONE + 1)
 _file: weakref.ref[JournalFile] | None = None
 
 
-def own_place() -> Place:
+def own_place() -> JournalPlace:
     """Begin a journal in this process's own file, which lasts as long as one of its journals.
 
     Raises:
@@ -338,7 +338,7 @@ def own_place() -> Place:
     if file is None:
         file = JournalFile(new_journal())
         _file = weakref.ref(file)
-    return Place(file, next(_numbers))
+    return JournalPlace(file, next(_numbers))
 
 
 def _begin_own_file() -> None:

@@ -34,8 +34,8 @@ from creel.loader.tracing.journal import (
     PART,
     EndOfTrace,
     Item,
+    JournalPlace,
     NoTrace,
-    Place,
     Reads,
     Record,
     RecordedReads,
@@ -69,7 +69,7 @@ class AccessRecorder:
     def __init__(
         self,
         dataset: Dataset[Sample],
-        place: Place | None = None,
+        place: JournalPlace | None = None,
         wrapping: Wrapping = AS_IT_IS,
         *,
         seals: bool = True,

@@ -27,7 +27,7 @@ from creel.config import Config
 from creel.loader.binding.wrapped import Wrapping
 from creel.loader.client.connections import client_of
 from creel.loader.cluster.ranks import job_name, on_one_node, rank_and_world
-from creel.loader.tracing.journal import JournalFile, Place, new_journal
+from creel.loader.tracing.journal import JournalFile, JournalPlace, new_journal
 from creel.loader.tracing.likeness import likeness
 from creel.loader.tracing.recorder import AccessRecorder
 from creel.messages import WithdrawJournal
@@ -57,7 +57,7 @@ def _digest(*what: object) -> str:
 
 
 class RanksJournal:
-    """A journal that this node's ranks share; open to further ranks until it is closed or freed."""
+    """A journal that this node's ranks share; further ranks may join while the first has this."""
 
     def __init__(self, client: Client, name: str) -> None:
         """Get the journal of this name.
@@ -68,10 +68,9 @@ class RanksJournal:
         """
         own = new_journal()
         joint = JournalFile(Descriptor(client.join_journal(name, own.fd)))
-        self.place = Place(joint, joint=True)
-        #: Lets no further rank join, if this one came first; else the daemon keeps the memory.
-        self.close = weakref.finalize(self, client.notify, WithdrawJournal(name))
-        self.close.atexit = False  # the daemon sees the process end
+        self.place = JournalPlace(joint, joint=True)
+        # Else the daemon would keep its memory as long as this process trains.
+        weakref.finalize(self, client.notify, WithdrawJournal(name)).atexit = False
 
 
 def journal_of_ranks(
@@ -137,7 +136,9 @@ class KeptTrace:
             return None
         try:
             file = JournalFile(Descriptor(open_trace(self._disk.path, self._name)))
-            return AccessRecorder(self._dataset, Place(file, joint=True), self._wrapping).trace()
+            return AccessRecorder(
+                self._dataset, JournalPlace(file, joint=True), self._wrapping
+            ).trace()
         except Exception:  # noqa: BLE001  missing, or malformed
             return None
 
@@ -155,7 +156,7 @@ class KeptTrace:
 
 
 def recorder_on(
-    place: Place | None,
+    place: JournalPlace | None,
     dataset: Dataset[Any],
     wrapping: Wrapping,
     *,

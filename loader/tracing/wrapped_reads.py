@@ -33,7 +33,7 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.reading.observer import passes_on
 from creel.loader.reading.this_thread import this_thread, thread_use
 from creel.loader.tracing.intercept import Intercepted
-from creel.loader.tracing.journal import Place, TraceJournal
+from creel.loader.tracing.journal import JournalPlace, TraceJournal
 from creel.loader.tracing.recorder import AccessRecorder, recordable
 from creel.loader.tracing.recording import (
     KeptTrace,
@@ -65,7 +65,7 @@ class WrappedReads:
     def __init__(
         self,
         dataset: Dataset[Sample],
-        place: Place | None = None,
+        place: JournalPlace | None = None,
         wrapping: Wrapping = AS_IT_IS,
         *,
         config: tuple[Config, dict[str, str]] | None = None,
@@ -256,10 +256,7 @@ class WrappedReads:
     def _leave_recorder(self) -> None:
         if self._before is not None and self._recorder is not None:
             self._recorder.give(self._before)
-        self._recorder = self._before = None
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        self._recorder = self._before = self._ranks = None
 
     def _new_recorder(self) -> AccessRecorder | None:
         """Make a recorder on the journal of the parent process, or its own.

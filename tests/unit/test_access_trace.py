@@ -31,7 +31,7 @@ from creel.loader.reading.read_counts import PartialRead
 from creel.loader.tracing.journal import (
     EndOfTrace,
     JournalFile,
-    Place,
+    JournalPlace,
     Reads,
     TraceJournal,
     joined,
@@ -292,7 +292,7 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     full = AccessRecorder(Numbered(files=files, hidden=lambda: files))
     with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert [sample(full) for _ in range(3)] == [b"00"] * 3
-    place = Place(JournalFile(new_journal()))
+    place = JournalPlace(JournalFile(new_journal()))
     torn = AccessRecorder(Numbered(files=files, hidden=lambda: files), place)
     with mock.patch("os.write", side_effect=lambda fd, data: os.pwrite(fd, data[:-1], 0)):
         TraceJournal(torn.place).append(reads_of([(1, [("/a/file", 7)])]))
@@ -306,7 +306,7 @@ def pair(one: Dataset[Any], other: Dataset[Any]) -> tuple[AccessRecorder, Access
     file, number, _ = own_place()
     journal = os.open(f"/proc/self/fd/{file.own.fd}", os.O_RDWR | os.O_APPEND)
     files = file, JournalFile(Descriptor(journal))
-    places = (Place(each, number, joint=True) for each in files)
+    places = (JournalPlace(each, number, joint=True) for each in files)
     return AccessRecorder(one, next(places)), AccessRecorder(other, next(places))
 
 

@@ -12,7 +12,7 @@ from creel.cache.memory.memfd import Descriptor, mapped, memfd, sealed_memfd
 from creel.loader.tracing.journal import (
     EndOfTrace,
     JournalFile,
-    Place,
+    JournalPlace,
     TraceJournal,
     new_journal,
 )
@@ -47,8 +47,8 @@ def test_a_number_that_a_person_has_closed_is_neither_used_nor_closed(tmp_path: 
     theirs = tmp_path / "theirs"
     journal = JournalFile(new_journal())
     taken = lost(journal.own, theirs)
-    assert not TraceJournal(Place(journal)).append(EndOfTrace())
-    assert list(TraceJournal(Place(journal)).new()) == []
+    assert not TraceJournal(JournalPlace(journal)).append(EndOfTrace())
+    assert list(TraceJournal(JournalPlace(journal)).new()) == []
     del journal
     assert os.fstat(taken).st_size == 0
     os.close(taken)
