@@ -320,10 +320,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
-        inner = getattr(self.batch_sampler, "sampler", None)
+        batches: Any = self.batch_sampler
+        inner = [getattr(batches, "sampler", None)]
+        if type(batches) is RehearsedBatches:  # of memory.over()
+            inner.append(batches.batches)
         rehearsed = self.__dict__.get("_creel_rehearsed")
         called: list[object] = []
-        for part in (self.sampler, self.batch_sampler, inner, self.dataset, rehearsed):
+        for part in (self.sampler, batches, *inner, self.dataset, rehearsed):
             set_epoch: Callable[[int], object] | None = getattr(part, "set_epoch", None)
             if set_epoch is not None and not any(part is c for c in called):
                 set_epoch(epoch)

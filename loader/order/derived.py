@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -155,9 +157,9 @@ class WithReplays(Derived):
             replays.new_items = new_items(new, division)
         steps = division.steps(new.total)
         self._new_total = min(division.start(steps), new.total)
-        self._bare = 0  # steps at the head that replay nothing
-        while self._bare < steps and step_in_epoch(new, division, self._bare) < replays.bare:
-            self._bare = steps if replays.bare > steps + division.size else self._bare + 1
+        numbers = functools.partial(step_in_epoch, new, division)
+        #: Steps at the head that replay nothing.
+        self._bare = bisect_left(range(steps), replays.bare, key=numbers)
         each = replays.passes.each
         self.total = self._new_total + (steps - self._bare) * each
         self.division = Division(division.size + each)

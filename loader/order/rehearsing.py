@@ -29,7 +29,21 @@ NewItems: TypeAlias = "Callable[[int, int], NDArray[np.integer]]"
 
 #: Steps between the first ones of two epochs whose batches cannot be counted before they are drawn.
 _UNCOUNTED = 1 << 32
-_NEVER = 1 << 62  # a step
+#: Steps whose rows are computed at once: a call for one takes 34 us.
+_AT_ONCE = 64
+_NO_STEP = 1 << 62  # above the number of any step
+
+
+class EpochStart(NamedTuple):
+    """Where an epoch with a rehearsal begins.
+
+    Attributes:
+        step: the number, among all steps of the job, of the epoch's first.
+        grows: whether the memory grows in it.
+    """
+
+    step: int
+    grows: bool
 
 
 class Content(NamedTuple):
@@ -71,34 +85,42 @@ class Replays:
 
     Attributes:
         passes: how all ranks share the rows.
-        first_step: the number, among all steps of the job, of the epoch's first.
+        start: where the epoch begins.
         bare: earlier steps of the epoch replay nothing.
         growth: of the memory in this epoch.
+        steps: of the epoch. Set when it begins.
         new_items: if the memory grows: by what. Set by who knows the epoch's order.
     """
 
+    steps: int
     new_items: NewItems
 
     def __init__(
         self,
         passes: Passes,
         rank: int,
-        first_step: int,
+        start: EpochStart,
         first_row: int,
         growth: Growth | None = None,
     ) -> None:
-        """`first_row`: the number of the memory's first row in the rehearsed dataset."""
+        """Make the rows of an epoch.
+
+        Args:
+            first_row: the number of the memory's first row in the rehearsed dataset.
+            growth: of the memory in this epoch; None: it stays as it is.
+        """
         self.passes, self._rank, self._first_row = passes, rank, first_row
-        self.first_step, self.growth = first_step, growth
-        self.bare = 0 if passes.kept else _NEVER if growth is None else growth.every
-        self.key = ("replays", passes, rank, first_step, first_row, growth and growth.every)
+        self.start, self.growth = start, growth
+        self.bare = 0 if passes.kept else _NO_STEP if growth is None else growth.every
+        self.key = ("replays", passes, rank, start, first_row)
         self._drawn: dict[Passes, tuple[int, Permutation]] = {}
         self._last: _Block | None = None
+        self._computed: tuple[int, Ints] = (0, np.empty((0, passes.each), np.int64))
 
     def rows(self, steps: Ints) -> Ints:
         """Return the (k, each) numbers of the rows in (k,) steps, none of them below `bare`."""
         if self.growth is None:
-            rows = self.passes.to_rank(self._rank, self.first_step + steps, self._head(self.passes))
+            rows = self.passes.to_rank(self._rank, self.start.step + steps, self._head(self.passes))
             return rows + self._first_row
         rows = np.empty((len(steps), self.passes.each), np.int64)
         blocks, inside = np.divmod(steps, self.growth.every)
@@ -110,13 +132,34 @@ class Replays:
         return rows
 
     def joined(self, batch: Any, step: int) -> Any:
-        """Return a batch with the rows of its step: an array, if it is one, or else a list."""
+        """Return a batch with the rows of its step: an array, if it is one, or else a list.
+
+        Raises:
+            IndexError: it has a sample beyond the new data, where the memory's rows are.
+        """
         if step < self.bare:
             return batch
-        rows = self.rows(np.array([step]))[0]
+        rows = self._rows_of(step)
         if isinstance(batch, np.ndarray):
+            self._check(int(batch.max(initial=-1)))
             return np.concatenate([batch, rows])
+        self._check(max((i for i in batch if type(i) is int), default=-1))
         return [*batch, *rows.tolist()]
+
+    def _check(self, largest: int) -> None:
+        if self.passes.kept and largest >= self._first_row:
+            raise IndexError(f"sample {largest}: the dataset has {self._first_row}")
+
+    def _rows_of(self, step: int) -> Ints:
+        """Return the (each,) rows of one step; computed for some steps at once."""
+        first, rows = self._computed
+        if not first <= step < first + len(rows):
+            stop = step + _AT_ONCE
+            if self.growth is not None:  # what is new in this block is not known yet
+                stop = min(stop, (step // self.growth.every + 1) * self.growth.every)
+            first, rows = self._computed = step, self.rows(np.arange(step, stop))
+        row: Ints = rows[step - first]
+        return row
 
     def _block(self, number: int, growth: Growth) -> _Block:
         """Return what is replayed in a block of steps; from the block before it in little time."""
@@ -152,7 +195,7 @@ class RehearsedBatches(BatchSampler):
     Attributes:
         batches: of new samples.
         digest: of the memory.
-        next_step: the number of the next epoch's first step.
+        next: where the next epoch begins. The memory grows until an epoch was read whole.
         first_row: the number of the memory's first row in the rehearsed dataset.
     """
 
@@ -173,11 +216,11 @@ class RehearsedBatches(BatchSampler):
         """
         self.batches = batches
         self.digest = content.digest
-        self.next_step = 0
+        self.next = EpochStart(0, grows=content.growth is not None)
         self._content, self.first_row, self._ranks = content, first_row, ranks or _of_job
         # As other loaders read them.
         self.sampler = getattr(batches, "sampler", batches)
-        self.batch_size = getattr(batches, "batch_size", 1) + self.each
+        self.batch_size = (getattr(batches, "batch_size", None) or 1) + self.each
         self.drop_last = getattr(batches, "drop_last", False)
 
     @property
@@ -200,28 +243,39 @@ class RehearsedBatches(BatchSampler):
         except (TypeError, NotImplementedError):
             return _UNCOUNTED
 
-    def begin(self, first_step: int | None = None) -> Replays:
-        """Begin an epoch, at step `first_step` of the job or else after the last epoch."""
-        found = self.at(self.next_step if first_step is None else first_step)
-        self.next_step = found.first_step + self.steps
+    def begin(self, start: EpochStart | None = None) -> Replays:
+        """Begin an epoch; None: the next one."""
+        found = self.at(start or self.next)
+        found.steps = self.steps
+        self.next = found.start._replace(step=found.start.step + found.steps)
         rows, there = found.passes.step_rows, found.passes.kept
         if rows > there > 0 and self.digest not in _small:
             _small.add(self.digest)
             _log.warning("a step replays %d rows of a memory of %d: it repeats them", rows, there)
         return found
 
-    def at(self, first_step: int) -> Replays:
-        """Return the rows of an epoch that begins at this step of the job.
+    def at(self, start: EpochStart) -> Replays:
+        """Return the rows of an epoch that begins there.
 
         Raises:
             ConfigError: the memory grows by what other ranks read, and nobody knows that.
         """
         rank, world = self.ranks()
-        growth = None if first_step else self._content.growth
+        growth = self._content.growth if start.grows else None
         if growth is not None and world > 1 and not self._dealt:
             raise ConfigError("every= needs a DistributedSampler where a job has several ranks")
         passes = Passes(self._content.kept, self.each, world, self._content.seed)
-        return Replays(passes, rank, first_step, self.first_row, growth)
+        return Replays(passes, rank, start, self.first_row, growth)
+
+    def joined(self, replays: Replays, batch: Any, step: int) -> Any:
+        """Return a batch with the rows of its step in an epoch that was begun."""
+        if step + 1 >= replays.steps:
+            self.end()
+        return replays.joined(batch, step)
+
+    def end(self) -> None:
+        """Note that an epoch was read whole: the memory does not grow in later ones."""
+        self.next = self.next._replace(grows=False)
 
     def ranks(self) -> tuple[int, int]:
         """Return (rank, world): the sampler's, as a DistributedSampler has them, or the job's."""
@@ -246,7 +300,8 @@ class RehearsedBatches(BatchSampler):
             new = list(batch)
             if replays.growth is not None:
                 pulled.append(np.array(new, np.int64))
-            yield replays.joined(new, step)
+            yield self.joined(replays, new, step)
+        self.end()
 
     def _new_items(self, pulled: list[Ints]) -> NewItems:
         """Return what finds the new samples of all ranks; `pulled`: this rank's batches so far."""
@@ -266,7 +321,7 @@ class RehearsedBatches(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next epoch with the steps of this one; does not tell the other samplers."""
-        self.next_step = epoch * self.steps
+        self.next = self.next._replace(step=epoch * self.steps)
 
 
 def _of_job() -> tuple[int, int]:

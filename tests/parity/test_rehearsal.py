@@ -25,6 +25,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -124,6 +125,39 @@ def test_over_may_be_given_to_creels_loader_too() -> None:
     assert len(loader.replayed) == 4
     with pytest.raises(ConfigError, match="has rows of a memory already"):
         creel.DataLoader(over, batch_sampler=batches, rehearsal=rows)
+
+
+class Epochs(BatchSampler):
+    """A person's batch sampler around one of torch's, which is told the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_set_epoch_reaches_a_persons_batch_sampler_below_over() -> None:
+    inner: DistributedSampler[Any] = DistributedSampler(Noisy(NEW), 1, 0)
+    own = Epochs(inner, 8, False)
+    over, batches = memory().over(Noisy(NEW), own, None)
+    loader = creel.DataLoader(over, batch_sampler=batches, creel=False)
+    loader.set_epoch(3)
+    assert own.epoch == inner.epoch == 3
+
+
+class Grouped(Sampler[list[int]]):
+    """A batch sampler that names no size, as some do."""
+
+    batch_size = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3, 4])
+
+
+def test_batches_of_no_one_size_have_rows_too() -> None:
+    over, batches = memory().over(Noisy(NEW), Grouped(), None)
+    loader: Any = creel.DataLoader(over, batch_sampler=batches, creel=False)
+    assert [len(batch[0]) for batch in loader] == [6, 7]
 
 
 def test_the_memory_is_taken_as_it_is_when_the_loader_is_made() -> None:
@@ -358,6 +392,8 @@ def test_a_memory_that_grows_replays_what_was_just_read() -> None:
     data = Noisy(40, 500)
     loader: Any = creel.DataLoader(data, 5, True, rehearsal=rows, creel=False)
     assert loader.dataset is data
+    next(iter(loader))
+    loader.set_epoch(1)
     read: list[int] = []
     for step, batch in enumerate(loader):
         assert loader.indices.tolist() == [x - 500 for x in batch[0].tolist()]
