@@ -145,6 +145,7 @@ class SessionRecord:
     samples: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     sampled: int = 0
     among: SampleObjects | None = None  # the same, once all are known
+    own_file: str = ""  # one that the dataset opens itself, past creel
 
     def forget_samples(self) -> None:
         """Forget which object each sample is: others follow, or none."""

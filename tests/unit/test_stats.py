@@ -65,6 +65,7 @@ class Session:
 
     opened: Open
     words: SharedWords
+    own_file: str = ""
 
     def count(self, **counters: int) -> None:
         """Count as a trainer does."""
@@ -120,6 +121,16 @@ def test_a_client_that_lies_takes_nothing_from_its_rank(session: Callable[..., A
     ranks.add_closed(session("a", 0, samples=7))
     (told,) = ranks.reports([session("a", 0, samples=-1000)])
     assert told["samples"] == 7
+
+
+def test_a_file_that_a_dataset_opens_itself_is_told_of_its_rank_after_the_end(
+    session: Callable[..., Any],
+) -> None:
+    ranks, one, other = Ranks(), session("a", 0), session("a", 1)
+    one.own_file = "/data/1"
+    assert [r["own_file"] for r in ranks.reports([one, other])] == ["/data/1", ""]
+    ranks.add_closed(one)
+    assert [r["own_file"] for r in ranks.reports([])] == ["/data/1"]
 
 
 def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> None:

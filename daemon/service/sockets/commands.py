@@ -17,6 +17,8 @@ from creel.messages import Command
 
 Args = dict[str, Any]
 
+_MAX_PATH = 4096
+
 
 def answer(node: Node, ask: Command) -> dict[str, Any]:
     """Execute a command and return the answer.
@@ -74,6 +76,15 @@ def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
     return {"bad": node.bad_samples.rows()}
 
 
+def _own_file(node: Node, args: Args) -> dict[str, Any]:
+    """Note a file that a session's dataset opens itself, while its training waits for it."""
+    session, path = node.registry.sessions.get(args.get("session", -1)), args.get("path")
+    if session is None or not isinstance(path, str):
+        raise ConfigError("a file of its own needs an open session and a path")
+    session.own_file = path[:_MAX_PATH]
+    return {}
+
+
 def _named(node: Node, args: Args) -> DatasetRecord:
     """Return the one dataset that lies at `args["dataset"]`, or whose key begins with it."""
     name = args.get("dataset")
@@ -99,5 +110,6 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "warm": lambda node, args: _submit(node, Warm, args),
     "drop": lambda node, args: _submit(node, Dropped, args),
     "bad_samples": _bad_samples,
+    "own_file": _own_file,
     "stop": _stop,
 }
