@@ -180,6 +180,7 @@ def session(one: SessionRecord, pid: int, core: Mapping[str, Any]) -> dict[str, 
         "lead_now_s": steps_ready * float(core["step_s"]),
         "made": finished(table[:, PACKED], table[:, TAKEN]),
         **fed([table]),
+        "own_file": one.own_file,
         **report(one.words.counters()),
     }
 
@@ -192,24 +193,33 @@ class Ranks:
 
     def __init__(self) -> None:
         self._closed: dict[tuple[str, int], dict[str, int]] = {}
+        self._own_files: dict[tuple[str, int], str] = {}  # one of each, of some ranks
 
     def add_closed(self, one: SessionRecord) -> None:
         """Keep the counters of a session that ends, while its shared words still exist."""
         _add(self._closed, one, leave_out=GAUGES)
+        if one.own_file:
+            self._own_files[one.opened.job, one.opened.rank] = one.own_file
         while len(self._closed) > _MAX_RANKS:
-            del self._closed[next(iter(self._closed))]
+            oldest = next(iter(self._closed))
+            del self._closed[oldest]
+            self._own_files.pop(oldest, None)
 
     def reports(self, sessions: Iterable[SessionRecord]) -> list[dict[str, Any]]:
         """Return the counters of each rank, given the open sessions; the latest come last."""
         sums = {who: dict(counters) for who, counters in self._closed.items()}
+        own_files = dict(self._own_files)
         tables: dict[tuple[str, int], list[Ints]] = {}
         for one in sessions:
             _add(sums, one)
             who = one.opened.job, one.opened.rank
             tables.setdefault(who, []).append(one.words.log.table())
+            if one.own_file:
+                own_files[who] = one.own_file
         latest = list(sums.items())[-_MAX_RANKS:]
         return [
-            {"job": who[0], "rank": who[1], **(fed(tables[who]) if who in tables else {})}
+            {"job": who[0], "rank": who[1], "own_file": own_files.get(who, "")}
+            | (fed(tables[who]) if who in tables else {})
             | report(n)
             for who, n in latest
         ]

@@ -148,6 +148,7 @@ class SessionRecord:
     sampled: int = 0
     hashed: blake2b = field(default_factory=hash_of)  # of these
     among: SampleObjects | None = None  # the same, once all are known
+    own_file: str = ""  # one that the dataset opens itself, past creel
 
     def forget_samples(self) -> None:
         """Forget which object each sample is: others follow, or none."""

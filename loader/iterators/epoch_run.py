@@ -33,6 +33,7 @@ from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, plain
 from creel.loader.torch_private import BaseDataLoaderIter
+from creel.loader.workers.own_files import Reader, this_thread
 from creel.loader.workers.seeding import BatchSeeds, may_repeat, next_epoch
 from creel.loader.workers.stages import BatchTimes
 
@@ -88,6 +89,8 @@ class EpochRun:
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
         self._workers = 0
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
+        pulled = self._pulled  # in place of a reference to this
+        self._readers: Sequence[Reader] = (this_thread(lambda: bool(pulled)),)
         self._set_served()
 
     def _set_served(self) -> None:
@@ -133,6 +136,7 @@ class EpochRun:
         last = loader_state.run
         whole = resume is None and last is not None and last.finished
         loader_state.advice.epoch_begins(index_sampler(loader), after_a_whole_one=whole)
+        loader_state.own_files_may_be_awaited(loader)
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
@@ -294,9 +298,14 @@ class EpochRun:
             return ""
         return plain(public(address))
 
-    def made_by(self, workers: int, counts: Callable[[], Mapping[str, int]] | None = None) -> None:
-        """Note how many workers make the batches, and what returns their new counts, by name."""
-        self._workers, self._new_counts = workers, counts
+    def made_by(
+        self,
+        workers: int,
+        counts: Callable[[], Mapping[str, int]] | None = None,
+        readers: Sequence[Reader] = (),
+    ) -> None:
+        """Note how many workers make the batches, what returns their new counts, who they are."""
+        self._workers, self._new_counts, self._readers = workers, counts, readers
 
     def deliver(
         self, i: int, times: BatchTimes | None = None, worker: int = -1, batch: int | None = None
@@ -363,13 +372,17 @@ class EpochRun:
         counts them.
         """
         self._counted_at = time.monotonic()
+        state = self._loader_state
         if self._new_counts is not None:
-            self._loader_state.meter.add(self._new_counts())
+            state.meter.add(self._new_counts())
+        batches = self.delivered - self.skipped
+        state.own_files.delivered(batches, state.meter.waited_s, self._readers)
         if self.stream is None or not self.stream.alive:
             return
+        self.stream.report_own_file(state.own_files.path)
         first, self._counted = self._counted, self.delivered
-        self._loader_state.note_kept()
-        more = self._loader_state.meter.unreported()
+        state.note_kept()
+        more = state.meter.unreported()
         sizes = [
             self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished
         ]
@@ -380,6 +393,7 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
+        self._loader_state.own_files.ends()
         self._count()
         self._new_counts = None
         self._end_search()

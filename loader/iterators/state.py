@@ -42,6 +42,7 @@ from creel.loader.reading.bad_samples import Tolerance
 from creel.loader.streams.stream import Stream
 from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
+from creel.loader.workers.own_files import OwnFiles
 from creel.policies.direct import DirectReads
 from creel.policies.order.remap import Exchange
 
@@ -77,6 +78,7 @@ class LoaderState:
         self.epoch = -1
         self.run: EpochRun | None = None
         self.advice = Advice()
+        self.own_files = OwnFiles()
         self.resume: Progress | None = None
         #: Of the samples of a resumed epoch that was finished; None after the next has begun.
         self.finished_seed: int | None = None
@@ -206,6 +208,16 @@ class LoaderState:
         mine = [store for store in stores if store.counted_by(self)]
         self.meter["decoded_samples"] = sum(store.kept for store in mine)
         self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
+
+    def own_files_may_be_awaited(self, loader: DataLoader[Any]) -> None:
+        """Begin an epoch of `own_files`: whether the dataset may have files of its own."""
+        seen = loader.creel is False or self._bound[1] is not None or wrapped_in(loader.dataset)
+        try:
+            batches = len(loader)
+        except (TypeError, NotImplementedError):  # the sampler has no length
+            batches = 0
+        waited_s = self.meter.waited_s
+        self.own_files.epoch_begins(unseen=not seen, batches=batches, waited_s=waited_s)
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""

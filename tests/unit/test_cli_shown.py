@@ -71,6 +71,11 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
         ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "faster data would gain nothing"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "waited 1 min 30 s for 100 batches, 100 % of"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "creel.wrap"),
+        (
+            {"stall_s": CAUSES | {"decode": 90.0}, "own_file": "/data/1"},
+            {},
+            "files that the dataset opens itself (/data/1): creel.wrap(dataset)",
+        ),
         ({"stall_s": CAUSES | {"collate": 90.0}}, {}, "collation"),
         ({"stall_s": CAUSES | {"sampler": 90.0}}, {}, "your sampler"),
         ({"stall_s": CAUSES | {"daemon": 90.0}}, {}, "persistent_workers=True"),

@@ -67,6 +67,7 @@ class Session:
 
     opened: Open
     words: SharedWords
+    own_file: str = ""
 
     def count(self, **counters: int) -> None:
         """Count as a trainer does."""
@@ -147,6 +148,16 @@ def test_whatever_a_client_records_its_utilisation_is_a_share(
         one.words.log.add(*(rng.choice([0, -1, 2**63 - 1, -(2**63), 5]) for _ in range(7)))
     (told,) = Ranks().reports([one])
     assert 0 <= told.get("utilisation", 0) <= 1
+
+
+def test_a_file_that_a_dataset_opens_itself_is_told_of_its_rank_after_the_end(
+    session: Callable[..., Any],
+) -> None:
+    ranks, one, other = Ranks(), session("a", 0), session("a", 1)
+    one.own_file = "/data/1"
+    assert [r["own_file"] for r in ranks.reports([one, other])] == ["/data/1", ""]
+    ranks.add_closed(one)
+    assert [r["own_file"] for r in ranks.reports([])] == ["/data/1"]
 
 
 def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> None:
