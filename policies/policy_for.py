@@ -6,9 +6,9 @@ There are three cases (laws L1 to L5, docs/retention.md):
   read stay (L1); of the others, those that retention has planned (L2).
 - Nothing is known beyond the steps being read (samplers that cannot be run ahead, wrapped datasets
   below a loader that is not creel's): `MostRecentFirst`.
-- All other streams (replacement, weights, several jobs on one dataset): `FarthestNextUse` evicts
-  the farthest next use first, but never for a read that is due later than the victim (L4; MIN with
-  bypass, Belady).
+- All other streams (replacement, weights, rehearsal, several jobs on one dataset):
+  `FarthestNextUse` evicts the farthest next use first, but never for a read that is due later than
+  the victim (L4; MIN with bypass, Belady).
 
 Which of them nodes use that serve each other, and how, says `policies/cluster/scheme.py`.
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes, HomesEviction
@@ -47,6 +48,7 @@ class Readers:
         scheme: how the nodes share the dataset.
         homes: which node to ask for each object, if the scheme has homes.
         dealt: how each job deals its epochs to all ranks; None: unknown for some job.
+        alive: (n,) whether a job that rehearses may read each object again; None: no job does.
     """
 
     uses: list[NextUses]
@@ -58,6 +60,7 @@ class Readers:
     scheme: Scheme
     homes: Homes | None
     dealt: list[DealtJob] | None
+    alive: Mask | None = None
 
 
 def policy_for(
@@ -78,6 +81,7 @@ def policy_for(
     else:
         present = _alone(present, readers, state, pins)
     present.set_homes(homes)
+    present.set_alive(readers.alive)
     return present
 
 
@@ -96,7 +100,7 @@ def _alone(
             present.all_uses = uses
             return present
         return MostRecentFirst(state, pins, uses)
-    if len(uses) == 1 and readers.once:
+    if len(uses) == 1 and readers.once and readers.alive is None:
         if type(present) is PlannedEviction and present.uses is uses[0]:
             return present
         return PlannedEviction(state, pins, uses[0], readers.epoch)

@@ -71,6 +71,7 @@ class Core:
             events.EpochBegan: self._begun,
             events.EpochDealt: self._dealt,
             events.EpochFollowed: self._followed,
+            events.SamplesTold: self._told,
             events.PlanTruncated: self._truncated,
             events.SessionClosed: self._closed,
         }
@@ -192,6 +193,10 @@ class Core:
 
     def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
         s.group.deals.view, s.group.deals.followed = e.view, True
+        s.residency.readers.choose_policy()
+
+    def _told(self, s: RankStream, e: events.SamplesTold) -> None:
+        s.rehearsed = e.samples
         s.residency.readers.choose_policy()
 
     def _extended(self, s: RankStream, e: events.PlanExtended) -> None:

@@ -10,7 +10,7 @@ from creel.cache.memory.pools.runs import Runs
 from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary
-from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.policies.cluster.shared_plan import SharedPlan
 from creel.policies.eviction.context import PlanningTask
 
@@ -75,6 +75,13 @@ class EpochDealt(Event, frozen=True):
     epoch: int
     order: JobOrder
     view: boundary.ClusterView
+
+
+class SamplesTold(Event, frozen=True):
+    """A session's job rehearses: from now on it reads these objects and no others."""
+
+    session: int
+    samples: SampleObjects
 
 
 class EpochFollowed(Event, frozen=True):

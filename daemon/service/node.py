@@ -55,9 +55,10 @@ from creel.messages import (
     Registered,
     Welcome,
 )
-from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder, JobReplays
 from creel.policies.memory import reserve
 from creel.policies.prefetch import Window
+from creel.policies.rehearsal.passes import Passes
 from creel.system import limits
 from creel.version import VERSION
 
@@ -509,6 +510,8 @@ class Node:
                 return
         session.learn(message.first, message.samples, objects)
         self.registry.share_samples(session)
+        if message.rehearsed and session.among is not None:
+            self.handle_event(events.SamplesTold(session.id, session.among))
 
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
         """Tell the core how an epoch is dealt to the ranks of a job, or that this is not known."""
@@ -520,7 +523,7 @@ class Node:
             return
         among = session.among if message.among else None
         counts = message.samples, message.world, message.each, message.batch
-        order = JobOrder(*counts, message.seed, message.remapped, among)
+        order = JobOrder(*counts, message.seed, message.remapped, among, _replays(message))
         if order.sound() and (message.among or message.samples == len(session.dataset.manifest)):
             self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
 
@@ -544,6 +547,13 @@ class Node:
         self.disk.close(self.core.end if self._sound else list)
         self.registry.close()
         self.arena.close()
+
+
+def _replays(message: Deal) -> JobReplays | None:
+    told = message.replays
+    if told is None:
+        return None
+    return JobReplays(Passes(told.kept, told.each, message.world, told.seed), told.first_step)
 
 
 def _lacks(session: SessionRecord, message: Deal, world: int) -> bool:

@@ -176,21 +176,28 @@ class Binding:
 
         None also if the user's own code would have to run for each sample.
         """
-        some = np.unique(np.linspace(0, order.samples - 1, _PROBED).astype(np.int64))
+        some = np.unique(np.linspace(0, order.numbers - 1, _PROBED).astype(np.int64))
         ids, counts = self.objects(some)
         if not (counts == 1).all():
             return None
-        if len(self.manifest) == order.samples and np.array_equal(ids, some):
+        as_it_is = order.replays is None and len(self.manifest) == order.samples
+        if as_it_is and np.array_equal(ids, some):
             return order
-        known = self._among
-        if known is None or not known.are(order.samples, some, ids):
+        if self._among is None or not self._among.are(order.numbers, some, ids):
+            self._among = None
+        among = self.of_samples(order.numbers)
+        return None if among is None else order._replace(among=among)
+
+    def of_samples(self, n: int) -> SampleObjects | None:
+        """Return the object of each of the first n samples; None as for `in_objects`."""
+        if self._among is None or len(self._among.objects) != n:
             if not self.thread_safe:
                 return None
-            objects, counts = self.objects(np.arange(order.samples))
+            objects, counts = self.objects(np.arange(n))
             if not (counts == 1).all():
                 return None
-            known = self._among = SampleObjects(objects.astype(np.int32))
-        return order._replace(among=known)
+            self._among = SampleObjects(objects.astype(np.int32))
+        return self._among
 
     def in_page_cache(self) -> bool:
         """Whether all objects are whole local files in the page cache, judged by a few."""

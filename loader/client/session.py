@@ -285,15 +285,27 @@ class Session:
 
     def deal(self, epoch: int, deal: JobOrder) -> None:
         """Tell the daemon how an epoch is dealt to all ranks of the job."""
-        if deal.among is not None and deal.among is not self._among:
-            for first in range(0, deal.samples, SAMPLES):
-                piece = deal.among.objects[first : first + SAMPLES]
-                self._send(messages.DealtSamples(self.token, self.id, deal.samples, first), piece)
-            self._among = deal.among
+        if deal.among is not None:
+            self.tell_samples(deal.among)
+        replays = None
+        if deal.replays is not None:
+            kept, each, _, seed = deal.replays.passes
+            replays = messages.DealtReplays(kept, each, seed, deal.replays.first_step)
         who = self.token, self.id, epoch, self.client.cluster
         counts = deal.samples, deal.world, deal.each, deal.batch
-        told = messages.Deal(*who, *counts, deal.seed, deal.remapped, deal.among is not None)
-        self._send(told)
+        rest = deal.seed, deal.remapped, deal.among is not None, replays
+        self._send(messages.Deal(*who, *counts, *rest))
+
+    def tell_samples(self, among: SampleObjects, *, rehearsed: bool = False) -> None:
+        """Tell the daemon which object each sample is, once; see `messages.DealtSamples`."""
+        if among is self._among:
+            return
+        samples = len(among.objects)
+        for first in range(0, samples, SAMPLES):
+            piece = among.objects[first : first + SAMPLES]
+            told = messages.DealtSamples(self.token, self.id, samples, first, rehearsed)
+            self._send(told, piece)
+        self._among = among
 
     def follow(self) -> None:
         """Tell the daemon that the job's nodes should ask each other without a common plan."""

@@ -19,7 +19,7 @@ from creel.loader.order.streams import (
     StreamState,
     indices_of,
 )
-from creel.policies.cluster.job_order import IN_ORDER, JobOrder
+from creel.policies.cluster.job_order import IN_ORDER, JobOrder, JobReplays
 from creel.policies.order.dealing import Dealing, each_of
 from creel.policies.order.division import Division
 from creel.policies.order.remap import Exchange
@@ -171,6 +171,15 @@ class WithReplays(Derived):
         if new.key is not None:
             self.key = ("replays", new.key, division.size, replays.key)
 
+    def deal(self) -> JobOrder | None:
+        """Return the whole job's epoch, as `deal_of`; None also while the memory grows."""
+        order, replays = deal_of(self._order, self._of_new), self._replays
+        if order is None or replays.growth is not None:
+            return None
+        if not replays.passes.kept:
+            return order
+        return order._replace(replays=JobReplays(replays.passes, replays.start.step))
+
     @property
     def ready(self) -> int:
         ready = self._order.ready
@@ -203,6 +212,14 @@ class WithReplays(Derived):
         items[is_new] = new
         begin = self.division.start(first)
         return items[start - begin : stop - begin]
+
+
+def deal_of(stream: SamplerStream, division: Division) -> JobOrder | None:
+    """Return how an epoch is dealt to all ranks of the job; None if the sampler does not tell."""
+    if not isinstance(stream, Distributed) or division.starts is not None:
+        return None
+    each = min(division.start(division.steps(stream.total)), stream.total)
+    return stream.deal(each, division.size)
 
 
 def new_items(stream: SamplerStream, division: Division) -> NewItems:

@@ -112,6 +112,7 @@ class EpochOrder:
         paced: items arrive while training runs, and the end is a place like any other.
         copied: runs ahead of a custom sampler, if the user permits it.
         pulled: items returned by `next` or skipped so far.
+        rehearses: whether the loader has a memory, which may be empty as yet.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the
             same samples (law L1). With replacement or a rehearsal, the next epoch may lack a
             sample that the one after it reads. Knowing two epochs then gives 24 % fewer misses,
@@ -131,6 +132,8 @@ class EpochOrder:
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._encoded_rng = ""
         self._rehearsed = rehearsed_batches(loader)
+        empty = getattr(loader, "rehearsal", None) is not None
+        self.rehearses = empty or self._rehearsed is not None
         if self._rehearsed is not None:
             self.lookahead = 2
         self.base_seed = begun.base_seed

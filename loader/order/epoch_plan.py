@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.loader.order.derived import Distributed, WithReplays
+from creel.loader.order.derived import WithReplays, deal_of
 from creel.loader.order.rehearsing import Replays
 from creel.loader.order.streams import FromArray, SamplerStream, Sequential, indices_of
 from creel.policies.cluster.job_order import JobOrder
@@ -107,12 +107,8 @@ class EpochPlan:
     @property
     def deal(self) -> JobOrder | None:
         """How this epoch is dealt to all ranks of the job; None if the sampler does not tell."""
-        predicted = self._opened()
-        stream, division = predicted.stream, predicted.division
-        if not isinstance(stream, Distributed) or division.starts is not None:
-            return None
-        each = min(division.start(division.steps(stream.total)), stream.total)
-        return stream.deal(each, division.size)
+        division, stream = self._opened()
+        return stream.deal() if isinstance(stream, WithReplays) else deal_of(stream, division)
 
     def ready(self, step: int) -> bool:
         """Whether steps [0, step) are drawn already, so that computing them is cheap."""

@@ -28,6 +28,7 @@ from creel.loader.client.session import Session
 from creel.loader.cluster.join import join_cluster
 from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.plan.publish import DIRECT, Claim, PlanPublisher, PublishedEpoch
+from creel.loader.rehearsal.rehearsed import numbers_of
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding
@@ -48,6 +49,7 @@ class BatchStream:
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
         self._dealt = -1  # last epoch whose dealing the cluster knows
+        self._told = False  # whether the daemon knows what a job that rehearses may read
         # Weak: a cycle would keep the session's mappings until Python's cyclic collector runs.
         deal = weakref.WeakMethod(self._deal)
         self._publisher = PlanPublisher(
@@ -168,6 +170,9 @@ class BatchStream:
         read from the source. If the nodes cannot all know the order, they ask each other without a
         plan (`follow`).
         """
+        if self._order is not None and self._order.rehearses and not self._told:
+            self._told = True
+            self._tell_samples()
         plan = epoch.plan
         if not self.session.client.cluster or epoch.epoch <= self._dealt:
             return
@@ -183,6 +188,16 @@ class BatchStream:
                 self.session.deal(epoch.epoch, order)
         except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
             _log.debug("the daemon was not told how an epoch is dealt to the ranks", exc_info=True)
+
+    def _tell_samples(self) -> None:
+        """Tell the daemon what a job that rehearses may read, so that all else leaves first."""
+        try:
+            among = self.binding.of_samples(numbers_of(self.binding.dataset))
+        except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
+            _log.debug("the objects of all samples cannot be determined", exc_info=True)
+            return
+        if among is not None:
+            self.session.tell_samples(among, rehearsed=True)
 
     @property
     def joining(self) -> bool:

@@ -14,6 +14,7 @@ from creel.policies.arrays import NO_IDS, Ids, Ints
 from creel.policies.order.dealing import Dealing
 from creel.policies.order.remap import Exchange
 from creel.policies.order.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
+from creel.policies.rehearsal.passes import Passes
 
 #: `JobOrder.seed` of an order that is not shuffled.
 IN_ORDER = -1
@@ -63,20 +64,51 @@ def hash_of(objects: Ids = NO_IDS) -> blake2b:
     return blake2b(objects.data, digest_size=8)
 
 
+class JobReplays(NamedTuple):
+    """What all ranks of a job replay in an epoch: rows of a rehearsal memory.
+
+    Args:
+        passes: how they share the rows.
+        first_step: the number, among all steps of the job, of the epoch's first.
+    """
+
+    passes: Passes
+    first_step: int
+
+    def sound(self, steps: int, world: int) -> bool:
+        """Whether the numbers are possible in an epoch of so many steps and ranks."""
+        kept, each, ranks, seed = self.passes
+        return (
+            0 < kept < SHUFFLE_LIMIT
+            and 0 < each < 1 << 31
+            and ranks == world
+            and each * world * steps < 1 << 31
+            and 0 <= seed < 1 << 64
+            and 0 <= self.first_step < 1 << 62
+        )
+
+    def rows(self, steps: int) -> Ints:
+        """Return the (steps, each * world) rows of the memory that each step replays."""
+        passes = self.passes
+        return passes.to_all(self.first_step + np.arange(steps), passes.head)
+
+
 class JobOrder(NamedTuple):
     """One epoch of a job, as torch's `DistributedSampler` deals it to the ranks (`Dealing`).
 
     The order is a permutation of the samples, with its head repeated or its tail cut off:
-    `each * world` items in all.
+    `each * world` items in all. Rows of a rehearsal memory may follow in each step.
 
     Args:
-        samples: number of samples.
+        samples: number of samples, without the rows of a memory.
         world: number of ranks.
         each: samples per rank.
         batch: samples per step of a rank; the last step may have fewer.
         seed: of the permutation, or IN_ORDER.
         remapped: whether the ranks exchange samples within each step (`remap.Exchange`).
-        among: the object of each sample; None: sample i is object i.
+        among: the object of each sample, and then of each row of the memory; None: sample i is
+            object i.
+        replays: the rows in each step; None: the job replays nothing.
     """
 
     samples: int
@@ -86,6 +118,7 @@ class JobOrder(NamedTuple):
     seed: int
     remapped: bool = False
     among: SampleObjects | None = None
+    replays: JobReplays | None = None
 
     def sound(self) -> bool:
         """Whether the numbers are possible."""
@@ -96,8 +129,18 @@ class JobOrder(NamedTuple):
             and dealt <= 2 * max(self.samples, self.world)
             and (self.seed == IN_ORDER or self.samples < SHUFFLE_LIMIT)
             and IN_ORDER <= self.seed < 1 << 63
-            and (self.among is None or len(self.among.objects) == self.samples)
+            and (self.among is None or len(self.among.objects) == self.numbers)
+            and (self.replays is None or self._replays_soundly(self.replays))
         )
+
+    def _replays_soundly(self, replays: JobReplays) -> bool:
+        known = self.among is not None and not self.remapped
+        return known and replays.sound(self.steps, self.world)
+
+    @property
+    def numbers(self) -> int:
+        """Number of samples and of rows that are replayed."""
+        return self.samples + (0 if self.replays is None else self.replays.passes.kept)
 
     @property
     def mark(self) -> int:
@@ -108,6 +151,17 @@ class JobOrder(NamedTuple):
     def steps(self) -> int:
         """Steps of each rank."""
         return -(-self.each // self.batch)
+
+    @property
+    def ends(self) -> Ints:
+        """(steps,) How many objects each rank has read at the end of each step.
+
+        >>> JobOrder(10, 2, 5, 2, IN_ORDER).ends.tolist()
+        [2, 4, 5]
+        """
+        steps = np.arange(1, self.steps + 1, dtype=np.int64)
+        replayed = 0 if self.replays is None else self.replays.passes.each
+        return np.minimum(steps * self.batch, self.each) + steps * replayed
 
     def permutation(self) -> Ids:
         """Return (samples,) objects in order, before its head is repeated or its tail cut off.
@@ -125,7 +179,7 @@ class JobOrder(NamedTuple):
         return order if self.among is None else self.among.objects[order]
 
     def by_rank(self, node_of: Sequence[int]) -> list[Ids]:
-        """Return for each rank (each,) the objects that it reads, in order.
+        """Return for each rank (ends[-1],) the objects that it reads, in order.
 
         Args:
             node_of: (world,) the node of each rank.
@@ -137,7 +191,20 @@ class JobOrder(NamedTuple):
         exchange = Exchange(tuple(node_of), self.batch) if self.remapped else None
         dealing = Dealing(self.samples, self.world, self.each, exchange=exchange)
         dealt = dealing.to_all(lambda k: order[:k], 0, self.each)
-        return by_rank(dealt.astype(np.int32, copy=False), self.world)
+        new = by_rank(dealt.astype(np.int32, copy=False), self.world)
+        return new if self.replays is None else self._replayed(new, self.replays)
+
+    def _replayed(self, new: list[Ids], replays: JobReplays) -> list[Ids]:
+        """Return what each rank reads, with the rows of each step behind its new samples."""
+        assert self.among is not None  # noqa: S101  `sound`
+        rows, each = self.samples + replays.rows(self.steps), replays.passes.each
+        at = np.minimum(np.arange(1, self.steps + 1) * self.batch, self.each).repeat(each)
+        of_rank = [np.sort(rows[:, rank :: self.world], axis=1) for rank in range(self.world)]
+        objects = self.among.objects
+        return [
+            np.insert(ids, at, objects[mine.ravel()])
+            for ids, mine in zip(new, of_rank, strict=True)
+        ]
 
     def after(self, other: JobOrder, epochs: int) -> JobOrder:
         """Return the order `epochs` later, if seeds go on as from the previous order `other`.

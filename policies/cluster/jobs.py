@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Index, Ints, Mask, joined
+from creel.policies.arrays import Floats, Index, Ints, Mask, joined, unique
 from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.homes import FOR_PEERS, Homes
 from creel.policies.cluster.job_order import JobOrder
@@ -31,10 +31,13 @@ from creel.policies.next_use import NEVER, NextUses
 _SORT_AGAIN_PART = 16
 #: Part (1/n) of the memory for objects read ahead.
 _AHEAD_PART = 32
-#: Epochs of each job that are merged: the present one and the next.
-_EPOCHS = 2
+#: Most epochs of each job that are merged: the present one, the next, and one more for rehearsals.
+_EPOCHS = 3
+#: Common time at which an object is due that no job will read: after all others.
+_DEAD = NEVER + 1
 #: In `FirstReads`: no rank reads the object in that epoch. Epochs have fewer units.
 _UNREAD = int(np.iinfo(np.uint16).max)
+_LOW = (1 << 32) - 1
 
 
 class DealtJob(NamedTuple):
@@ -52,7 +55,7 @@ class DealtJob(NamedTuple):
 
     @property
     def orders(self) -> dict[int, tuple[int, JobOrder]]:
-        """First step and order of the present epoch and the next, as far as they are known."""
+        """First step and order of the present epoch and later ones, as far as they are known."""
         known = sorted(e for e in self.deals.orders if self.uses.knows(e))[:_EPOCHS]
         return {e: (self._begins(e), self.deals.orders[e]) for e in known}
 
@@ -64,21 +67,36 @@ class DealtJob(NamedTuple):
 
 
 class FirstReads(NamedTuple):
-    """The first reads of an epoch by any rank; 2 bytes per object.
+    """The first reads of an epoch by any rank, 2 bytes per object, and those of replayed rows.
 
     Args:
         base: first step of the epoch.
         after: (n,) how many times `unit` steps later each object is read, or `_UNREAD`.
+        again: (m,) object << 32 | units of further reads, ascending.
     """
 
     base: int
     unit: int
     after: NDArray[np.uint16]
+    again: Ints
 
     def steps(self, ids: Index) -> Ints:
         """Return (k,) the first step that reads each object, or NEVER."""
         after = self.after[ids]
         return np.where(after == _UNREAD, NEVER, self.base + self.unit * after.astype(np.int64))
+
+    def steps_since(self, ids: Index, since: Floats) -> Ints:
+        """Return (k,) the first step from `since` (k,) on that reads each object, or NEVER."""
+        steps = self.steps(ids)
+        over = (steps < since).nonzero()[0]
+        steps[over] = NEVER
+        if len(over) and len(self.again):
+            units = np.ceil((since[over] - self.base) / self.unit).astype(np.int64)
+            at = self.again.searchsorted((ids[over] << 32) | units)
+            found = self.again[np.minimum(at, len(self.again) - 1)]
+            there = (at < len(self.again)) & (found >> 32 == ids[over])
+            steps[over[there]] = self.base + self.unit * (found[there] & _LOW)
+        return steps
 
 
 class JobsReads(NamedTuple):
@@ -113,11 +131,17 @@ class JobsTask:
     def _first(self, base: int, order: JobOrder, nodes: list[int]) -> FirstReads:
         first = np.full(self.objects, _UNREAD, np.uint16)
         unit = -(-order.steps // _UNREAD)
-        steps = (np.arange(order.each) // order.batch // unit).astype(np.uint16)
-        for ids in order.by_rank(nodes):
+        reads = np.diff(order.ends, prepend=0)
+        steps = (np.arange(order.steps) // unit).astype(np.uint16).repeat(reads)
+        ranks = order.by_rank(nodes)
+        for ids in ranks:
             # backwards, so that the first read of an object that comes twice is written last
             first[ids[::-1]] = np.minimum(first[ids], steps)[::-1]
-        return FirstReads(base, unit, first)
+        again = [np.empty(0, np.int64)]
+        for ids in ranks if order.replays is not None else []:
+            later = steps > first[ids]
+            again.append((ids[later].astype(np.int64) << 32) | steps[later])
+        return FirstReads(base, unit, first, unique(np.concatenate(again)))
 
 
 class MergedUses:
@@ -127,6 +151,7 @@ class MergedUses:
         self.jobs: list[list[FirstReads]] = []
         self.clocks: list[tuple[float, float]] = []  # (a, b): step s is at common time a * s + b
         self.done: list[int] = []  # steps of each job
+        self.alive: Mask | None = None  # (n,) as in `EvictionPolicy`
         self._read = np.zeros(objects, np.int32)  # reads before this common time are done
 
     def due(self, ids: Index) -> Ints:
@@ -135,16 +160,18 @@ class MergedUses:
         for epochs, (a, b), done in zip(self.jobs, self.clocks, self.done, strict=True):
             since = np.maximum(np.floor((read - b) / a), done)
             due = np.full(len(ids), a * self._beyond(epochs) + b)
+            if self.alive is not None:
+                due[~self.alive[ids]] = _DEAD
             for epoch in reversed(epochs):
-                first = epoch.steps(ids)
-                due = np.where((first < NEVER) & (first >= since), a * first + b, due)
+                step = epoch.steps_since(ids, since)
+                due = np.where(step < NEVER, a * step + b, due)
             times.append(due)
-        return soonest(times, len(ids), NEVER)
+        return soonest(times, len(ids), _DEAD)
 
     @staticmethod
     def _beyond(epochs: list[FirstReads]) -> float:
         """Return the middle of the first epoch that is not known."""
-        if len(epochs) < _EPOCHS:
+        if len(epochs) < 2:
             return float(NEVER)
         return epochs[-1].base + 1.5 * (epochs[-1].base - epochs[-2].base)
 
@@ -231,6 +258,7 @@ class HomesFarthest(FarthestNextUse):
     def relist(self) -> None:
         """Sort all residents again, as plans or the jobs' speeds have changed."""
         self._merged.jobs = [[known[e] for e in sorted(known)] for known in self._known]
+        self._merged.alive = self.alive
         self._merged.clocks = self._clock()
         self._merged.done = [job.clock() for job in self._jobs]
         spans = [job.uses.end - job.clock() for job in self._jobs]

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Floats, Index, Ints, joined, unique
+from creel.policies.arrays import Floats, Index, Ints, Mask, joined, unique
 from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.policy import EvictionPolicy
 from creel.policies.next_use import NEVER, NextUses
@@ -67,11 +67,11 @@ class FarthestNextUse(EvictionPolicy):
         """(k,) common time of each object's next use."""
         if self.stale:
             self.relist()
-        return _next_uses(self.all_uses, self._job_clocks, ids)
+        return _next_uses(self.all_uses, self._job_clocks, self.alive, ids)
 
     def _sorted(self, objects: int) -> Sorted:
         """Return an empty list. A bound method as its key would make a reference cycle."""
-        return Sorted(objects, partial(_next_uses, self.all_uses, self._job_clocks))
+        return Sorted(objects, partial(_next_uses, self.all_uses, self._job_clocks, self.alive))
 
     def at(self, uses: NextUses, step: int) -> int:
         """Convert a job's step to common time."""
@@ -103,12 +103,18 @@ class FarthestNextUse(EvictionPolicy):
         return joined(out)
 
 
-def _next_uses(jobs: list[NextUses], lines: list[tuple[float, float, float]], ids: Index) -> Ints:
+def _next_uses(
+    jobs: list[NextUses],
+    lines: list[tuple[float, float, float]],
+    alive: Mask | None,
+    ids: Index,
+) -> Ints:
     """Return (k,) common times of next uses; `lines`: (a, b, time of unknown uses) per job."""
     times = []
     for uses, (a, b, beyond) in zip(jobs, lines, strict=True):
         due = uses.due[ids]
-        times.append(np.where(due == NEVER, beyond, a * due + b))
+        unknown = beyond if alive is None else np.where(alive[ids], beyond, np.inf)
+        times.append(np.where(due == NEVER, unknown, a * due + b))
     return soonest(times, len(ids), 2**62)
 
 

@@ -44,6 +44,9 @@ class EvictionPolicy:
     stale = False
     #: (n,) whether each object is on disk, as above; a live view. None: the node has no disk.
     stored: NDArray[np.uint8] | None = None
+    #: (n,) whether a job may read each object after all that is planned; None: any of them. Of
+    #: those that no plan reads, the others leave first.
+    alive: Mask | None = None
 
     def __init__(
         self, state: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
@@ -80,6 +83,11 @@ class EvictionPolicy:
         """Set which peers to ask; None: no peers."""
         if homes is not self.homes:
             self.homes, self.stale = homes, True
+
+    def set_alive(self, alive: Mask | None) -> None:
+        """Set which objects may be read again; see `alive`."""
+        if alive is not self.alive:
+            self.alive, self.stale = alive, True
 
     def holders(self, ids: Index, epoch: int) -> Ints | None:  # noqa: ARG002
         """Return (k,) the peer that holds each object when `epoch` reads it, or -1, or None."""

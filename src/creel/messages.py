@@ -27,7 +27,7 @@ from creel.errors import MalformedError
 #: Increased whenever an old client could misread a new daemon, or vice versa. From the first
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
-PROTOCOL = 11
+PROTOCOL = 12
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -273,12 +273,26 @@ class Extend(Message, frozen=True):
     unplanned: bool = False
 
 
+class DealtReplays(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The rows of a rehearsal memory that an epoch replays (`policies.rehearsal.passes`).
+
+    Of `kept` rows, each rank replays `each` in a step, in the order of `seed`. The epoch begins at
+    step `first_step` of the job.
+    """
+
+    kept: int
+    each: int
+    seed: int
+    first_step: int
+
+
 class Deal(Message, frozen=True):
     """Say how an epoch of the session is dealt to all ranks (`policies.cluster.job_order`).
 
     Only a hint: with it, the nodes of `cluster` compute the same plan of what each keeps. No reply.
 
-    `among`: sample i is the object that `DealtSamples` said last; else it is object i.
+    `among`: sample i is the object that `DealtSamples` said last; else it is object i. The rows
+    that are replayed follow the samples there.
     """
 
     token: str
@@ -292,18 +306,23 @@ class Deal(Message, frozen=True):
     seed: int
     remapped: bool = False
     among: bool = False
+    replays: DealtReplays | None = None
 
 
 class DealtSamples(Message, frozen=True):
     """Say which object each of `samples` samples is, a piece at a time, the first one first.
 
     Array: `objects` (k,) int32, those of samples `first, first + 1, ...`. No reply.
+
+    `rehearsed`: the session's job replays earlier data, now or later. The samples end with the rows
+    of its memory, and what is no sample will not be read any more.
     """
 
     token: str
     session: int
     samples: int
     first: int
+    rehearsed: bool = False
 
 
 class Follow(Message, frozen=True):
@@ -404,7 +423,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=11, role='cli', token='')
+    Hello(protocol=12, role='cli', token='')
     """
     return _encoder.encode(message)
 

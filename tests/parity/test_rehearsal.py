@@ -257,6 +257,27 @@ def test_four_tasks_read_each_object_once(
     assert [one["reads"] for one in client.ask("stats")["sources"]] == [120]
 
 
+def test_what_no_later_step_can_need_leaves_memory_first(tmp_path: Path) -> None:
+    """Memory holds .7 of the files; .58 of them may still be read, others must make room."""
+    name, nbytes = unique_name(), 50_000
+    for i in range(120):
+        (tmp_path / f"{i:03}.bin").write_bytes(bytes([i]) * nbytes)
+    data = creel.FileDataset(tmp_path, "*.bin", decode=bytes)
+    held = {"daemon.name": name, "memory.budget": str(84 * nbytes), "loader.direct": "never"}
+    rows = creel.Rehearsal(6, budget=40)
+    for task in (Subset(data, range(first, first + 30)) for first in range(0, 120, 30)):
+        loader = creel.DataLoader(task, 6, True, collate_fn=list, rehearsal=rows, creel=held)
+        for _ in range(4):
+            assert all(len(one) == nbytes for batch in loader for one in batch)
+        del loader
+        rows.add(task)
+    client = connections.connected(name)
+    assert client is not None
+    reads = [one["reads"] for one in client.ask("stats")["sources"]]
+    connections.disconnect(name)
+    assert reads == [120]
+
+
 # --- what is returned ---------------------------------------------------------------------------
 
 

@@ -185,6 +185,28 @@ def test_hosts_plan_together_for_a_part_of_a_dataset() -> None:
     assert reads[2] - reads[1] <= 0.15 * part
 
 
+def test_hosts_that_rehearse_read_each_file_once() -> None:
+    """Together they hold .6 of all files; .55 of them may still be read."""
+    cores = Cores()
+    files, tasks, epochs, world = 2 * FILES, 4, 3, 4
+    memory = int(0.6 * files * jobs.HELD_NBYTES / world)
+    with jobs.storage(files) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, "4", str(epochs), str(int(0.3 * files)), "2"]
+        with jobs.job(cluster, world, words, memory, script=jobs.REHEARSES) as ranks:
+            for epoch in range(tasks * epochs):
+                for one in ranks:
+                    said = one.next("epoch")["epoch"]
+                    assert said["digest"] == said["expected"]
+                if epoch < epochs:
+                    first = storage.totals()["opens"]
+            opens = storage.totals()["opens"]
+            told = [one.next("stats")["stats"]["core"]["datasets"] for one in ranks]
+    assert [[one["policy"] for one in data.values()] for data in told] == [["homes-far"]] * world
+    if cores.spare():
+        # In the first task hosts may learn late of each other.
+        assert opens - first <= 1.05 * (1 - 1 / tasks) * files
+
+
 def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
     """One on n0 and n1, one on n1 and n2, whose daemon serves both: .8 of the data for each."""
     cores = Cores()

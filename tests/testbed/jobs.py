@@ -25,6 +25,8 @@ from testbed.slowfs import SlowFS
 SCRIPT = Path(__file__).with_name("train_on_nodes.py")
 #: The program with other samplers.
 READS = Path(__file__).with_name("read_on_nodes.py")
+#: A job that rehearses.
+REHEARSES = Path(__file__).with_name("rehearse_on_nodes.py")
 #: Where a rank and its daemon find these modules, and creel if it is not installed.
 _PATH = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 NBYTES = 4000

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,11 +18,18 @@ from creel.cache.memory.shared_words import DONE, HEARTBEAT, KNOWN, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config
-from creel.daemon.core.events import SOURCE, EpochDealt, EpochFollowed, Publish, Tick
+from creel.daemon.core.events import (
+    SOURCE,
+    EpochDealt,
+    EpochFollowed,
+    Publish,
+    SamplesTold,
+    Tick,
+)
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
-from creel.messages import Command, Deal, DealtSamples, Extend, Open
+from creel.messages import Command, Deal, DealtReplays, DealtSamples, Extend, Open
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.settings import MemorySettings
 from kit import cluster_view, until
@@ -189,4 +197,32 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
     events.clear()
     del dealt
     assert node.quota.used() == used
+    node.close()
+
+
+def test_a_job_that_rehearses_is_dealt_with_the_rows_of_its_memory() -> None:
+    """Three samples and two rows; impossible numbers are no order at all."""
+    node = node_of(lambda job: job())
+    manifest = Manifest.of_files([f"/{k}" for k in range(10)])
+    node.registry.add(DatasetRecord.create(manifest, Source(manifest), 0, 0))
+    session = node.registry.open("t", Open(manifest.key, "job", 0, 1, "never"))
+    samples = np.array([4, 5, 6, 0, 9], np.int32)
+    deal = Deal("t", session.id, 0, "c", 3, 1, 3, 2, -1, among=True)
+    events: list[Any] = []
+    with (
+        mock.patch.object(node, "handle_event", events.append),
+        mock.patch.object(node.clusters, "view", return_value=cluster_view([SOURCE], 1 << 20)),
+    ):
+        for first, rehearsed in ((0, False), (0, True)):
+            message = DealtSamples("t", session.id, 5, first, rehearsed)
+            node.sampled(session, message, samples)
+        for kept in (2, 3):
+            replays = DealtReplays(kept, each=2, seed=1, first_step=7)
+            node.dealt(session, msgspec.structs.replace(deal, replays=replays))
+    told, dealt = events
+    assert isinstance(told, SamplesTold)
+    assert told.samples.objects.tolist() == samples.tolist()
+    assert isinstance(dealt, EpochDealt)
+    assert dealt.order.ends.tolist() == [4, 7]
+    assert [ids.tolist() for ids in dealt.order.by_rank([0])] == [[4, 5, 0, 9, 6, 0, 9]]
     node.close()

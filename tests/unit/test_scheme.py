@@ -15,13 +15,18 @@ CASES = [
     (1, {"dealt", "once", "by_hash"}, Scheme.HOMES),
     (1, {"unplanned"}, Scheme.HOMES),
     (1, set(), Scheme.ASK),
+    (1, {"dealt", "once", "rehearses"}, Scheme.SOONEST),
+    (1, {"dealt", "rehearses"}, Scheme.SOONEST),
+    (1, {"dealt", "rehearses", "together"}, Scheme.HOMES),
+    (1, {"once", "rehearses"}, Scheme.HOMES),
+    (1, {"rehearses"}, Scheme.ASK),
     (2, {"dealt"}, Scheme.SOONEST),
     (2, {"dealt", "by_hash"}, Scheme.SOONEST),
     (2, {"dealt", "together"}, Scheme.HOMES),
     (2, {"by_hash"}, Scheme.HOMES),
     (2, set(), Scheme.ASK),
 ]
-FACTS = "dealt", "by_hash", "once", "unplanned", "together"
+FACTS = "dealt", "by_hash", "once", "unplanned", "together", "rehearses"
 
 
 @pytest.mark.parametrize("jobs, facts, scheme", CASES)

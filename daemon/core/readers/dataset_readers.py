@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from creel.daemon.core.readers.planned_job import PlannedJob, clocks
 from creel.daemon.core.readers.sessions import JobGroup, RankStream
+from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes, memory_of
+from creel.policies.cluster.job_order import SampleObjects
 from creel.policies.cluster.jobs import DealtJob
 from creel.policies.cluster.scheme import scheme_of
 from creel.policies.eviction.context import PlanningTask
@@ -33,6 +37,7 @@ class DatasetReaders:
         self.groups: list[JobGroup] = []
         self._residency = residency
         self._seen: tuple[list[ClusterView], Homes] | None = None
+        self._told: tuple[set[SampleObjects], Mask] | None = None
 
     @property
     def active(self) -> bool:
@@ -54,7 +59,8 @@ class DatasetReaders:
     ) -> RankStream:
         """Open a session of a rank, in a group with the other local ranks of its job."""
         for group in self.groups:
-            if group.job == job and group.world == world and rank not in group.sessions:
+            there = group.left.union(group.sessions)  # a loader for each task
+            if group.job == job and group.world == world and rank not in there:
                 break
         else:
             group = JobGroup(job, world, NextUses(len(self._residency)))
@@ -67,6 +73,8 @@ class DatasetReaders:
         """Remove a session, and its group if the session was the last in it."""
         group = session.group
         del group.sessions[session.rank]
+        if session.rehearsed is not None:
+            group.left.add(session.rank)
         if not group.sessions:
             self.groups.remove(group)
 
@@ -89,15 +97,17 @@ class DatasetReaders:
         first = next(iter(groups[0].sessions.values()))
         views = [g.deals.view for g in groups if g.deals.view is not None]
         unplanned = all(s.unplanned for g in groups for s in g.sessions.values())
-        dealt, once = _dealt(groups), groups[0].once()
+        dealt, once, alive = _dealt(groups), groups[0].once(), self._alive()
+        merged = len(groups) > 1 or alive is not None
         scheme = scheme_of(
             len(groups),
             peers=bool(views),
-            dealt=dealt is not None if len(groups) > 1 else not groups[0].deals.followed,
+            dealt=dealt is not None if merged else not groups[0].deals.followed,
             by_hash=any(residency.name in view.by_hash for view in views),
             once=once,
             unplanned=unplanned,
             together=residency.nbytes <= memory_of(views),
+            rehearses=alive is not None,
         )
         return Readers(
             [g.uses for g in groups],
@@ -109,7 +119,20 @@ class DatasetReaders:
             scheme=scheme,
             homes=self._homes(views) if scheme.by_home else None,
             dealt=dealt,
+            alive=alive,
         )
+
+    def _alive(self) -> Mask | None:
+        """Return (n,) which objects jobs that rehearse may read again; None without such jobs."""
+        told = {s.rehearsed for s in self.sessions if s.rehearsed is not None}
+        if not told:
+            self._told = None
+        elif self._told is None or self._told[0] != told:
+            alive = np.zeros(len(self._residency), np.bool_)
+            for samples in told:
+                alive[samples.objects] = True
+            self._told = told, alive
+        return None if self._told is None else self._told[1]
 
     def _homes(self, views: list[ClusterView]) -> Homes:
         """Return the homes of objects at these nodes."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from creel.daemon.core.readers.cursors import Cursors
 from creel.policies.arrays import Ids, Index, Mask
 from creel.policies.cluster.boundary import Deals
+from creel.policies.cluster.job_order import SampleObjects
 from creel.policies.eviction.policy import RESIDENT
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Pace, SessionPlan
@@ -36,6 +37,7 @@ class JobGroup:
     uses: NextUses
     sessions: dict[int, RankStream] = field(default_factory=dict)  # by rank
     deals: Deals = field(default_factory=Deals)
+    left: set[int] = field(default_factory=set)  # ranks that rehearsed, and have left
 
     def clock(self) -> int:
         """Return the number of steps that all ranks have done."""
@@ -101,6 +103,7 @@ class RankStream:
         self.epoch = 0  # of the last step done, on the group's count
         self._deadline = 0.0  # of the latest fetch
         self.unplanned = True  # whether nothing is known beyond the published plan
+        self.rehearsed: SampleObjects | None = None  # all it will read, if its job rehearses
         self.stalls = 0
         self.reads = dict.fromkeys(COUNTED, 0)
 

@@ -1,0 +1,65 @@
+"""One rank of a job over several hosts that rehearses: four parts of a folder, one after another.
+
+    python rehearse_on_nodes.py FOLDER BATCH EPOCHS BUDGET EACH
+
+Each part is read EPOCHS times by a loader of its own, with EACH rows in a step of a memory that
+keeps BUDGET samples of the parts before it. Environment and output are those of `read_on_nodes.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, Subset
+
+import creel
+from creel.config import Config
+from creel.loader.client.connections import client_of
+from testbed.jobs import NBYTES
+from testbed.train_on_nodes import say, train
+
+TASKS = 4
+
+
+def main(folder: str, batch: int, epochs: int, budget: int, each: int) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    files = creel.FileDataset(folder)
+    n = len(files) // TASKS
+    memory = creel.Rehearsal(each, budget=budget)
+    for task in range(TASKS):
+        data = Subset(files, range(task * n, (task + 1) * n))
+        samplers: list[DistributedSampler[Any]] = [
+            DistributedSampler(data, world, rank, seed=task) for _ in range(2)
+        ]
+        loader = creel.DataLoader(
+            data, batch, sampler=samplers[0], collate_fn=list, rehearsal=memory
+        )
+        expected_batches = memory.over(data, samplers[1], batch)[1]
+        dist.barrier()
+        for epoch in range(epochs):
+            digest, expected = hashlib.sha256(), hashlib.sha256()
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            for read in loader:
+                for sample in read:
+                    digest.update(bytes(sample.numpy()))
+                train("step", 0.0)
+            dist.barrier()
+            for i in (i for step in expected_batches for i in step):
+                number = memory.uids[i - n] if i >= n else task * n + i
+                expected.update(random.Random(int(number)).randbytes(NBYTES))
+            say(epoch={"digest": digest.hexdigest(), "expected": expected.hexdigest()})
+        memory.add(data)
+    client = client_of(Config.load()[0])
+    say(stats={} if client is None else client.ask("stats"))
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
