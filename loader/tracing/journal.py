@@ -141,7 +141,7 @@ class RecordedReads(NamedTuple):
         return RecordedReads(self.samples, counts, self.items[kept], addresses)
 
 
-def reads_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
+def record_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
     """Return the record of (sample, its items in order with the version of each)."""
     samples: list[int] = []
     counts: list[int] = []

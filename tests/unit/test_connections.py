@@ -70,7 +70,8 @@ def test_what_needs_no_daemon_keeps_nobody_from_one(
 ) -> None:
     """A stopped daemon lets the first wait; another one may have taken its place meanwhile."""
     asked, answered = threading.Event(), threading.Event()
-    slow, quick = (SimpleNamespace(alive=True, close=mock.Mock()) for _ in range(2))
+    slow: Any = SimpleNamespace(alive=True, close=mock.Mock())
+    quick: Any = SimpleNamespace(alive=True, close=mock.Mock())
 
     def connect(_: str) -> Any:
         asked.set()
