@@ -14,6 +14,7 @@ import pytest
 
 from creel.config import Config
 from creel.loader.client import connections
+from creel.loader.client.client import Client
 from creel.settings import DaemonSettings
 from kit import unique_name
 
@@ -78,7 +79,7 @@ def test_what_needs_no_daemon_keeps_nobody_from_one(
         assert answered.wait(30)
         return slow
 
-    monkeypatch.setattr(connections.Client, "connect", connect)
+    monkeypatch.setattr(Client, "connect", connect)
     monkeypatch.setattr(connections, "connect_or_start", lambda *_, **__: quick)
     with ThreadPoolExecutor(2) as threads:
         patient = threads.submit(connections.running_client, config)
