@@ -279,7 +279,7 @@ class AccessRecorder:
         self._again = 0
         if self.place.joint:
             self._compare(joined([read]))
-            samples = samples[samples < self._size]
+        samples = samples[samples < self._size]
         new = np.unique(samples[~self._known[samples]])
         self._known[new] = True
         self._count += len(new)

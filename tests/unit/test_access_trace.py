@@ -454,6 +454,19 @@ def test_a_record_of_another_version_ends_the_learning_and_nothing_else(tmp_path
         assert (recorder.trace() is None) == (not taken_over)
 
 
+def test_samples_that_only_another_process_has_are_left_out(tmp_path: Path) -> None:
+    dataset = Opening(tmp_path)
+    recorder = AccessRecorder(dataset)
+    beyond = [(i, [(str(tmp_path / "00"), 7)]) for i in (12, 1 << 40)]
+    assert TraceJournal(recorder.place).append(record_of(beyond))
+    for i in range(12):
+        assert recorder[i] == dataset[i]
+        recorder.write()
+    trace = recorder.trace()
+    assert trace is not None
+    assert trace.counts.tolist() == [1] * 12
+
+
 def test_a_forked_child_does_not_write_what_its_parent_has_read(tmp_path: Path) -> None:
     recorder = AccessRecorder(Opening(tmp_path))
     _ = recorder[3]
