@@ -87,11 +87,15 @@ def running_client(config: Config) -> Client | None:
             return client if client.alive else None
         if name in _starts or time.monotonic() < _not_before.get(name, 0.0) or few_descriptors():
             return None
-        try:
-            client = _clients[name] = Client.connect(name)
-        except (UnavailableError, OSError):
-            return None
-        return client
+    try:
+        made = Client.connect(name)  # without the lock: others need not wait for a stopped daemon
+    except (UnavailableError, OSError):
+        return None
+    with _lock:
+        client = _clients.setdefault(name, made)
+    if client is not made:
+        made.close()
+    return client
 
 
 def open_session(

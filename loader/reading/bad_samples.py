@@ -100,7 +100,8 @@ class Tolerance:
 
     def _in_place_of(self, number: int, dataset: Any) -> int:
         tried = (replacement(number, k, *span_of(dataset, number)) for k in range(_TRIES))
-        return next(one for one in (number, *tried) if one not in self.known)
+        # None is left if a sample that was good in this batch was bad in another.
+        return next((one for one in (number, *tried) if one not in self.known), number)
 
     def take_new(self) -> tuple[BadSample, ...]:
         """Return the samples that `found` has noted since the last call."""

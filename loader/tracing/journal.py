@@ -69,18 +69,20 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
         columns = self.samples, self.counts, self.items
         if any(len(column) % 8 for column in columns) or len(self.items) % (8 * _COLUMNS):
             return False
-        samples, counts, rows = (np.frombuffer(column, "<i8") for column in columns)
+        # Lists: for the few samples of a batch numpy takes longer.
+        samples, counts, rows = (np.frombuffer(column, "<i8").tolist() for column in columns)
         part, number = rows[PART::_COLUMNS], rows[NUMBER::_COLUMNS]
-        files = part == FILE
         addresses = self.addresses.count(_BETWEEN) + 1 if self.addresses else 0
         return (
             len(samples) == len(counts)
-            and not (samples < 0).any()
-            and not ((counts < 0) | (counts > len(part))).any()
-            and counts.sum() == len(part)
-            and not (part < FILE).any()
-            and not (number < np.where(files, ALL, 0)).any()
-            and np.count_nonzero(files) == addresses
+            and min(samples, default=0) >= 0
+            and min(counts, default=0) >= 0
+            and sum(counts) == len(part)
+            and part.count(FILE) == addresses
+            and all(
+                n >= (ALL if p == FILE else 0) and p >= FILE
+                for p, n in zip(part, number, strict=True)
+            )
         )
 
 
@@ -141,7 +143,7 @@ class RecordedReads(NamedTuple):
         return RecordedReads(self.samples, counts, self.items[kept], addresses)
 
 
-def reads_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
+def record_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
     """Return the record of (sample, its items in order with the version of each)."""
     samples: list[int] = []
     counts: list[int] = []

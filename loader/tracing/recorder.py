@@ -42,7 +42,7 @@ from creel.loader.tracing.journal import (
     TraceJournal,
     joined,
     own_place,
-    reads_of,
+    record_of,
 )
 from creel.loader.tracing.observed import Asked, FoundVersions, ObservedReads
 from creel.loader.tracing.trace import AccessTrace, by_sample, parts_of
@@ -200,9 +200,9 @@ class AccessRecorder:
             new = [one for one in noted if not self._known[one[0]]]
             again = len(noted) - len(new)
             if self.place.joint and again:
-                self._compare(joined([reads_of([one for one in noted if self._known[one[0]]])]))
+                self._compare(joined([record_of([one for one in noted if self._known[one[0]]])]))
             if (new or again) and not self._sealed:
-                self._append(reads_of(new, again))
+                self._append(record_of(new, again))
             self._catch_up()
             if not self._sealed and self._seals and (self._differ or self._over()):
                 self._append(NoTrace() if self._differ else EndOfTrace())
@@ -279,7 +279,7 @@ class AccessRecorder:
         self._again = 0
         if self.place.joint:
             self._compare(joined([read]))
-            samples = samples[samples < self._size]
+        samples = samples[samples < self._size]
         new = np.unique(samples[~self._known[samples]])
         self._known[new] = True
         self._count += len(new)

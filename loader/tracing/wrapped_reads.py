@@ -91,9 +91,9 @@ class WrappedReads:
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
         #: Whether this rank shall record together with others, once a daemon answers; when it asks
         #: for one again, and until when it then waits for other ranks (`time.monotonic`).
-        self._meets, self._meet_at, self._meet_by = False, 0.0, 0.0
+        self._to_meet, self._meet_at, self._meet_by = False, 0.0, 0.0
         self._ranks: RanksJournal | None = None  # while recording together with other ranks
-        self._before: TraceJournal | None = None  # of workers that began before
+        self._workers_journal: TraceJournal | None = None  # of workers that began before
         self._trace: AccessTrace | None = None
         self._kept: KeptTrace | None = None  # of an earlier job, and for later ones
 
@@ -103,7 +103,7 @@ class WrappedReads:
         self._link: DaemonLink | None = None
         self._not_before = 0.0
         self._bypass: Bypass | None = None  # made at the first recorded read
-        self._meets, self._before = False, None  # a worker leaves that to its trainer
+        self._to_meet, self._workers_journal = False, None  # a worker leaves that to its trainer
 
     def __reduce__(self) -> tuple[object, ...]:
         """Let a spawned worker record for its trainer; other copies begin a record of their own."""
@@ -183,7 +183,7 @@ class WrappedReads:
             return self._trace
 
     def recorded(self) -> bool:
-        """Whether this process, or another that shares the journal, has recorded reads."""
+        """Whether reads are being recorded, and any process has recorded some."""
         recorder = self._recorder
         return recorder is not None and not recorder.place.empty
 
@@ -198,7 +198,7 @@ class WrappedReads:
                 if self._recorder is not None:
                     self._use(self._kept.load())
         if self._recorder is not None:
-            if self._meets:
+            if self._to_meet:
                 self._recorder = self._meet_ranks(self._recorder)
             trace = self._complete_trace(self._recorder)
             if trace is not None:
@@ -234,29 +234,29 @@ class WrappedReads:
         if _none_answers(recorder, config):
             self._meet_at = now + _ASK_S
             return recorder
-        self._meets = False
+        self._to_meet = False
         self._ranks = journal_of_ranks(self.dataset, config, self.wrapping)
         place = None if self._ranks is None else self._ranks.place
         joint = recorder_on(place, self.dataset, self.wrapping)
         if joint is None:
             return recorder
-        self._before = TraceJournal(recorder.place)
+        self._workers_journal = TraceJournal(recorder.place)
         self._meet_by = time.monotonic() + _MEET_S
         return joint
 
     def _complete_trace(self, recorder: AccessRecorder) -> AccessTrace | None:
         """Return the trace once it is complete; waits shortly for ranks that meet at this time."""
-        took = self._before is not None and recorder.take_over(self._before)
+        found = self._workers_journal is not None and recorder.take_over(self._workers_journal)
         trace, joint = recorder.trace(), recorder.place.joint
-        while took and joint and not recorder.over and time.monotonic() < self._meet_by:
+        while found and joint and not recorder.over and time.monotonic() < self._meet_by:
             time.sleep(_LOOK_S)
             trace = recorder.trace()
         return trace
 
     def _leave_recorder(self) -> None:
-        if self._before is not None and self._recorder is not None:
-            self._recorder.give(self._before)
-        self._recorder = self._before = self._ranks = None
+        if self._workers_journal is not None and self._recorder is not None:
+            self._recorder.give(self._workers_journal)
+        self._recorder = self._workers_journal = self._ranks = None
 
     def _new_recorder(self) -> AccessRecorder | None:
         """Make a recorder on the journal of the parent process, or its own.
@@ -267,7 +267,7 @@ class WrappedReads:
             return None
         place, self._place = self._place, None
         several = rank_and_world()[1] > 1
-        self._meets = several and place is None and get_worker_info() is None
+        self._to_meet = several and place is None and get_worker_info() is None
         # Else the trainer does, which meets the other ranks.
         seals = not several or (place is not None and place.joint)
         return recorder_on(place, self.dataset, self.wrapping, seals=seals)

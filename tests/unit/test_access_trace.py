@@ -37,7 +37,7 @@ from creel.loader.tracing.journal import (
     joined,
     new_journal,
     own_place,
-    reads_of,
+    record_of,
 )
 from creel.loader.tracing.observed import ObservedReads
 from creel.loader.tracing.recorder import AccessRecorder
@@ -79,7 +79,7 @@ def test_each_sample_has_the_objects_that_were_heard_first(
 ) -> None:
     parts: list[CreelDataset] = [Part(5), Part(7)]
     known = dict(reversed(heard))
-    recorded = joined([reads_of([(i, [(item, 7) for item in items])]) for i, items in heard])
+    recorded = joined([record_of([(i, [(item, 7) for item in items])]) for i, items in heard])
     binding = bound(Holder(), AccessTrace(12, recorded, parts))
     names: list[Any] = []
     for leaf in binding.leaves:
@@ -295,7 +295,7 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     place = JournalPlace(JournalFile(new_journal()))
     torn = AccessRecorder(Numbered(files=files, hidden=lambda: files), place)
     with mock.patch("os.write", side_effect=lambda fd, data: os.pwrite(fd, data[:-1], 0)):
-        TraceJournal(torn.place).append(reads_of([(1, [("/a/file", 7)])]))
+        TraceJournal(torn.place).append(record_of([(1, [("/a/file", 7)])]))
     assert [sample(torn) for _ in range(3)] == [b"00"] * 3
     assert full.trace() is None
     assert torn.trace() is None
@@ -452,6 +452,19 @@ def test_a_record_of_another_version_ends_the_learning_and_nothing_else(tmp_path
             recorder.write()
         recorder.give(TraceJournal(other.place))
         assert (recorder.trace() is None) == (not taken_over)
+
+
+def test_samples_that_only_another_process_has_are_left_out(tmp_path: Path) -> None:
+    dataset = Opening(tmp_path)
+    recorder = AccessRecorder(dataset)
+    beyond = [(i, [(str(tmp_path / "00"), 7)]) for i in (12, 1 << 40)]
+    assert TraceJournal(recorder.place).append(record_of(beyond))
+    for i in range(12):
+        assert recorder[i] == dataset[i]
+        recorder.write()
+    trace = recorder.trace()
+    assert trace is not None
+    assert trace.counts.tolist() == [1] * 12
 
 
 def test_a_forked_child_does_not_write_what_its_parent_has_read(tmp_path: Path) -> None:

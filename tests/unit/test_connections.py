@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ import pytest
 
 from creel.config import Config
 from creel.loader.client import connections
+from creel.loader.client.client import Client
 from creel.settings import DaemonSettings
 from kit import unique_name
 
@@ -61,3 +64,29 @@ def test_a_daemon_that_did_not_answer_is_not_asked_again_at_once(
     for _ in range(10):
         assert connections.client_of(config) is None
     assert found.call_count == 1
+
+
+def test_what_needs_no_daemon_keeps_nobody_from_one(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped daemon lets the first wait; another one may have taken its place meanwhile."""
+    asked, answered = threading.Event(), threading.Event()
+    slow: Any = SimpleNamespace(alive=True, close=mock.Mock())
+    quick: Any = SimpleNamespace(alive=True, close=mock.Mock())
+
+    def connect(_: str) -> Any:
+        asked.set()
+        assert answered.wait(30)
+        return slow
+
+    monkeypatch.setattr(Client, "connect", connect)
+    monkeypatch.setattr(connections, "connect_or_start", lambda *_, **__: quick)
+    with ThreadPoolExecutor(2) as threads:
+        patient = threads.submit(connections.running_client, config)
+        assert asked.wait(30)
+        try:
+            assert threads.submit(connections.client_of, config).result(timeout=5) is quick
+        finally:
+            answered.set()
+        assert patient.result(timeout=30) is quick
+    assert slow.close.called

@@ -28,7 +28,7 @@ from creel.loader.tracing.journal import (
     TraceJournal,
     joined,
     new_journal,
-    reads_of,
+    record_of,
 )
 
 Batch = list[tuple[int, list[tuple[Item, int]]]]
@@ -57,7 +57,7 @@ def written(records: Sequence[Record]) -> list[Record]:
 
 @given(st.lists(st.lists(samples, max_size=4), max_size=4))
 def test_what_samples_read_is_told_as_it_was(batches: list[Batch]) -> None:
-    taken = written([reads_of(batch, again=3) for batch in batches])
+    taken = written([record_of(batch, again=3) for batch in batches])
     reads = [one for one in taken if isinstance(one, Reads)]
     assert [one.again for one in reads] == [3] * len(batches)
     recorded = joined(reads)
@@ -79,7 +79,7 @@ def test_what_samples_read_is_told_as_it_was(batches: list[Batch]) -> None:
     ]
 
 
-SOUND = reads_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9), 6)])])
+SOUND = record_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9), 6)])])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_whether_a_journal_is_empty_is_known_without_reading_it() -> None:
 
 def test_a_record_is_longer_than_what_is_read_at_a_time() -> None:
     batch = [(i, [(f"/data/{i:060}", i + 1)]) for i in range(20_000)]
-    long, end = reads_of(batch), EndOfTrace()
+    long, end = record_of(batch), EndOfTrace()
     assert written([end, long, long, end]) == [end, long, long, end]
 
 
@@ -137,7 +137,7 @@ def test_only_the_record_that_was_cut_off_is_lost(data: st.DataObject) -> None:
     """Those of other processes and datasets, before and after it, are read."""
     own = new_journal()
     file = JournalFile(own)
-    one, other = reads_of([(0, [("/a", 5)])]), reads_of([(1, [("/b", 6), ("/c", 7)])])
+    one, other = record_of([(0, [("/a", 5)])]), record_of([(1, [("/b", 6), ("/c", 7)])])
     assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(one)
     first, number = os.fstat(own.fd).st_size, data.draw(st.sampled_from([7, 8]))
     assert TraceJournal(JournalPlace(JournalFile(own), number)).append(other)
@@ -156,7 +156,7 @@ def test_only_the_record_that_was_cut_off_is_lost(data: st.DataObject) -> None:
 @given(st.binary(max_size=200), st.data())
 def test_bytes_that_are_no_records_are_passed_over(junk: bytes, data: st.DataObject) -> None:
     own = new_journal()
-    one = reads_of([(0, [("/a", 5)])])
+    one = record_of([(0, [("/a", 5)])])
     heads = data.draw(st.lists(st.integers(0, len(junk)), max_size=3))
     for at in heads:  # as if they began here
         junk = junk[:at] + b"\xe1\x4e\x0c\x00" + junk[at:]
@@ -175,10 +175,10 @@ def test_the_journals_of_a_file_do_not_mix(
     journals = {number: TraceJournal(JournalPlace(file, number)) for number in range(1, 5)}
     read: dict[int, list[Record]] = {number: [] for number in journals}
     for number, sample in written:
-        assert journals[number].append(reads_of([sample]))
+        assert journals[number].append(record_of([sample]))
         read[number] += journals[number].new()
     for number, journal in journals.items():
-        expected = [reads_of([sample]) for n, sample in written if n == number]
+        expected = [record_of([sample]) for n, sample in written if n == number]
         assert read[number] == expected
         other_process = JournalFile(file.own)
         assert list(TraceJournal(JournalPlace(other_process, number)).new()) == expected
@@ -192,7 +192,7 @@ def test_samples_that_have_an_item_in_common_have_a_mark_in_common(
     read: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     shared = data.draw(st.sampled_from(read))
-    recorded = joined([reads_of([(0, read), (1, []), (2, [("/other", 1), shared])])])
+    recorded = joined([record_of([(0, read), (1, []), (2, [("/other", 1), shared])])])
     marks = recorded.marks
     assert marks[0] & marks[2]
     assert marks[1] == 0
