@@ -214,19 +214,19 @@ def utilisation(wait_began_ns: Ints, taken_ns: Ints) -> float | None:
 
 
 def finished(packed_ns: Ints, taken_ns: Ints) -> int:
-    """Return how many batches were finished and not taken when the last of them was finished.
+    """Return how many other batches lay finished when the last of them was finished.
 
     Args:
-        packed_ns, taken_ns: (k,) when each batch was finished and taken, in order; none of these is
-            left, but at that moment they waited.
+        packed_ns, taken_ns: (k,) when each batch was finished and taken, in order. Training has all
+            of them now, but at that moment some waited.
 
     >>> finished(np.array([1, 2, 3, 4]), np.array([2, 5, 6, 7]))
-    3
+    2
     """
     if not len(packed_ns):
         return 0
     at = packed_ns[-1]
-    return int(((packed_ns <= at) & (taken_ns > at)).sum())
+    return int(((packed_ns < at) & (taken_ns > at)).sum())
 
 
 # --- what if: each returns the window as it would have been -------------------------------------
@@ -242,14 +242,14 @@ def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
     return _without(one, "source", hits * one.busy_s.get("source", 0.0))
 
 
-def with_decoded(one: RankWindow, share: float, decode_s: float, copy_s: float = 0.0) -> RankWindow:
+def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> RankWindow:
     """Return the window if this share of the samples were kept decoded.
 
     Args:
-        decode_s: seconds of each batch that are spent in what need not be done again.
-        copy_s: seconds for the copies of one batch, all of it kept.
+        again: part of the time of "decode" that is spent on what need not be done again.
+        copies: the same for the copies that are then made instead, of all samples.
     """
-    saved = share * min(max(decode_s - copy_s, 0.0) * one.batches, one.busy_s.get("decode", 0.0))
+    saved = share * max(again - copies, 0.0) * one.busy_s.get("decode", 0.0)
     return _without(_without(one, "decode", saved), "source", share * one.busy_s.get("source", 0.0))
 
 

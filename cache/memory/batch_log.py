@@ -9,6 +9,7 @@ RECORDED says how many batches were recorded so far: it is written after their r
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,12 @@ class BatchRow(NamedTuple):
 
 #: Columns of `BatchLog.table`.
 PACKED, WAIT_BEGAN, TAKEN = map(BatchRow._fields.index, ("packed", "wait_began", "taken"))
+
+
+def columns(rows: Sequence[Sequence[int]]) -> dict[str, NDArray[np.int64]]:
+    """Return recorded batches as (k,) arrays by the names of the fields of `BatchRow`."""
+    table = np.array(rows, np.int64).reshape(-1, len(BatchRow._fields))
+    return dict(zip(BatchRow._fields, table.T, strict=True))
 
 
 class BatchLog:

@@ -13,6 +13,7 @@ import numpy as np
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.stores.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.decoded import worth
 from creel.loader.groups.follower import ReplicaReader
 from creel.loader.groups.leader import Leader, LeaderReader
 from creel.loader.iterators.epoch_run import EpochRun
@@ -232,6 +233,7 @@ class BatchReader(StepReader):
             if lease is not None:
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
                 self._meter.decoded(lease.decoded_hits, lease.decoded_misses)
+                self._meter.add(worth.counts(lease))
                 self._direct.saw(lease.direct_reads, direct_ns, lease.use)
 
     def _plain(self, index: Any) -> Any:

@@ -71,7 +71,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._loader_state = loader_state
         self._meter = loader_state.meter
         self._warn_after_s = loader_state.config.loader.hung_s
-        self._warned = False
+        self._warned: object = None  # the batch of which `_warn` has told
         if loader_state.resume is not None:
             self._base_seed = loader_state.resume["order"]["base_seed"]
         self._run = run
@@ -332,9 +332,10 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         ) from RuntimeError(_last_words(dead[0][1]))
 
     def _warn(self, worker: int, waited_s: float) -> None:
-        if self._warned or waited_s < self._warn_after_s:
+        waits_for = self._tag, self._rcvd_idx
+        if waits_for == self._warned or waited_s < self._warn_after_s:
             return
-        self._warned = True
+        self._warned = waits_for
         text = (
             f"no batch for {waited_s:.0f} s: batch {self._rcvd_idx} is with"
             f" {self._pool.describe(worker)}; still waiting (DataLoader(timeout=...) sets a limit)"

@@ -37,6 +37,7 @@ import torch
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.decoded import worth
 from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
@@ -335,6 +336,7 @@ class _Worker(StepReader):
                 direct_nbytes=lease.direct_nbytes,
                 decoded_hits=lease.decoded_hits,
                 decoded_misses=lease.decoded_misses,
+                **worth.counts(lease),
             )
 
     def copying(self, *, decodes: bool) -> None:

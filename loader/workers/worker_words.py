@@ -13,7 +13,7 @@ from creel.counters import OF_WORKERS
 STAGE, BATCH, SINCE_NS = range(3)
 #: The word of each counter by name.
 COUNTER = {name: SINCE_NS + 1 + i for i, name in enumerate(OF_WORKERS)}
-_ROW = 16
+_ROW = 32
 _VOID = 0
 _FIRST = 8  # word of the first row
 assert max(COUNTER.values()) < _ROW  # noqa: S101

@@ -147,6 +147,22 @@ COUNTERS = (
         "Samples that were decoded, of those to be kept.",
     ),
     Counter(
+        *("rank", "decoded_calls", "worker", "", "creel_decoder_calls"),
+        "Calls of decoders whose results are not to be kept.",
+    ),
+    Counter(
+        *("rank", "decoded_measured", "worker", "", "creel_decoder_measured"),
+        "Those of these calls that were measured.",
+    ),
+    Counter(
+        *("rank", "decoded_call", "worker", "s", "creel_decoder_seconds"),
+        "Time of the measured calls.",
+    ),
+    Counter(
+        *("rank", "decoded_call_nbytes", "worker", "bytes", "creel_decoder_bytes"),
+        "Bytes of their results, as they would be kept.",
+    ),
+    Counter(
         *("rank", "decoded_samples", "meter", "", "creel_decoded_samples"),
         "Decoded samples in the stores that this rank made.",
         kind="gauge",

@@ -209,7 +209,7 @@ def stats(
         raise click.UsageError("one of --watch, --why and --bad at a time")
     with _client(context) as client:
         if why:
-            show.reasons(client.ask("stats"), as_json=as_json)
+            show.reasons(client, as_json=as_json)
             return
         if bad:
             show.bad_samples(client.ask("bad_samples"), as_json=as_json)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.cache.memory.batch_log import BatchRow
+from creel.cli.watching.forecasts import job_key
+from creel.cli.watching.stats import recorded
 from creel.cli.watching.view import Values, job_of
 from creel.errors import ConfigError
 
@@ -35,7 +37,8 @@ def trace(client: Client, out: str, seconds: float) -> dict[str, Any]:
         ConfigError: training took no batch in that time, or the file cannot be written.
     """
     since_ns = max(time.monotonic_ns() - int(1e9 * seconds), 0)
-    streams = list(streams_since(client, since_ns))
+    told = recorded(client, client.ask("stats"), since_ns)
+    streams = [(session, [*map(BatchRow._make, rows)]) for session, rows in told]
     batches = sum(len(rows) for _, rows in streams)
     if not batches:
         raise ConfigError(
@@ -67,16 +70,6 @@ def sentence(told: Values) -> str:
         f" {told['stall_s']:.2f} s of waits, {told['fetches']} fetches; open it in ui.perfetto.dev"
         " or chrome://tracing"
     )
-
-
-def streams_since(client: Client, since_ns: int) -> Iterator[Stream]:
-    """Yield each open session with its batches that were taken after a moment."""
-    for session in client.ask("stats")["sessions"]:
-        try:
-            rows = client.ask("batches", session=session["session"], since_ns=since_ns)["rows"]
-        except ConfigError:  # it has just ended
-            continue
-        yield session, [BatchRow._make(row) for row in rows]
 
 
 def of_streams(streams: Iterable[Stream]) -> Iterator[Event]:
@@ -160,7 +153,7 @@ def of_fetches(parts: Iterable[Sequence[Any]]) -> Iterator[Event]:
 
 def _rank(session: Values) -> tuple[str, int]:
     """Return what identifies a rank of a node: its job, or else its process; and its number."""
-    return session["job"] or str(session["pid"]), session["rank"]
+    return job_key(session), session["rank"]
 
 
 def _span(

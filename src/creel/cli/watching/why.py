@@ -1,10 +1,12 @@
-"""One sentence on what a rank's training waited for, and which change would help. Pure."""
+"""What a rank's training waited for, and which change would help, in a sentence. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from creel.cli.watching.view import Values, format_count, format_seconds, worst_cause
+from creel.cli.watching.what_if import Outlook
 from creel.units import format_size
 
 _WHOSE = ("job", "rank", "pid")
@@ -17,9 +19,10 @@ _MISSED = 0.02
 
 _BY_CAUSE = {
     "decode": (
-        "your dataset[i] itself (decoding, transforms): more workers or processors, or less work"
-        " for a sample would help; a cache has nothing to add, unless creel.wrap(dataset) finds"
-        " files that it opens past creel"
+        "your dataset[i] itself (decoding, transforms): more workers or processors, samples that"
+        " stay decoded (keep_decoded=, creel.kept), or less work for a sample would help; a cache"
+        " of files has nothing to add, unless creel.wrap(dataset) finds some that it opens past"
+        " creel"
     ),
     "collate": "collation, making batches of samples: less of it, or more workers would help",
     "sampler": "your sampler, drawing the order: a quicker one would help",
@@ -78,9 +81,17 @@ def _of_source(rank: Values, node: Values) -> str:
     )
 
 
-def rows(stats: Values) -> list[dict[str, Any]]:
-    """Return a row for each open stream of batches; without any, for each rank so far."""
-    return [
-        {key: one[key] for key in _WHOSE if key in one} | {"why": reason(one, stats)}
-        for one in stats["sessions"] or stats["ranks"]
-    ]
+def rows(stats: Values, outlooks: Mapping[int, Outlook]) -> list[dict[str, Any]]:
+    """Return a row for each open stream of batches; without any, for each rank so far.
+
+    outlooks: of the streams of which enough is known, by session.
+    """
+    found = []
+    for one in stats["sessions"] or stats["ranks"]:
+        row = {key: one[key] for key in _WHOSE if key in one}
+        outlook, why = outlooks.get(one.get("session", -1)), reason(one, stats)
+        if outlook is None:
+            found.append(row | {"why": why})
+        else:
+            found.append(row | {"why": f"{why}; {outlook}"} | outlook.values())
+    return found
