@@ -59,7 +59,7 @@ class EpochRun:
         #: Whether `begin` checks that again: in later epochs, and if a session must tell who else
         #: reads.
         self._asks_again = rank_and_world()[1] > 1
-        self.stream = loader_state.take_stream(loader, wait=not self._page_cached)
+        self.stream = loader_state.take_stream(binding, wait=not self._page_cached)
         #: The binding that the epoch's readers use; None: they read without creel.
         self.binding = None if self.stream is None and not self._page_cached else binding
         #: A stream whose batches this process builds from its files, and how; None: it does not.
@@ -119,7 +119,7 @@ class EpochRun:
             return None
         if self.stream is not None:  # it only counts
             self.stream.close()
-        self.stream = loader_state.take_stream(loader)
+        self.stream = loader_state.take_stream(binding)
         self.binding = None if self.stream is None else binding
         self._set_served()
         return None if self.binding is None else binding.digest()
@@ -233,7 +233,7 @@ class EpochRun:
             if loader.creel is not False:
                 self._uncounted_from = time.monotonic() - loader_state.uncounted_s
             return
-        stream = loader_state.take_stream(loader, wait=not self._page_cached)
+        stream = loader_state.take_stream(loader_state.binding(loader), wait=not self._page_cached)
         if stream is not None and stream.binding is binding:
             self.stream = stream
         elif stream is not None:  # persistent workers have the old dataset
@@ -298,7 +298,7 @@ class EpochRun:
             return ""
         return plain(public(address))
 
-    def made_by(
+    def note_workers(
         self,
         workers: int,
         counts: Callable[[], Mapping[str, int]] | None = None,

@@ -149,12 +149,11 @@ class LoaderState:
         if loader.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
 
-    def take_stream(self, loader: DataLoader[Any], *, wait: bool = True) -> BatchStream | None:
+    def take_stream(self, binding: Binding | None, *, wait: bool = True) -> BatchStream | None:
         """Return a free or a new session for an iterator; None without a daemon.
 
         `wait`: whether to open a new one, which waits for the daemon.
         """
-        binding = self.binding(loader)
         stream, self._stream = self._stream, None
         if stream is not None:
             if stream.alive and stream.binding is (binding or nothing()):

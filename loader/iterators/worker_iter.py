@@ -78,7 +78,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         start = time.monotonic_ns()
         self._pool = self._new_pool(loader)
         self._tag = self._pool.tag
-        run.made_by(len(self._pool.members), self._pool.new_counts, self._pool.readers())
+        run.note_workers(len(self._pool.members), self._pool.new_counts, self._pool.readers())
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
         if pinning is not None:

@@ -88,11 +88,10 @@ class Replays:
         start: where the epoch begins.
         bare: earlier steps of the epoch replay nothing.
         growth: of the memory in this epoch.
-        steps: of the epoch. Set when it begins.
+        steps: of the epoch, once it has begun.
         new_items: if the memory grows: by what. Set by who knows the epoch's order.
     """
 
-    steps: int
     new_items: NewItems
 
     def __init__(
@@ -110,7 +109,7 @@ class Replays:
             growth: of the memory in this epoch; None: it stays as it is.
         """
         self.passes, self._rank, self._first_row = passes, rank, first_row
-        self.start, self.growth = start, growth
+        self.start, self.growth, self.steps = start, growth, _NO_STEP
         self.bare = 0 if passes.kept else _NO_STEP if growth is None else growth.every
         self.key = ("replays", passes, rank, start, first_row)
         self._drawn: dict[Passes, tuple[int, Permutation]] = {}
@@ -154,7 +153,7 @@ class Replays:
         """Return the (each,) rows of one step; computed for some steps at once."""
         first, rows = self._computed
         if not first <= step < first + len(rows):
-            stop = step + _AT_ONCE
+            stop = max(min(step + _AT_ONCE, self.steps), step + 1)
             if self.growth is not None:  # what is new in this block is not known yet
                 stop = min(stop, (step // self.growth.every + 1) * self.growth.every)
             first, rows = self._computed = step, self.rows(np.arange(step, stop))

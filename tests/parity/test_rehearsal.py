@@ -511,7 +511,9 @@ def test_rows_of_tensors_are_read_like_any() -> None:
     rows.add(TensorDataset(torch.arange(100, 110)))
     data = TensorDataset(torch.arange(4))
     loader: Any = creel.DataLoader(data, 2, sampler=SequentialSampler(data), rehearsal=rows)
-    assert [batch[0][:2].tolist() for batch in loader] == [[0, 1], [2, 3]]
+    found = [(batch[0].tolist(), (100 + loader.replayed).tolist()) for batch in loader]
+    assert found == [([0, 1, *found[0][1]], found[0][1]), ([2, 3, *found[1][1]], found[1][1])]
+    assert len({*found[0][1], *found[1][1]}) == 4
 
 
 # --- ranks --------------------------------------------------------------------------------------
