@@ -134,6 +134,22 @@ class Manifest:
         access = ((0, Access.of(schemes, given)),) if schemes else ()
         return replace(self, access=access) if access else self
 
+    def begins_with(self, other: Manifest) -> bool:
+        """Whether the first rows are all those of `other`, reached in the same way."""
+        n = other.table.num_rows
+        access = tuple((row, one) for row, one in self.access if row < n)
+        if not 0 < n < self.table.num_rows or other.salt or self.salt or access != other.access:
+            return False
+        numbers = ((mine, its) for mine, its in zip(self._numbers, other._numbers, strict=True))
+        if not all(np.array_equal(mine[:n], its) for mine, its in numbers):
+            return False
+        pieces = (np.arange(k, min(k + _COMPARE, n)) for k in range(0, n, _COMPARE))
+        return all(self.addresses(rows) == other.addresses(rows) for rows in pieces)
+
+    @property
+    def _numbers(self) -> tuple[Ints, Ints, Ints]:
+        return self.offsets, self._lengths, self.counts
+
     def grants(self) -> Grants:
         """Return how a daemon is to reach the remote addresses: the present grants of each access.
 

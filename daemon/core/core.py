@@ -77,6 +77,7 @@ class Core:
         }
         untimed: dict[type, Callable[[Any], None]] = {
             events.DatasetAdded: self._registered,
+            events.DatasetGrew: self._grew,
             events.Checked: self._landing.checked,
             events.RetentionPlanned: self._planned,
             events.Warm: self._warmed,
@@ -157,7 +158,14 @@ class Core:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
-        self._residencies[e.dataset] = Residency(e.dataset, *columns, self.disk)
+        old = self._residencies.get(e.begins_with)
+        page = 0 if old is None or old.pool.same_size else old.pool.page
+        self._residencies[e.dataset] = Residency(e.dataset, *columns, self.disk, page)
+
+    def _grew(self, e: events.DatasetGrew) -> None:
+        if not {e.dataset, e.old} <= set(self._residencies) or self.busy(e.old):
+            raise IllegalEventError(f"dataset {e.old!r} is still in use")
+        self._residencies[e.dataset].take_over(self._residencies[e.old])
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:

@@ -33,7 +33,8 @@ class DatasetAdded(Event, frozen=True):
 
     Only the shell writes to `offset`, a live view, when it executes `Publish`; all offsets are
     NOWHERE at first. Only the core writes to `length`, which `lengths` summarizes. `versions` holds
-    the versions of the files, none of them known yet.
+    the versions of the files, none of them known yet. `begins_with`: a dataset whose residents it
+    may take over (`DatasetGrew`), so that its memory is divided alike.
     """
 
     dataset: str
@@ -41,6 +42,17 @@ class DatasetAdded(Event, frozen=True):
     length: Ints
     lengths: Lengths
     versions: Versions
+    begins_with: str = ""
+
+
+class DatasetGrew(Event, frozen=True):
+    """A dataset takes over the residents of another one, which is all that it begins with.
+
+    The other one, `old`, has no readers and no fetches in flight (`Core.busy`).
+    """
+
+    dataset: str
+    old: str
 
 
 class SessionOpened(Event, frozen=True):

@@ -88,6 +88,7 @@ class Residency:
         emit: Callable[[Action], None],
         versions: Versions,
         tier: DiskTier,
+        page: int = 0,
     ) -> None:
         """Create empty tables, without work or memory per object: pages are zeroed on first write.
 
@@ -97,6 +98,7 @@ class Residency:
             emit: takes each action.
             versions: versions of the dataset's files.
             tier: the node's disk.
+            page: as in `Allocator.pool`.
         """
         n = len(offset)
         self.versions = versions
@@ -110,7 +112,7 @@ class Residency:
         self.disk = DiskCopies(self, tier)
         self.state = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
-        self.pool: ObjectPool = space.pool(lengths)
+        self.pool: ObjectPool = space.pool(lengths, page)
         self.readers = DatasetReaders(self)
         self.policy: EvictionPolicy = NoEviction(self.state, self.pins, [])
         self.latency = Latency()
@@ -255,13 +257,17 @@ class Residency:
         return self.give_back(ids, self.vacate(ids, why)) if len(ids) else 0
 
     def vacate(self, ids: Index, why: str) -> Ints:
-        """Evict objects but keep their places allocated; return (k,) these places."""
+        """Evict objects but keep their places allocated; return (k,) these places.
+
+        why: "": they go on as residents of another dataset.
+        """
         place = self.places(ids)
         self.emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
         self.move(ids, ABSENT)
         self.resident -= len(ids)
         self.resident_nbytes -= int(self.length[ids].sum())
-        self.evicted[why] += len(ids)
+        if why:
+            self.evicted[why] += len(ids)
         return place
 
     def evict_all(self) -> None:
@@ -271,6 +277,27 @@ class Residency:
         elif self.resident:
             self.emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
+
+    def take_over(self, old: Residency) -> None:
+        """Take over the residents of a dataset without readers that this one begins with.
+
+        What is here already, or is of another version, leaves memory. Does nothing if objects lie
+        in other pieces there.
+        """
+        if (self.pool.record, self.pool.page) != (old.pool.record, old.pool.page):
+            return
+        n = len(old)
+        same = self.versions.inherit(old.versions)
+        learnt = np.flatnonzero((self.length[:n] < 0) & (old.length >= 0))
+        if len(learnt):
+            self.set_lengths(learnt, old.length[learnt])
+        ids = np.flatnonzero((old.state == RESIDENT) & (self.state[:n] == ABSENT))
+        ids = ids[same[old.versions.files(ids)] & (self.length[ids] == old.length[ids])]
+        place = old.vacate(ids, "")
+        old.evict(old.unpinned(), "dropped")
+        self.pool.take_over(old.pool)
+        self.move(ids, FETCHING)
+        self.landed(ids, place)
 
     def landed(self, ids: Index, place: Ints) -> bool:
         """Make objects (ascending) that have arrived resident; return whether some are unpinned."""

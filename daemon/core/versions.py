@@ -50,6 +50,22 @@ class Versions:
         # Seconds: the storage gave `version` at that time or later; 0: unknown. None: all local.
         self._since = None if self._remote is None else np.zeros(files)
 
+    def inherit(self, old: Versions) -> Mask:
+        """Take over what is known of the first files, which are all those of `old`.
+
+        Returns:
+            (files of `old`,) whether the residents there have the version that is known here.
+        """
+        n = old.number
+        fresh = (self.seen[:n] == 0) & (self.version[:n] == UNKNOWN)
+        for mine, its in ((self.version, old.version), (self.seen, old.seen)):
+            mine[:n][fresh] = its[fresh]
+        self.asked[:n][fresh] = np.maximum(self.asked[:n], old.asked)[fresh]
+        if self._since is not None and old._since is not None:
+            self._since[:n][fresh] = old._since[fresh]
+        same: Mask = ~differ(self.version[:n], old.version) & (old.version != CHANGING)
+        return same
+
     def files(self, ids: Index) -> Index:
         """Return (k,) the file of each object."""
         if self._bounds is None:

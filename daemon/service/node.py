@@ -272,6 +272,7 @@ class Node:
     def tick(self) -> None:
         self.fetcher.tick()
         self.handle_event(events.Tick())
+        self._grow()
 
     # --- datasets and sessions ----------------------------------------------------------------
 
@@ -327,8 +328,9 @@ class Node:
                 refuse(Answer(Refused(str(e))))
                 return
             self.quota.coming[token] = nbytes
+            others = [dataset.manifest for dataset in self.registry.datasets.values()]
             self._in_background(
-                lambda: self._prepare(manifest, grants, record, nbytes), enter, refuse
+                lambda: self._prepare(manifest, grants, record, nbytes, others), enter, refuse
             )
 
         def refuse(answer: Answer) -> None:
@@ -355,13 +357,20 @@ class Node:
         self._background.put(attempt)
 
     def _prepare(
-        self, manifest: Manifest, grants: Grants, record: int, tables_nbytes: int
+        self,
+        manifest: Manifest,
+        grants: Grants,
+        record: int,
+        tables_nbytes: int,
+        others: list[Manifest],
     ) -> DatasetRecord:
         """Do all work proportional to the number of objects, in the background thread."""
         settings = self.config.fetch
         source = Source(manifest, settings, files=_KEPT_FILES, relative=False, grants=grants)
         dataset = DatasetRecord.create(manifest, source, record, tables_nbytes)
         self.disk.attach(manifest.key, len(manifest))
+        heads = sorted(filter(manifest.begins_with, others), key=len, reverse=True)
+        dataset.begins_with = tuple(head.key for head in heads)
         return dataset
 
     def _add_dataset(self, token: str, dataset: DatasetRecord) -> Answer:
@@ -375,7 +384,8 @@ class Node:
                 self._close(dataset)
                 return Answer(Refused(str(e)))
             table, lengths = dataset.table, dataset.manifest.summed
-            columns = table.offset.view(), table.length, lengths, dataset.versions
+            head = dataset.begins_with[0] if dataset.begins_with else ""
+            columns = table.offset.view(), table.length, lengths, dataset.versions, head
             if not self.handle_event(events.DatasetAdded(dataset.key, *columns)):
                 self._close(dataset)
                 return Answer(Refused("this daemon has no memory for another dataset"))
@@ -441,6 +451,7 @@ class Node:
             session.unready(0)
         self.registry.remove(session)
         self.handle_event(events.SessionClosed(session.id))
+        self._grow()
 
     def client_left(self, token: str) -> None:
         """Close the sessions of a client that has disconnected, and drop its claims."""
@@ -448,6 +459,20 @@ class Node:
             self.close_session(session)
         self.registry.client_left(token)
         self.clusters.client_left(token)
+
+    def _grow(self) -> None:
+        """Let datasets of jobs that rehearse take over the residents of idle ones.
+
+        Tasks in folders of their own are such datasets: each begins with those before it.
+        """
+        heads = {
+            s.dataset: s.dataset.begins_with for s in self.registry.sessions.values() if s.rehearses
+        }
+        for dataset, keys in heads.items():
+            for old in self.registry.idle() if keys else []:
+                if old.key in keys and not old.drained and not self.core.busy(old.key):
+                    old.drained = True
+                    self.handle_event(events.DatasetGrew(dataset.key, old.key))
 
     def forget_idle(self, *, room: int = 0) -> None:
         """Forget idle datasets beyond the time and number in the settings.
@@ -512,6 +537,8 @@ class Node:
         self.registry.share_samples(session)
         if message.rehearsed and session.among is not None:
             self.handle_event(events.SamplesTold(session.id, session.among))
+            session.rehearses = True
+            self._grow()
 
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
         """Tell the core how an epoch is dealt to the ranks of a job, or that this is not known."""

@@ -67,6 +67,8 @@ class DatasetRecord:
     record: int  # as in `LocationTable`
     tables_nbytes: int  # as the function `tables_nbytes` counts
     versions: Versions  # only the core writes it
+    begins_with: tuple[str, ...] = ()  # keys of the datasets that it begins with, the longest first
+    drained: bool = False  # whether another dataset took over its residents since its last use
     claims: set[str] = field(default_factory=set)  # tokens of clients without a session yet
     used_at: float = 0.0  # monotonic seconds when the last claim or session began or ended
 
@@ -149,6 +151,7 @@ class SessionRecord:
     hashed: blake2b = field(default_factory=hash_of)  # of these
     among: SampleObjects | None = None  # the same, once all are known
     own_file: str = ""  # one that the dataset opens itself, past creel
+    rehearses: bool = False  # whether its job replays earlier data
 
     def forget_samples(self) -> None:
         """Forget which object each sample is: others follow, or none."""
@@ -326,6 +329,7 @@ class Registry:
         words, fd = _new_words()
         words[HEARTBEAT] = time.monotonic_ns()
         session = SessionRecord(next(self._ids), token, dataset, request, words, fd)
+        dataset.drained = False
         self.sessions[session.id] = session
         dataset.unclaim(token)
         return session

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Ints, unique
+from creel.policies.order.torch_random import Shuffle, TorchRandom
 from creel.policies.rehearsal.content import mixed
 
 #: Returns at least the first k entries of a pass: `head(number, k)`.
@@ -51,6 +52,10 @@ class Passes(NamedTuple):
     def seed_of(self, number: int) -> int:
         """Return the seed of torch's generator for a pass, which is `torch.randperm(kept)`."""
         return int(mixed(np.array([number]), self.seed)[0]) & 0xFFFFFFFF
+
+    def head(self, number: int, k: int) -> NDArray[np.integer]:  # noqa: ARG002  all of them
+        """Return the (kept,) rows of a pass, in order, where there is no torch: in a daemon."""
+        return Shuffle(self.kept, TorchRandom.seeded(self.seed_of(number))).all()
 
     def to_all(self, steps: Ints, head: Head) -> Ints:
         """Return the (k, each * world) rows that each of (k,) steps of the job replays.

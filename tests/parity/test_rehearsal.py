@@ -278,6 +278,29 @@ def test_what_no_later_step_can_need_leaves_memory_first(tmp_path: Path) -> None
     assert reads == [120]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_four_folders_read_each_file_once(
+    tmp_path: Path, daemon: dict[str, Any], workers: int
+) -> None:
+    """Each task's dataset begins with those of the tasks before it, and takes over their files."""
+    rows = creel.Rehearsal(6, budget=40)
+    for number in range(4):
+        task = files(tmp_path / f"task-{number}", 30)
+        loader = creel.DataLoader(
+            task, 6, True, num_workers=workers, collate_fn=list, rehearsal=rows, creel=daemon
+        )
+        for _ in range(3):
+            for batch in loader:
+                assert [len(one) - 300 for one in batch] == [one[0] for one in batch]
+        assert loader.stats()["direct_reads"] == 0
+        del loader
+        rows.add(task)
+    client = connections.connected(daemon["daemon.name"])
+    assert client is not None
+    stats = client.ask("stats")
+    assert sum(one["reads"] for one in stats["sources"]) == 120
+
+
 # --- what is returned ---------------------------------------------------------------------------
 
 

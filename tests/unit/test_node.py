@@ -20,6 +20,7 @@ from creel.cache.storage.source import Source
 from creel.config import Config
 from creel.daemon.core.events import (
     SOURCE,
+    DatasetGrew,
     EpochDealt,
     EpochFollowed,
     Publish,
@@ -225,4 +226,35 @@ def test_a_job_that_rehearses_is_dealt_with_the_rows_of_its_memory() -> None:
     assert isinstance(dealt, EpochDealt)
     assert dealt.order.ends.tolist() == [4, 7]
     assert [ids.tolist() for ids in dealt.order.by_rank([0])] == [[4, 5, 0, 9, 6, 0, 9]]
+    node.close()
+
+
+def test_what_earlier_tasks_hold_is_taken_over_once_no_rank_reads_them() -> None:
+    """Rank 0 is in the second task while rank 1 ends the first; only jobs that rehearse take it."""
+    node = node_of(lambda job: job())
+    first = Manifest.of_files(["/a", "/b"])
+    second = Manifest.concat([first, Manifest.of_files(["/c"])])
+    for manifest, begins_with in ((first, ()), (second, (first.key,))):
+        record = DatasetRecord.create(manifest, Source(manifest), 0, 0)
+        record.begins_with = begins_with
+        node.registry.add(record)
+    events: list[Any] = []
+
+    def grown() -> list[tuple[str, str]]:
+        return [(e.dataset, e.old) for e in events if isinstance(e, DatasetGrew)]
+
+    with (
+        mock.patch.object(node, "handle_event", events.append),
+        mock.patch.object(node.core, "busy", return_value=False),
+    ):
+        ending = node.registry.open("t", Open(first.key, "job", 1, 2, "never"))
+        session = node.registry.open("t", Open(second.key, "job", 0, 2, "never"))
+        told = DealtSamples("t", session.id, 3, 0, rehearsed=True)
+        node.sampled(session, told, np.array([2, 0, 1], np.int32))
+        assert not grown()
+        node.close_session(ending)
+        node.tick()
+        assert grown() == [(second.key, first.key)]
+        node.close_session(node.registry.open("t", Open(first.key, "eval", 0, 1, "never")))
+        assert grown() == 2 * [(second.key, first.key)]
     node.close()

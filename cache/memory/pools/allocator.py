@@ -83,13 +83,17 @@ class Allocator:
         self._withheld: list[tuple[int, int]] = []  # their ranges: start, bytes
         self._pools: list[ObjectPool] = []
 
-    def pool(self, lengths: Lengths) -> ObjectPool:
-        """Make a pool for a dataset whose objects have these lengths."""
+    def pool(self, lengths: Lengths, page: int = 0) -> ObjectPool:
+        """Make a pool for a dataset whose objects have these lengths.
+
+        page: of a pool of objects of any length; 0: what suits their mean.
+        """
         pool: ObjectPool
         if lengths.only is not None:
             pool = FixedPool(self, max(lengths.only, 1), lengths.objects)
         else:
-            pool = PagedPool(self, page_size(lengths.nbytes / max(lengths.known, 1)))
+            page = page or page_size(lengths.nbytes / max(lengths.known, 1))
+            pool = PagedPool(self, page)
         self._pools.append(pool)
         return pool
 

@@ -90,6 +90,20 @@ class FixedPool:
         self.trim()
         return True
 
+    def take_over(self, other: FixedPool) -> None:
+        """As in `ObjectPool`; both have records of one length."""
+        for first, count in zip(other._first.tolist(), other._count.tolist(), strict=True):
+            self._state[first : first + count] = other._state[first : first + count]
+            other._state[first : first + count] = 0
+        mine = self._first, self._count, self._busy
+        its = other._first, other._count, other._busy
+        slabs = np.array([np.concatenate(pair) for pair in zip(mine, its, strict=True)])
+        self._first, self._count, self._busy = slabs[:, slabs[0].argsort()]
+        self._push(other._stack[: other._top])
+        self.used += other.used
+        other._first, other._count, other._busy = np.empty((3, 0), np.int64)
+        other._top = other.used = 0
+
     def trim(self) -> None:
         empty = self._busy == 0
         if not empty.any():

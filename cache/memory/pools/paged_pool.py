@@ -130,6 +130,14 @@ class PagedPool:
         """Return whether the pool is empty; it cannot free objects without their lengths."""
         return not self.used
 
+    def take_over(self, other: PagedPool) -> None:
+        """As in `ObjectPool`; both have pages of one size."""
+        self._begins |= other._begins
+        self._chains |= other._chains
+        self.used += other.used
+        other._begins[:] = 0
+        other._chains, other.used = {}, 0
+
     def trim(self) -> None:
         """Do nothing: pages return to the space as soon as their object is freed."""
 

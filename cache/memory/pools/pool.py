@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Self
 
 from creel.cache.memory.pools.free_ranges import FreeRanges
 from creel.cache.memory.pools.runs import Runs
@@ -37,6 +37,9 @@ class ObjectPool(Protocol):
 
     def clear(self) -> bool:
         """Free all objects at once, if the pool can; return whether it has."""
+
+    def take_over(self, other: Self) -> None:
+        """Take over all rooms of another pool with rooms of the same kind, which is empty then."""
 
     def trim(self) -> None:
         """Return unused slabs to the space."""

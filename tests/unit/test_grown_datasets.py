@@ -1,0 +1,163 @@
+"""Datasets that take over the residents of one that they begin with: tasks in own folders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core_shell import CoreShell
+from creel.cache.memory.pools.allocator import Allocator, Lengths
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.stores.access import Access
+from creel.daemon.core.events import (
+    DatasetAdded,
+    DatasetGrew,
+    FetchObjects,
+    SessionClosed,
+    Unregistered,
+)
+from creel.daemon.core.versions import Versions
+from creel.errors import IllegalEventError
+from kit import lengths_of, seeds
+
+
+def add(shell: CoreShell, name: str, length: np.ndarray, begins_with: str = "") -> Versions:
+    """Add a dataset that may begin with another one; return its versions."""
+    versions = Versions(len(length))
+    shell.offset[name] = np.full(len(length), NOWHERE, np.int64)
+    shared = shell.offset[name].view()
+    shell.feed(DatasetAdded(name, shared, length, lengths_of(length), versions, begins_with))
+    return versions
+
+
+def read(shell: CoreShell, session: int, name: str, ids: Any) -> list[int]:
+    """Read objects one by one, without fetches ahead of the last; return those that are fetched."""
+    shell.open(session, name)
+    fetched: list[int] = []
+    shell.tell(session, 0, np.asarray(ids, np.int32), np.arange(1, len(ids) + 1))
+    while shell.waiting:
+        action = shell.waiting.popleft()
+        if isinstance(action, FetchObjects):
+            fetched += action.ids.tolist()
+        shell.fulfil(action)
+    return sorted(fetched)
+
+
+def lengths(kind: str, n: int, known: int) -> np.ndarray:
+    """Return (n,) lengths: equal ones, or any, of which so many are known."""
+    if kind == "records":
+        return np.full(n, 10)
+    out = np.arange(100, 100 + n)
+    out[known:] = -1
+    return out
+
+
+@pytest.mark.parametrize("kind", ["records", "files"])
+def test_a_dataset_takes_over_what_it_begins_with(kind: str) -> None:
+    """Also the lengths and versions that were found; what it has itself stays as it is."""
+    shell = CoreShell(1 << 16)
+    old = add(shell, "a", lengths(kind, 8, 4))
+    assert read(shell, 1, "a", [0, 2, 3, 5]) == [0, 2, 3, 5]
+    shell.feed(SessionClosed(1))
+    new = add(shell, "b", lengths(kind, 12, 4), "a")
+    assert read(shell, 2, "b", [3, 9]) == [3, 9]
+    mine, its = shell.offset["b"][3], shell.offset["a"][[0, 2, 5]].copy()
+    shell.feed(DatasetGrew("b", "a"))
+    assert shell.offset["b"][[0, 2, 3, 5]].tolist() == [its[0], its[1], mine, its[2]]
+    assert (shell.offset["a"] == NOWHERE).all()
+    assert new.version[[0, 2, 5]].tolist() == old.version[[0, 2, 5]].tolist()
+    shell.core.check()
+    shell.feed(Unregistered("a"))
+    shell.core.check()
+    assert read(shell, 3, "b", [0, 1, 2, 3, 5]) == [1]
+    shell.core.check()
+
+
+def test_what_is_of_another_version_is_not_taken_over() -> None:
+    shell = CoreShell(1 << 16)
+    old = add(shell, "a", np.array([100, 101, 102]))
+    read(shell, 1, "a", [0, 1, 2])
+    shell.feed(SessionClosed(1))
+    new = add(shell, "b", np.array([100, 101, 102, 103]), "a")
+    new.version[1], new.seen[1] = old.version[1] + 1, 5
+    new.version[2], new.seen[2] = old.version[2], 5
+    shell.feed(DatasetGrew("b", "a"))
+    shell.core.check()
+    assert (shell.offset["b"] != NOWHERE).tolist() == [True, False, True, False]
+    assert new.seen.tolist() == [old.seen[0], 5, 5, 0]
+
+
+def test_datasets_in_other_pieces_keep_what_they_have() -> None:
+    shell = CoreShell(1 << 16)
+    add(shell, "a", np.full(4, 10))
+    read(shell, 1, "a", [0, 1])
+    shell.feed(SessionClosed(1))
+    add(shell, "b", np.array([10, 10, 10, 10, 11]), "a")
+    shell.feed(DatasetGrew("b", "a"))
+    shell.core.check()
+    assert np.flatnonzero(shell.offset["a"] != NOWHERE).tolist() == [0, 1]
+
+
+def test_a_dataset_with_readers_is_not_taken_over() -> None:
+    shell = CoreShell(1 << 16)
+    add(shell, "a", np.full(4, 10))
+    add(shell, "b", np.full(5, 10), "a")
+    shell.open(1, "a")
+    with pytest.raises(IllegalEventError, match="in use"):
+        shell.core.handle(DatasetGrew("b", "a"), 0.0)
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_a_pool_takes_over_all_rooms_of_another(seed: int) -> None:
+    """Rooms of both pools are freed afterwards in any order, and all of the space is free again."""
+    rng = np.random.default_rng(seed)
+    space = Allocator(int(rng.integers(20_000, 200_000)))
+    fixed = bool(rng.integers(2))
+    of = Lengths.of(np.array([300 if fixed else 200, 300]), np.array([10, 10]))
+    pools = [space.pool(of), space.pool(of)]
+    held: list[tuple[int, int]] = []
+    for _ in range(6):
+        for pool in pools:
+            sizes = np.full(9, 300) if fixed else rng.integers(1, 9000, 9)
+            places = pool.alloc(sizes)
+            got = places != NOWHERE
+            some = got & (rng.random(9) < 0.6)
+            pool.free(places[got & ~some], sizes[got & ~some])
+            held += zip(places[some].tolist(), sizes[some].tolist(), strict=True)
+    pools[0].take_over(pools[1])
+    space.check()
+    assert pools[1].used == 0
+    space.discard(pools[1])
+    rng.shuffle(held)
+    for place, nbytes in held:
+        pools[0].free(np.array([place]), np.array([nbytes]))
+    space.check()
+    assert space.free_bytes == space.nbytes
+
+
+def test_a_manifest_begins_with_another_one_of_the_same_rows_and_rights() -> None:
+    a = Manifest.of_files(["1", "2"], root="/a")
+    b = Manifest.of_files(["1", "2"], root="/b")
+    c = Manifest.of_files(["1"], root="/a", lengths=[7])
+    ab, aab = Manifest.concat([a, b]), Manifest.concat([ab_ := Manifest.concat([a, b]), a])
+    assert ab.begins_with(a)
+    assert aab.begins_with(ab_)
+    assert aab.begins_with(a)
+    assert not ab.begins_with(b)
+    assert not a.begins_with(ab)
+    assert not ab.begins_with(ab)
+    assert not ab.begins_with(Manifest.of_files([]))
+    assert not ab.begins_with(c)
+
+
+def test_addresses_that_are_reached_otherwise_are_others() -> None:
+    def bucket(name: str, identity: str) -> Manifest:
+        table = Manifest.of_files(["x", "y"], root=f"s3://{name}")
+        return Manifest(table.table, table.root, access=((0, Access(identity)),))
+
+    both = Manifest.concat([bucket("a", "me"), bucket("b", "you")])
+    assert both.begins_with(bucket("a", "me"))
+    assert not both.begins_with(bucket("a", "you"))
