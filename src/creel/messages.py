@@ -27,7 +27,7 @@ from creel.errors import MalformedError
 #: Increased whenever an old client could misread a new daemon, or vice versa. From the first
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
-PROTOCOL = 11
+PROTOCOL = 12
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -206,13 +206,17 @@ class WithdrawJournal(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to `Hello`, with the arena's descriptor (read-only)."""
+    """Answer to `Hello`, with the arena's descriptor (read-only).
+
+    `returns`: whether a service manager starts the daemon again after its end.
+    """
 
     protocol: int
     token: str
     request_address: str
     arena_nbytes: int
     pid: int
+    returns: bool
 
 
 class Registered(Message, frozen=True):
@@ -404,7 +408,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=11, role='cli', token='')
+    Hello(protocol=12, role='cli', token='')
     """
     return _encoder.encode(message)
 
