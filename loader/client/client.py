@@ -67,6 +67,7 @@ class Client:
     ) -> None:
         self.token = welcome.token
         self.daemon_pid = welcome.pid
+        self.returns = welcome.returns
         self.arena = arena
         self.request_address = welcome.request_address
         self._control_socket = control_socket

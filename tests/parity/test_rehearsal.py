@@ -580,5 +580,10 @@ def test_a_memory_keeps_the_examples_network_from_forgetting() -> None:
     path = Path(__file__).parent.parent.parent / "examples/continual.py"
     found = runpy.run_path(str(path))
     ways, final = found["WAYS"], found["final"]
-    assert final(ways["incremental"], 0) <= 25
-    assert final(ways["rehearsal, 20 %"], 0) >= 80
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more make each other wait on busy cores
+    try:
+        assert final(ways["incremental"], 0) <= 25
+        assert final(ways["rehearsal, 20 %"], 0) >= 80
+    finally:
+        torch.set_num_threads(threads)

@@ -74,6 +74,7 @@ def test_it_has_what_a_person_looks_for_and_nothing_of_ours(wheel: Path) -> None
     assert set(texts) >= {
         "creel/py.typed",
         "creel/deploy/creeld.service",
+        "creel/deploy/creeld@.service",
         *(f"creel/deploy/slurm/{n}.sh" for n in ("prolog", "task-prolog", "epilog", "job")),
         *(f"creel/examples/{n}.py" for n in EXAMPLES),
     }
@@ -117,6 +118,12 @@ def test_what_comes_with_it_is_written_out(installed: Path, tmp_path: Path) -> N
     )
     unit = _output(creel, "service", "show", cwd=tmp_path)
     assert f"\nExecStart={installed / 'creeld'}\n" in unit
+    template = _output(creel, "service", "show", "--system", cwd=tmp_path)
+    assert f"\nExecStart={installed / 'creeld'}\n" in template
+    own = {line for line in unit.splitlines() if "=" in line and line[0] != "#"}
+    more = {line for line in template.splitlines() if "=" in line and line[0] != "#"} - own
+    names = ("User", "CapabilityBoundingSet", "Description", "After", "Wants", "WantedBy")
+    assert {line.partition("=")[0] for line in more} == set(names), "else both units are the same"
     for name in ("prolog", "task-prolog", "epilog", "job"):
         script = _output(creel, "slurm", "show", name, cwd=tmp_path)
         assert f"\nbin={installed}\n" in script
