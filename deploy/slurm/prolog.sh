@@ -16,7 +16,7 @@
 bin=/usr/bin
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 name=slurm-$SLURM_JOB_ID
-tries=20  # half a second each
+tries=20  # a fifth of a second between them, and what a try takes
 
 as_user="setpriv --reuid $SLURM_JOB_UID --regid $SLURM_JOB_GID --init-groups --reset-env"
 

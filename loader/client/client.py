@@ -383,8 +383,8 @@ class Client:
 
     def notify(self, request: messages.Close | messages.WithdrawJournal) -> None:
         """Send a request that has no reply."""
-        with self._control_lock:
-            if self.alive:
+        if self.alive:  # in a forked child another thread may have held the lock
+            with self._control_lock:
                 try:
                     self._control_socket.send(messages.encode(request))
                 except OSError:

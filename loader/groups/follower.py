@@ -25,6 +25,7 @@ from creel.system.forks import forget_in_child
 if TYPE_CHECKING:
     from creel.loader.plan.publish import Claim
     from creel.loader.workers.pool import Slots, WorkerProcess
+    from creel.loader.workers.seeding import BatchSeeds
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
 _TURN_S = 0.1
@@ -160,10 +161,18 @@ class ReplicaPool(BatchPool):
         """Do nothing: this rank reads nothing."""
 
     def task(
-        self, worker: int, tag: int, batch: int, index: object, claim: Claim, *, many: bool
+        self,
+        worker: int,
+        tag: int,
+        batch: int,
+        index: object,
+        claim: Claim,
+        *,
+        many: bool,
+        seeds: BatchSeeds | None = None,
     ) -> None:
         """Note the samples expected in a batch, and return slots to the leader."""
-        del worker, tag, claim, many
+        del worker, tag, claim, many, seeds
         self._ours[batch] = checksum(index)
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
         taken, self._taken = self._taken, 0

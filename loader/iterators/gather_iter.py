@@ -261,6 +261,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         run.done(self._taken)
         self._request()
         if isinstance(data, ExceptionWrapper):
+            run.lost(self._taken - 1)
             raise_failure(data)
         run.deliver(self._taken, times, worker)
         return data

@@ -78,7 +78,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         start = time.monotonic_ns()
         self._pool = self._new_pool(loader)
         self._tag = self._pool.tag
-        run.made_by(len(self._pool.members), self._pool.new_counts)
+        run.made_by(len(self._pool.members), self._pool.new_counts, self._pool.readers())
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
         if pinning is not None:
@@ -113,6 +113,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             plain=collates_plainly(loader),
             wait_s=options.wait_s,
             slots=options.slots,
+            seeded=loader.seeding is not None,
         )
 
     @property
@@ -236,7 +237,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         if self._run.ticket is not self._ticket:
             self._join()  # another session, after a daemon was lost
         many = self._run.slices and isinstance(index, np.ndarray)
-        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many)
+        seeds = self._run.seeds(self._send_idx)
+        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many, seeds=seeds)
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1
@@ -259,12 +261,14 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         try:
             self._request()
         except BaseException:  # raised by the sampler: as in torch, this batch is lost
+            self._run.lost(event.index)
             self._pool.discard(event)
             raise
         data = self._pool.open(event)
         if self._pool.bad:
             self._note_bad(self._pool.take_bad())
         if isinstance(data, ExceptionWrapper):
+            self._run.lost(event.index)
             raise_failure(data)
         self._run.deliver(self._rcvd_idx, event.times, worker, batch=event.index)
         return data

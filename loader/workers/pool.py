@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -28,7 +29,9 @@ from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
-from creel.loader.workers.stages import NO_TIMES, STAGE_NAMES, STARTING, BatchTimes
+from creel.loader.workers.own_files import Reader, process
+from creel.loader.workers.seeding import BatchSeeds
+from creel.loader.workers.stages import NO_TIMES, READING, STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import WorkerArgs, worker_main
 from creel.loader.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords
 from creel.system.forks import at_fork
@@ -219,7 +222,15 @@ class WorkerPool(BatchPool):
                 self._post(member, ("join", *ticket))
 
     def task(
-        self, worker: int, tag: int, batch: int, index: object, claim: Claim, *, many: bool
+        self,
+        worker: int,
+        tag: int,
+        batch: int,
+        index: object,
+        claim: Claim,
+        *,
+        many: bool,
+        seeds: BatchSeeds | None = None,
     ) -> None:
         """Send a batch to a worker; `many`: the index is an array to be used as a list of ints.
 
@@ -237,7 +248,7 @@ class WorkerPool(BatchPool):
         if many:
             kind, index = "tasks", np.asarray(index, np.int64).tobytes()
         ids = claim.ids.tobytes()
-        self._post(member, (kind, tag, batch, index, freed, claim.step, ids))
+        self._post(member, (kind, tag, batch, index, freed, claim.step, ids, seeds))
 
     @staticmethod
     def _post(member: WorkerProcess, message: tuple[object, ...]) -> None:
@@ -346,6 +357,10 @@ class WorkerPool(BatchPool):
         row = self._words.rows[worker]
         return row[STAGE], row[BATCH], (time.monotonic_ns() - row[SINCE_NS]) / 1e9
 
+    def readers(self) -> list[Reader]:
+        rows = zip(self.members, self._words.rows, strict=True)
+        return [process(m.process.pid or 0, partial(_reads, row)) for m, row in rows]
+
     def new_counts(self) -> dict[str, int]:
         """Return what all workers together have counted since the last call, by name."""
         before, self._last_counts = self._last_counts, self._words.counts()
@@ -397,6 +412,11 @@ class WorkerPool(BatchPool):
         if not self._forks or not may_keep() or member.process.is_alive():
             return []
         return member.inbox.unused(_SPARE_NBYTES // self._workers)
+
+
+def _reads(row: memoryview) -> bool:
+    """Whether the worker with these shared words reads samples at the moment."""
+    return bool(row[STAGE] == READING)
 
 
 def _process_state(pid: int | None) -> str:

@@ -7,7 +7,8 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "bind", digest             the dataset's objects are known now, and have this `digest`
     T "join", daemon's name, token, session
                                  read through the daemon from now on
-    T "task", tag, index of batch, sampler's index, freed slots, its `Claim`: step, ids as bytes
+    T "task", tag, index of batch, sampler's index, freed slots, its `Claim`: step, ids as bytes,
+              its `BatchSeeds`, or None
     T "tasks"                    the same, with bytes of int64, to be used as a list of ints
     W "batch", tag, index of batch, packed batch, its times, new bad samples [+ fds of new slots]
     T "quit"
@@ -51,6 +52,7 @@ from creel.loader.torch_private import worker as torch_worker
 from creel.loader.transport.batch_message import Collate, Outbox
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel
+from creel.loader.workers.seeding import BatchSeeds, Seeded
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, BatchTimes
 from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, WorkerWords
 
@@ -83,6 +85,7 @@ class WorkerArgs:
     plain: bool  # a batch is default_collate of all its samples
     wait_s: float  # longest wait for the daemon
     slots: int
+    seeded: bool = False  # each sample by its number
     inherited: tuple[mmap.mmap, ...] = ()  # slots of the previous worker; only under fork
 
 
@@ -130,6 +133,7 @@ class _Worker(StepReader):
         self._dataset, self._collate = args.dataset, args.collate_fn
         self._binding = args.binding
         self._tolerance = args.tolerance
+        self._seeded = Seeded(args.dataset) if args.seeded else None
         self._seed(args.base_seed)
         self._new_fetcher()
 
@@ -146,10 +150,14 @@ class _Worker(StepReader):
 
     def _new_fetcher(self) -> None:
         auto_collation, drop_last = self._flags
-        dataset, collate = self._dataset, self._timed(self._outbox.collate(self._collate))
+        dataset, seeded = self._dataset, self._seeded
+        user = self._collate if seeded is None else seeded.collating(self._collate)
+        collate = self._timed(self._outbox.collate(user))
         if self._tolerance.wanted:
-            dataset = Tolerant(dataset, self._tolerance)
+            dataset = Tolerant(dataset, self._tolerance, reads=seeded)
             collate = without_skipped(collate) if auto_collation else collate
+        elif seeded is not None:
+            dataset = seeded
         self._fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
             DatasetKind.Map, dataset, auto_collation, collate, drop_last
         )
@@ -213,8 +221,11 @@ class _Worker(StepReader):
                     list(freed),
                     int(step),
                     bytes(ids),
+                    seeds,
                 ):
                     self._outbox.give_back(freed)
+                    if self._seeded is not None and isinstance(seeds, BatchSeeds):
+                        self._seeded.begin(seeds)
                     if tag >= self._words.void:
                         if kind == "tasks" and isinstance(index, bytes):
                             index = np.frombuffer(index, np.int64).tolist()
@@ -258,6 +269,8 @@ class _Worker(StepReader):
         binding, session = self._binding, self._session
         gather = binding.gather() if binding is not None and self._plain else None
         self._gatherer = None
+        if gather is not None and gather.has_code and self._seeded is not None:
+            return  # samples are seeded one by one
         if gather is not None and session is not None:
             how = self._outbox.memory, self._fetcher.collate_fn
             self._gatherer = Gatherer(gather, session, *how)

@@ -8,7 +8,9 @@ import itertools
 import logging
 import pickle
 import runpy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -121,6 +125,39 @@ def test_over_may_be_given_to_creels_loader_too() -> None:
     assert len(loader.replayed) == 4
     with pytest.raises(ConfigError, match="has rows of a memory already"):
         creel.DataLoader(over, batch_sampler=batches, rehearsal=rows)
+
+
+class Epochs(BatchSampler):
+    """A person's batch sampler around one of torch's, which is told the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_set_epoch_reaches_a_persons_batch_sampler_below_over() -> None:
+    inner: DistributedSampler[Any] = DistributedSampler(Noisy(NEW), 1, 0)
+    own = Epochs(inner, 8, False)
+    over, batches = memory().over(Noisy(NEW), own, None)
+    loader = creel.DataLoader(over, batch_sampler=batches, creel=False)
+    loader.set_epoch(3)
+    assert own.epoch == inner.epoch == 3
+
+
+class Grouped(Sampler[list[int]]):
+    """A batch sampler that names no size, as some do."""
+
+    batch_size = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3, 4])
+
+
+def test_batches_of_no_one_size_have_rows_too() -> None:
+    over, batches = memory().over(Noisy(NEW), Grouped(), None)
+    loader: Any = creel.DataLoader(over, batch_sampler=batches, creel=False)
+    assert [len(batch[0]) for batch in loader] == [6, 7]
 
 
 def test_the_memory_is_taken_as_it_is_when_the_loader_is_made() -> None:
@@ -255,6 +292,31 @@ def test_indices_fit_batches_that_come_as_they_are_ready(
         assert [old[k][0] for k in loader.replayed.tolist()] == batch[0][-2:].tolist()
 
 
+class Meeting(BatchSampler):
+    """Its iterators are begun by three threads at the same time."""
+
+    barrier = threading.Barrier(3)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.barrier.wait(30)
+        return super().__iter__()
+
+
+def test_a_loader_that_is_switched_off_counts_and_serves_threads_as_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = switched_off(monkeypatch, "disabled")
+    batches = Meeting(SequentialSampler(range(NEW)), 4, False)
+    loader: Any = creel.DataLoader(Noisy(NEW), batch_sampler=batches, **options)
+    with ThreadPoolExecutor(3) as pool:
+        iterators = [found.result(30) for found in [pool.submit(iter, loader) for _ in range(3)]]
+    assert [len(it) for it in iterators] == [len(loader)] * 3
+    for it in iterators:
+        assert [loader.indices.tolist() for batch in it] == [
+            list(range(first, min(first + 4, NEW))) for first in range(0, NEW, 4)
+        ]
+
+
 class Keyed(Dataset[Any]):
     def __getitem__(self, key: str) -> str:
         if key == "b":
@@ -330,6 +392,8 @@ def test_a_memory_that_grows_replays_what_was_just_read() -> None:
     data = Noisy(40, 500)
     loader: Any = creel.DataLoader(data, 5, True, rehearsal=rows, creel=False)
     assert loader.dataset is data
+    next(iter(loader))
+    loader.set_epoch(1)
     read: list[int] = []
     for step, batch in enumerate(loader):
         assert loader.indices.tolist() == [x - 500 for x in batch[0].tolist()]

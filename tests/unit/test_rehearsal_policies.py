@@ -11,7 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Ints
-from creel.policies.rehearsal.content import Offered, ascending, kept, merged, mixed
+from creel.policies.rehearsal.content import (
+    UNLABELLED,
+    Offered,
+    ascending,
+    kept,
+    merged,
+    mixed,
+)
+from creel.policies.rehearsal.growth import Growth
 from creel.policies.rehearsal.passes import Passes
 from kit import seeds
 
@@ -72,6 +80,27 @@ def test_a_sample_that_has_left_never_comes_back(case: int) -> None:
         assert not now & gone
         gone |= before - now
         before = now
+
+
+@pytest.mark.parametrize("case", seeds(60))
+def test_a_memory_that_grew_piece_by_piece_keeps_what_it_keeps_of_all(case: int) -> None:
+    """Also where samples are offered again, as by a sampler with replacement."""
+    rng = random.Random(case)
+    old, n, budget = any_classes(rng), rng.randrange(1, 200), rng.choice([None, 1, 20, 300])
+    before = chosen(offered(old), budget, SEED + 1)
+    growth = Growth(1, before, len(old), budget, SEED)
+    held, seen = before, set[int]()
+    for _ in range(rng.randrange(1, 9)):
+        items = np.array([rng.randrange(n) for _ in range(rng.randrange(60))], np.int32)
+        held = growth.grown(held, items)
+        seen |= set(items.tolist())
+        new = offered(np.full(n, UNLABELLED), len(old)).take(np.array(sorted(seen), np.intp))
+        wanted = chosen(merged(before, new), budget, SEED + 1)
+        for ours, theirs in zip(held, wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+        rows = {uid: n + row for row, uid in enumerate(before.uids.tolist())}
+        numbers = [rows.get(uid, uid - len(old)) for uid in held.uids.tolist()]
+        assert growth.numbers(held, n).tolist() == numbers
 
 
 def test_each_sample_of_a_class_is_kept_as_often_as_the_others() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,14 @@ from order_rig import (
     same,
     states,
 )
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 import creel
 from creel.errors import ConfigError
 from creel.loader.order.epoch_plan import same_batch
+from creel.loader.order.rehearsing import EpochStart, Replays
 from creel.policies.rehearsal.content import mixed
+from creel.policies.rehearsal.passes import Passes
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)
@@ -185,6 +188,61 @@ def test_a_growing_memory_has_what_was_kept_of_all_earlier_blocks(case: int) -> 
     assert all(old or len(batch) <= size for batches in later for batch in batches)
 
 
+def test_a_growing_memory_asks_for_each_new_sample_once() -> None:
+    """So an epoch takes time in proportion to its steps; an earlier block begins anew."""
+    every, blocks = 3, 200
+    asked = []
+
+    def new_items(start: int, stop: int) -> Any:
+        asked.append((start, stop))
+        return np.arange(2 * start, 2 * stop)
+
+    growth = creel.Rehearsal(2, budget=10, every=every).content().growth
+    replays = Replays(Passes(0, 2, 1, 0), 0, EpochStart(0, grows=True), 10_000, growth)
+    replays.new_items = new_items
+    rows = [replays.rows(np.array([step]))[0].tolist() for step in range(every, every * blocks)]
+    assert asked == [(every * k, every * (k + 1)) for k in range(blocks - 1)]
+    asked.clear()
+    assert replays.rows(np.arange(every, every * blocks)).tolist() == rows
+    assert len(asked) == blocks - 1
+
+
+class Fives(Sampler[list[int]]):
+    """A person's batch sampler without a length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(first, first + 5)) for first in range(0, 25, 5))
+
+
+class CountedFives(Fives):
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize(
+    "batches, last",
+    [(BatchSampler(range(25), 5, False), 5), (CountedFives(), 5), (Fives(), 6)],
+    ids=["torch's", "counted", "not counted"],
+)
+def test_a_memory_grows_until_an_epoch_was_read_whole(batches: Any, last: int) -> None:
+    """Whatever was looked at before, and also where a loop takes the last batch and no more."""
+    data: Loader = DataLoader(Echo(25), batch_sampler=batches, collate_fn=same)
+    memory = creel.Rehearsal(2, every=2)
+    ours, theirs, order = rehearsed(data, memory), rehearsed(data, memory), None
+    for taken, grows in [(1, True), (4, True), (last, True), (last, False)]:
+        order = observe(ours, previous=order)
+        now, known = order.predict(0), order.known
+        assert (now is None) is not known
+        found = [plain(batch) for batch in itertools.islice(order, taken)]
+        assert found == list(itertools.islice(theirs, taken))
+        assert [len(batch) for batch in found] == [5, 5, *[7 if grows else 5] * 3][:taken]
+        assert order.state()["rehearsal"]["grows"] is grows
+        if now is not None:
+            assert np.array_equal(now.cut(0, taken)[0], np.concatenate(found))
+        ours.batch_sampler.set_epoch(7)  # type: ignore[union-attr]  # a RehearsedBatches
+        theirs.batch_sampler.set_epoch(7)  # type: ignore[union-attr]  # a RehearsedBatches
+
+
 def test_a_memory_cannot_grow_by_what_other_ranks_read_unknown_to_it() -> None:
     memory = creel.Rehearsal(2, every=3)
     batches = memory.over(Echo(9), RandomSampler(Echo(9)), 3)[1]
@@ -274,6 +332,17 @@ def test_a_batch_that_is_left_out_leaves_out_its_rows_too() -> None:
     second = ranks(1, 16, 8)
     second[0].load_state_dict(first[0].state_dict(), leave_out=[5, 6, 9])
     assert global_batches(second, 0) == [whole[k] for k in (3, 4, 7, 8, 10, 11, 12)]
+
+
+def test_a_sampler_beyond_the_data_is_said_and_reads_no_row_of_the_memory() -> None:
+    memory = creel.Rehearsal(2)
+    memory.add(Echo(9))
+    for sampler in ([0, 1, 2, 5], iter([0, 1, 2, 5])):
+        loader = rehearsed(DataLoader(Echo(5), 2, sampler=sampler), memory)
+        order = observe(loader)
+        assert len(plain(next(order))) == 4
+        with pytest.raises(IndexError, match="sample 5: the dataset has 5"):
+            next(order)
 
 
 def test_another_memory_is_refused() -> None:

@@ -11,11 +11,13 @@ from creel.cache.storage.stores.retry import public
 from creel.daemon.core.events import Dropped, Warm
 from creel.daemon.reporting import stats
 from creel.daemon.service.node import Node
-from creel.daemon.service.registry import DatasetRecord
+from creel.daemon.service.registry import DatasetRecord, SessionRecord
 from creel.errors import ConfigError
 from creel.messages import Command
 
 Args = dict[str, Any]
+
+_MAX_PATH = 4096
 
 
 def answer(node: Node, ask: Command) -> dict[str, Any]:
@@ -74,6 +76,32 @@ def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
     return {"bad": node.bad_samples.rows()}
 
 
+def _session_of(node: Node, args: Args) -> SessionRecord:
+    """Return the open session that `args` name."""
+    number = args.get("session")
+    found = node.registry.sessions.get(number) if isinstance(number, int) else None
+    if found is None:
+        raise ConfigError("no such open session")
+    return found
+
+
+def _batches(node: Node, args: Args) -> dict[str, Any]:
+    """Return the last batches of one session, see `stats.batches`."""
+    since_ns = args.get("since_ns", 0)
+    if not isinstance(since_ns, int) or not 0 <= since_ns < 1 << 63:
+        raise ConfigError("batches since which moment, in ns?")
+    return stats.batches(_session_of(node, args), since_ns)
+
+
+def _own_file(node: Node, args: Args) -> dict[str, Any]:
+    """Note a file that a session's dataset opens itself, while its training waits for it."""
+    path = args.get("path")
+    if not isinstance(path, str):
+        raise ConfigError("a file needs a path")
+    _session_of(node, args).own_file = path[:_MAX_PATH]
+    return {}
+
+
 def _named(node: Node, args: Args) -> DatasetRecord:
     """Return the one dataset that lies at `args["dataset"]`, or whose key begins with it."""
     name = args.get("dataset")
@@ -99,5 +127,8 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "warm": lambda node, args: _submit(node, Warm, args),
     "drop": lambda node, args: _submit(node, Dropped, args),
     "bad_samples": _bad_samples,
+    "batches": _batches,
+    "fetches": lambda node, _: {"parts": [*map(list, node.fetcher.recent.copy())]},
+    "own_file": _own_file,
     "stop": _stop,
 }

@@ -237,6 +237,27 @@ def top(context: click.Context, interval: float) -> None:
         top.show(lambda: client.ask("stats"), lambda: client.ask("status"), interval)
 
 
+@creel.command()
+@click.argument("out", type=click.Path(dir_okay=False))
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.001, 86_400),
+    callback=_refuse_nan,
+    default=10.0,
+    show_default=True,
+    help="How far back it goes.",
+)
+@_as_json
+@click.pass_context
+def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) -> None:
+    """Write the last batches of all ranks to OUT, as a timeline for Perfetto or Chrome."""
+    from creel.cli.watching import trace
+
+    with _client(context) as client:
+        told = trace.trace(client, out, seconds)
+    _print(told, as_json, lambda values: click.echo(trace.sentence(values)))
+
+
 # --- warm, simulate, verify -------------------------------------------------------------------
 
 
@@ -406,17 +427,24 @@ def stream(
 
 
 @creel.command()
+@click.argument("path", default="")
+@click.option("--nodes", default="", metavar="HOSTS", help="Other nodes of the job, or auto.")
+@click.option("--port", default=29610, show_default=True, help="Where nodes meet for --nodes.")
 @_as_json
 @click.pass_context
-def doctor(context: click.Context, *, as_json: bool) -> int:
-    """Check this machine for what would slow creel down."""
+def doctor(context: click.Context, path: str, nodes: str, port: int, *, as_json: bool) -> int:
+    """Check this machine for what would slow creel down.
+
+    With PATH also the storage of the dataset there; with --nodes, run by srun on all nodes of a
+    job, the network between them.
+    """
     from creel.cli import doctor
 
-    def ask(what: str) -> dict[str, object]:
+    def ask(what: str) -> dict[str, Any]:
         with _client(context) as client:
             return dict(client.ask(what))
 
-    found = list(doctor.checks(_config(context), ask))
+    found = list(doctor.checks(_config(context), ask, path=path, hosts=nodes, port=port))
     ok = all(check.level != "bad" for check in found)
     answer = {"ok": ok, "checks": [check._asdict() for check in found]}
     _print(answer, as_json, lambda _: doctor.show(found))

@@ -20,7 +20,7 @@ _UNIT = "creeld.service"
 _BIN = "/usr/bin/env "
 _SHELL_BIN = "bin=/usr/bin"
 SLURM = ("prolog", "task-prolog", "epilog", "job")
-EXAMPLES = ("train", "train_ddp")
+EXAMPLES = ("train", "train_ddp", "continual", "gray_scott")
 
 
 def read(name: str) -> str:
@@ -48,9 +48,12 @@ def _programs() -> Path:
         ConfigError: they are nowhere: a checkout on PYTHONPATH has no programs.
     """
     scripts = (sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user"))
-    for folder in (Path(sys.argv[0]).parent, *map(Path, scripts)):
+    # A program that the shell found by PATH has a whole path here; "creel" alone, given by another
+    # program, says nothing of a folder.
+    ran = [Path(sys.argv[0]).parent.absolute()] if "/" in sys.argv[0] else []
+    for folder in (*ran, *map(Path, scripts)):
         if (folder / "creeld").is_file():
-            return folder.absolute()
+            return folder
     raise ConfigError("this environment has no creeld: pip install creel-data")
 
 
@@ -105,5 +108,9 @@ def show_slurm(name: str) -> None:
 @click.command()
 @click.argument("name", type=click.Choice(EXAMPLES))
 def example(name: str) -> None:
-    """Print a training program to begin with: train, or train_ddp for several processes."""
+    """Print a program to begin with.
+
+    train; train_ddp, for several processes; continual, with a memory of earlier tasks; gray_scott,
+    a simulation that streams to two models.
+    """
     click.echo(read(f"examples/{name}.py"), nl=False)

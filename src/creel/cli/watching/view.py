@@ -222,7 +222,7 @@ _COLUMNS = tuple(c for c in OF_RANKS if c.column)
 _RATES = tuple(
     c for c in _COLUMNS if c.writer == "delivery" and c.unit != "s" and c.kind == "counter"
 )
-_STREAM = ("job", "rank", "step", "ahead", "lead")
+_STREAM = ("job", "rank", "step", "ahead", "lead", "fed")
 SESSION_HEADER = (*_STREAM, *(c.column for c in _COLUMNS))
 RANK_HEADER = ("job", "rank", *SESSION_HEADER[len(_STREAM) :])
 TOP_HEADER = (*_STREAM, *(c.column + "/s" * (c in _RATES) for c in _COLUMNS), "mostly", *CAUSES)
@@ -237,6 +237,7 @@ _DROP = (
     "failed",
     "bytes",
     "ahead",
+    "fed",
 )
 DROP = (CAUSES, *((name, f"{name}/s") for name in (*_DROP, "direct", "step")))
 
@@ -262,6 +263,7 @@ _FORMAT: dict[str, Callable[[float], str]] = {
     "": format_count,
     "bytes": lambda n: format_size(int(n)),
     "s": short_seconds,
+    "share": lambda share: f"{100 * share:.0f} %",
 }
 
 
@@ -327,6 +329,7 @@ def _whose(session: Values) -> tuple[str, ...]:
         format_count(session["done"]),
         str(session["ahead"]),
         short_seconds(session["lead_now_s"]),
+        _FORMAT["share"](session["utilisation"]) if "utilisation" in session else "-",
     )
 
 
