@@ -406,7 +406,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
 def stream(
     path: str, *, watch: bool, end: bool, forget: str | None, interval: float, as_json: bool
 ) -> None:
-    """Show the stream in the folder PATH: its chunks, its rate, and how far its readers are."""
+    """Show the stream at PATH: its chunks, its rate, and how far its readers are."""
     import time
 
     from creel.cli.watching import stream as show
