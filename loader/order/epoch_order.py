@@ -115,8 +115,8 @@ class EpochOrder:
         rehearses: whether the loader has a memory, which may be empty as yet.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the
             same samples (law L1). With replacement or a rehearsal, the next epoch may lack a
-            sample that the one after it reads. Knowing two epochs then gives 24 % fewer misses,
-            with memory for 3/4 of the samples (law L4).
+            sample that the one after it reads. With replacement, knowing two gives 24 % fewer
+            misses, with memory for 3/4 of the samples (law L4).
     """
 
     known: bool

@@ -8,6 +8,7 @@ import itertools
 import logging
 import pickle
 import runpy
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -574,16 +575,32 @@ def test_ranks_of_a_group_replay_alike_and_other_groups_other_rows(
 # --- the example --------------------------------------------------------------------------------
 
 
+EXAMPLE = Path(__file__).parent.parent.parent / "examples/continual.py"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the example: for so small a network, more threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_memory_keeps_the_examples_network_from_forgetting() -> None:
     """One seed; `examples/continual.py --check` has ten, and more ways."""
     pytest.importorskip("sklearn")
-    path = Path(__file__).parent.parent.parent / "examples/continual.py"
-    found = runpy.run_path(str(path))
+    found = runpy.run_path(str(EXAMPLE))
     ways, final = found["WAYS"], found["final"]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more make each other wait on busy cores
-    try:
-        assert final(ways["incremental"], 0) <= 25
-        assert final(ways["rehearsal, 20 %"], 0) >= 80
-    finally:
-        torch.set_num_threads(threads)
+    assert final(ways["incremental"], 0) <= 25
+    assert final(ways["rehearsal, 20 %"], 0) >= 80
+
+
+def test_the_examples_check_fails_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # cannot be imported
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    monkeypatch.setattr(sys, "argv", ["continual.py"])
+    assert main() == 0
+    monkeypatch.setattr(sys, "argv", ["continual.py", "--check"])
+    assert main() == 1

@@ -338,6 +338,21 @@ def test_a_batch_that_is_left_out_leaves_out_its_rows_too() -> None:
     assert global_batches(second, 0) == [whole[k] for k in (3, 4, 7, 8, 10, 11, 12)]
 
 
+def test_a_memory_grows_by_batches_that_are_left_out_too() -> None:
+    """They were read before, or else what follows would not be what it is without a resume."""
+
+    def loader() -> Any:
+        memory = creel.Rehearsal(4, budget=12, every=2)
+        options: dict[str, Any] = {"generator": torch.Generator().manual_seed(4), "creel": False}
+        return creel.DataLoader(torch.arange(60), 5, True, rehearsal=memory, **options)  # type: ignore[arg-type]  # map-style
+
+    whole = [batch.tolist() for batch in loader()]
+    first, second = loader(), loader()
+    list(itertools.islice(first, 3))
+    second.load_state_dict(first.state_dict(), leave_out=[4, 7])
+    assert [batch.tolist() for batch in second] == [whole[k] for k in (3, 5, 6, 8, 9, 10, 11)]
+
+
 def test_a_sampler_beyond_the_data_is_said_and_reads_no_row_of_the_memory() -> None:
     memory = creel.Rehearsal(2)
     memory.add(Echo(9))
