@@ -30,6 +30,7 @@ from creel.loader.binding.wrapped import AS_IT_IS
 from creel.loader.client.client import Client
 from creel.loader.tracing import recording, wrapped_reads
 from creel.loader.tracing.journal import new_journal
+from creel.loader.tracing.recorder import AccessRecorder
 from creel.loader.tracing.recording import RanksJournal
 from creel.messages import WithdrawJournal
 from creel.system.unix_peers import listener_at
@@ -269,6 +270,23 @@ def test_a_rank_asks_seldom_whether_a_daemon_answers(
     for _ in range(100):
         _ = dataset[0]
     assert 1 <= asked.call_count <= 1 + (time.monotonic() - began) / 0.1
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_rank_that_cannot_meet_the_others_records_no_longer(
+    slow: SlowFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its journal would grow as long as it trains."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    files = OpaqueFiles(slow.folder, "npy")
+    recorder = AccessRecorder(files, seals=False)
+    monkeypatch.setattr(wrapped_reads, "recorder_on", mock.Mock(side_effect=[recorder, None]))
+    dataset: Any = creel.wrap(files)
+    with mock.patch.object(wrapped_reads, "_none_answers", return_value=True):
+        _ = dataset[0]
+    assert not recorder.place.empty
+    until(lambda: dataset[1] is not None and recorder.over)
 
 
 @pytest.mark.usefixtures("daemon")
