@@ -33,7 +33,7 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.reading.observer import passes_on
 from creel.loader.reading.this_thread import this_thread, thread_use
 from creel.loader.tracing.intercept import Intercepted
-from creel.loader.tracing.journal import JournalPlace, TraceJournal
+from creel.loader.tracing.journal import EndOfTrace, JournalPlace, TraceJournal
 from creel.loader.tracing.recorder import AccessRecorder, recordable
 from creel.loader.tracing.recording import (
     KeptTrace,
@@ -238,7 +238,8 @@ class WrappedReads:
         self._ranks = journal_of_ranks(self.dataset, config, self.wrapping)
         place = None if self._ranks is None else self._ranks.place
         joint = recorder_on(place, self.dataset, self.wrapping)
-        if joint is None:
+        if joint is None:  # nobody else would end the recording
+            TraceJournal(recorder.place).append(EndOfTrace())
             return recorder
         self._workers_journal = TraceJournal(recorder.place)
         self._meet_by = time.monotonic() + _MEET_S
