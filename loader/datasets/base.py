@@ -221,7 +221,11 @@ class CreelDataset(Dataset[Sample]):
         """`decode` an object's bytes, or return a copy of what was kept of that."""
         if self._keeping is None:
             lease = this_thread.lease
-            return self._decoded(object_id, decode if lease is None else looked_at(lease, decode))
+            if lease is not None:
+                lease.decodes += 1
+                if lease.decodes == 1:
+                    decode = looked_at(lease, decode)
+            return self._decoded(object_id, decode)
         return self._keeping.sample(
             *(self, object_id, decode), lambda decode: self._decoded(object_id, decode)
         )

@@ -139,9 +139,16 @@ def test_rates_are_differences_over_time() -> None:
         "busy_s": SESSION["busy_s"] | {"decode": 33.0},
         "cpu_s": SESSION["cpu_s"] + 2.4,
     }
-    row = view.top_row(later, SESSION, 2.0)
+    row = view.top_row(later, SESSION, 2.0, 0.012)
     rates = ("25", "2,500", "25.0 MiB", "2", "293 KiB", "1", "2.0 s", "150 %", "120 %", "4", "25 %")
-    assert row[6:] == (*rates, "source", "25 %", *["0 %"] * 4)  # workers are no rate
+    assert row[5:] == (
+        "87 %",
+        "12 ms",
+        *rates,
+        "source",
+        "25 %",
+        *["0 %"] * 4,
+    )  # workers are no rate
 
 
 def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,15 +212,22 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
     told = STATS | {"sessions": [wide, SESSION]}
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    taken = [("daemon", "1: 3 % of a core, 28.0 MiB not shared")]
-    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width, taken))
+    late = (
+        "200 ms a step, 100 ms of it for data in 40 steps; rank 12 is late: it waits inside"
+        " dataset[i] for something that creel does not see; num_workers=4: 0 ms (last forecast:"
+        " 3 % off)"
+    )
+    taken = [("daemon", "1: 3 % of a core, 28.0 MiB not shared"), ("job a", late)]
+    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width, taken, {1: 0.1}))
     assert "28.0 MiB not shared" in out.getvalue()
+    assert late in " ".join(out.getvalue().split())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
     header, row = (next(i for i in lines if w in i) for w in ("samples/s", "a-rather-lon"))
     assert header.split()[-1] == last
-    assert {"job", "rank", "stall"} <= set(header.split())
+    assert {"job", "rank", "stall", "wait"} <= set(header.split())
+    assert "100 ms" in row
     assert ("4.20 M" in row) == ("step" in header)
 
 

@@ -96,7 +96,7 @@ def test_what_fits_counts_for_its_part(available: int) -> None:
     found = one(machine)
     (decoded,) = (c for c in found.changes if c.values["what"] == "keep_decoded")
     fits = min((available - 2 * 4) * GIB / (MEAN * FILES), 1.0)  # 4 GiB stay free, twice
-    copies = 6400 * (9e-6 + MEAN / 28e9) / 200  # of the time in "decode"
+    copies = 6400 * (40e-6 + MEAN / 2.4e9) / 200  # of the time in "decode"
     left_s = 0.1 * (1 - fits) + 0.3 - fits * (0.8 - copies) * 0.3
     assert decoded.values["fits"] == pytest.approx(fits)
     assert decoded.step_s == pytest.approx(max(left_s / 2, 0.1), rel=1e-3)

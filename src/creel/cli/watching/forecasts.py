@@ -51,6 +51,8 @@ class Forecasts:
         self._cores = cores
         self._foretold: dict[str, Foretold] = {}
         self._errors: dict[str, float] = {}
+        #: What each stream of batches will wait for in a step, since the last call of `rows`.
+        self.waits_s: dict[int, float] = {}
 
     def rows(
         self, answer: Values, before: Mapping[int, tuple[Values, float]], now: float
@@ -63,11 +65,15 @@ class Forecasts:
         """
         sessions = sorted(answer["sessions"], key=lambda s: (job_key(s), s["rank"]))
         rows = []
+        self.waits_s = {}
         for job, group in groupby(sessions, key=job_key):
             ranks = [s for s in group if _news(s, before) >= _BATCHES]
             windows = [window(s, *before[s["session"]]) for s in ranks]
             told = forecast(windows, self._cores)
             if told:
+                self.waits_s |= {
+                    s["session"]: one.wait_s for s, one in zip(ranks, told, strict=True)
+                }
                 self._judge(job, windows, told, now)
                 text = sentence([s["rank"] for s in ranks], windows, told, self._cores)
                 error = self._errors.get(job)

@@ -225,7 +225,13 @@ _RATES = tuple(
 _STREAM = ("job", "rank", "step", "ahead", "lead", "fed")
 SESSION_HEADER = (*_STREAM, *(c.column for c in _COLUMNS))
 RANK_HEADER = ("job", "rank", *SESSION_HEADER[len(_STREAM) :])
-TOP_HEADER = (*_STREAM, *(c.column + "/s" * (c in _RATES) for c in _COLUMNS), "mostly", *CAUSES)
+TOP_HEADER = (
+    *_STREAM,
+    "wait",
+    *(c.column + "/s" * (c in _RATES) for c in _COLUMNS),
+    "mostly",
+    *CAUSES,
+)
 _DROP = (
     "direct bytes",
     "mean lead",
@@ -293,10 +299,15 @@ def by_member(
     ]
 
 
-def top_row(session: Values, before: Values | None, seconds: float) -> tuple[str, ...]:
-    """Return the row of one stream of batches over the last `seconds`; durations are shares."""
+def top_row(
+    session: Values, before: Values | None, seconds: float, wait_s: float | None = None
+) -> tuple[str, ...]:
+    """Return the row of one stream of batches over the last `seconds`; durations are shares.
+
+    wait_s: what it will wait for in each of the next steps, if that is known.
+    """
     old = before or {}
-    row = list(_whose(session))
+    row = [*_whose(session), "-" if wait_s is None else format_seconds(wait_s)]
     for one in _COLUMNS:
         news = _total(session, one) - _total(old, one)
         if one.per:

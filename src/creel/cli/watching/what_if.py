@@ -32,9 +32,9 @@ from creel.units import format_size
 _BATCHES = 8
 #: A change that makes steps less than this many times as fast is not named.
 _GAIN = 1.05
-#: Seconds for a copy of a kept sample, and bytes a second beyond: 196 KB take 16 us, 562 KB 29
-#: (reference/balance.md, finding 3).
-_COPY_S, _COPY_BPS = 9e-6, 28e9
+#: Seconds for a copy of a kept sample, and bytes a second beyond: one of 196 KB takes 0.12 ms, of
+#: 562 KB 0.27 (docs/measured.md).
+_COPY_S, _COPY_BPS = 40e-6, 2.4e9
 
 
 class Machine(NamedTuple):
