@@ -281,7 +281,7 @@ class Core:
 
     def _warmed(self, e: events.Warm) -> None:
         if e.dataset in self._residencies:
-            self._residencies[e.dataset].warming = 0
+            self._residencies[e.dataset].warming = -1 if e.stop else 0
 
     def _dropped(self, e: events.Dropped) -> None:
         residency = self._residencies.get(e.dataset)

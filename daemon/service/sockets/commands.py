@@ -52,12 +52,18 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, Any]:
-    """Give the core an event about one dataset; return the dataset's counters."""
+def _warm(node: Node, args: Args) -> dict[str, Any]:
+    """Load a dataset, or with `stop` no more of it; return its counters."""
     dataset = _named(node, args)
-    node.handle_event(event(dataset.key))
-    if event is Dropped:
-        node.disk.forget(dataset.key)
+    node.handle_event(Warm(dataset.key, stop=args.get("stop") is True))
+    return stats.dataset(node.core.snapshot(), dataset)
+
+
+def _drop(node: Node, args: Args) -> dict[str, Any]:
+    """Evict a dataset; return its counters."""
+    dataset = _named(node, args)
+    node.handle_event(Dropped(dataset.key))
+    node.disk.forget(dataset.key)
     return stats.dataset(node.core.snapshot(), dataset)
 
 
@@ -124,8 +130,8 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "stats": lambda node, _: stats.stats(node),
     "datasets": lambda node, _: {"datasets": stats.datasets(node, time.monotonic())},
     "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
-    "warm": lambda node, args: _submit(node, Warm, args),
-    "drop": lambda node, args: _submit(node, Dropped, args),
+    "warm": _warm,
+    "drop": _drop,
     "bad_samples": _bad_samples,
     "batches": _batches,
     "fetches": lambda node, _: {"parts": [*map(list, node.fetcher.recent.copy())]},

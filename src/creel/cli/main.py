@@ -263,15 +263,28 @@ def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) ->
 
 @creel.command()
 @click.argument("target")
+@click.option("--time", "limit", metavar="DURATION", help='Load no more after this: "90s", "10m".')
+@click.option("--background", is_flag=True, help="Return once loading has begun.")
 @_as_json
 @click.pass_context
-def warm(context: click.Context, target: str, *, as_json: bool) -> None:
-    """Load TARGET into memory: a folder, a file, a URL, or MODULE:DATASET of your program."""
-    from creel.cli import warm
+def warm(
+    context: click.Context, target: str, *, limit: str | None, background: bool, as_json: bool
+) -> None:
+    """Load TARGET into memory: a folder, a file, shards, a URL, or MODULE:DATASET of your program.
 
-    with _client(context) as client:
-        name = _config(context).daemon.name
-        result = warm.warm(client, target, name=name, quiet=as_json)
+    A daemon is started if none runs; it ends an hour after its last client.
+    """
+    from creel.cli import warm
+    from creel.units import parse_seconds
+
+    if limit is not None and background:
+        raise click.UsageError("--time waits for the end, --background does not: give one of them")
+    time_s = math.inf if limit is None else parse_seconds(limit)
+    config = _config(context)
+    linger_s = max(config.daemon.linger_s, warm.LINGER_S)
+    with warm.daemon(_config(context, **{"daemon.linger_s": linger_s})) as client:
+        where = client, target, config.daemon.name
+        result = warm.warm(*where, quiet=as_json, time_s=time_s, background=background)
     _print(result, as_json, lambda values: click.echo(warm.sentence(values)))
 
 
