@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
+from creel.loader.cluster.ranks import rank_and_world, ranks_here
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.returned import Returned, recorded, recording_iterator
 from creel.loader.log_lines import with_rank
@@ -31,6 +32,8 @@ from creel.loader.rehearsal.memory import Rehearsal
 from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
 from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
+from creel.policies.concurrency import workers_auto
+from creel.system.limits import cores
 
 if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.groups.exchange import distributed_sampler
@@ -92,6 +95,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             is the same for any `num_workers`, and after a resume (docs/augmentation.md). Before a
             collate_fn of your own, and a dataset's own `__getitems__`, they are seeded by the
             batch's number. None: as in torch, once in each worker. Not for an iterable dataset.
+        workers: "own": batch i goes to worker i mod num_workers, as in torch. "shared": to the
+            worker that is idle first, with `seeding="sample"`, so the batches are the same for any
+            `num_workers`. Other workers make the batches of one that died; the third death at one
+            batch raises torch's RuntimeError. `num_workers="auto"` then is twice this rank's share
+            of the node's cores (docs/augmentation.md).
 
     Raises:
         ConfigError: (a ValueError) a wrong setting, or options that exclude each other.
@@ -107,7 +115,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -127,12 +135,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_bad_samples: int = 100,
         rehearsal: Rehearsal | None = None,
         seeding: Literal["sample"] | None = None,
+        workers: Literal["own", "shared"] = "own",
         **kwargs: Any,
     ) -> None:
         self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
         self.remap, self.replicate = remap, replicate
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
-        self.rehearsal, self.seeding = rehearsal, seeding
+        self.rehearsal, self.seeding, self.workers = rehearsal, seeding, workers
+        num_workers = _check_workers(self, num_workers)
         _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
         if isinstance(dataset, Stream):
             if rehearsal is not None:
@@ -373,6 +383,25 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
         config_of(loader.creel)  # raises for a wrong setting here, not at the first epoch
 
 
+def _check_workers(loader: DataLoader[Any], num_workers: int | Literal["auto"]) -> int:
+    """Return the number of workers, and seed samples one by one if workers share batches.
+
+    Raises:
+        ConfigError: `workers` is wrong, or "auto" would change batches.
+    """
+    if loader.workers not in {"own", "shared"}:
+        raise ConfigError(f'workers={loader.workers!r}: give "own" or "shared"')
+    if loader.workers == "shared":
+        loader.seeding = "sample"
+    if num_workers != "auto":
+        return num_workers
+    if loader.workers == "own":
+        raise ConfigError(
+            'num_workers="auto" needs workers="shared": else batches depend on how many there are'
+        )
+    return workers_auto(cores(), ranks_here(rank_and_world()[1], os.environ))
+
+
 def _check_seeding(loader: DataLoader[Any]) -> None:
     """Raise ConfigError if samples of this loader are to be seeded one by one, but cannot be."""
     if loader.seeding not in {None, "sample"}:
@@ -381,7 +410,8 @@ def _check_seeding(loader: DataLoader[Any]) -> None:
         return
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
         kind = type(loader.dataset).__name__
-        raise ConfigError(f"seeding needs a map-style dataset: samples of {kind} have no numbers")
+        what = 'workers="shared"' if loader.workers == "shared" else "seeding"
+        raise ConfigError(f"{what} needs a map-style dataset: samples of {kind} have no numbers")
     if MISSING is not None:
         raise ConfigError(f"this torch lacks {MISSING}, which seeding needs")
     if loader.num_workers and not _starts_processes(loader.multiprocessing_context):

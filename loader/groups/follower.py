@@ -237,6 +237,14 @@ class ReplicaPool(BatchPool):
         """Return (stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
 
+    def holder(self, worker: int, batch: int) -> int:  # noqa: ARG002  the leader knows
+        """Return `worker`, to which the leader may have sent the batch."""
+        return worker
+
+    def lost(self) -> list[int]:
+        """Return nothing: this rank has no workers."""
+        return []
+
     def new_counts(self) -> dict[str, int]:
         """Return nothing: this rank has no workers."""
         return {}

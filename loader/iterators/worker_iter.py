@@ -33,6 +33,7 @@ from creel.loader.transport.pinning import Pinning
 from creel.loader.workers.events import BatchResult, LeaderLoss
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.pool import WorkerPool
+from creel.loader.workers.shared_pool import SharedPool
 from creel.loader.workers.stages import StallWarning
 from creel.loader.workers.worker import WorkerArgs
 
@@ -94,7 +95,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         context: Any = loader.multiprocessing_context or torch.multiprocessing
         args = self._worker_args(loader)
         spare, loader_state.spare = loader_state.spare, ()
-        return WorkerPool(context, args, self._num_workers, max_leased, spare, followers)
+        kind = SharedPool if loader.workers == "shared" else WorkerPool
+        return kind(context, args, self._num_workers, max_leased, spare, followers)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
         """Return what workers start with. As in torch, they see no later changes."""
@@ -177,7 +179,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             since = since or time.monotonic_ns()
             event = self._await(since)
             self._tasks_outstanding -= 1
-            idx, worker = event.index, event.worker
+            idx = event.index
+            worker = self._task_info[idx][0]
             if idx == self._rcvd_idx:
                 self._rcvd_idx += 1
             elif self._in_order:
@@ -270,7 +273,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         if isinstance(data, ExceptionWrapper):
             self._run.lost(event.index)
             raise_failure(data)
-        self._run.deliver(self._rcvd_idx, event.times, worker, batch=event.index)
+        self._run.deliver(self._rcvd_idx, event.times, event.worker, batch=event.index)
         return data
 
     def _note_bad(self, samples: list[BadSample]) -> None:
@@ -287,7 +290,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         try:
             return self._get_data()
         except RuntimeError:
-            stage = self._pool.stage(self._task_info[self._rcvd_idx][0])[0]
+            stage = self._pool.stage(self._holder())[0]
             self._meter.gave_up(stage, time.monotonic_ns() - since)
             raise
 
@@ -299,7 +302,6 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         """
         pool = self._pool
         start = time.monotonic()
-        waits_for = self._task_info[self._rcvd_idx][0]
         while True:
             self._raise_if_dead()
             look_s = min(LOOK_S, self._warn_after_s)
@@ -314,18 +316,21 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             elif event is None and self._timeout > 0:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
             elif event is None:
-                self._warn(waits_for, time.monotonic() - start)
+                self._warn(self._holder(), time.monotonic() - start)
+
+    def _holder(self) -> int:
+        """Return the worker that has the batch which is waited for."""
+        return self._pool.holder(self._task_info[self._rcvd_idx][0], self._rcvd_idx)
 
     def _raise_if_dead(self) -> None:
-        dead = [
-            (i, m.process)
-            for i, m in enumerate(self._pool.members)
-            if m.dead and self._workers_status[i]
-        ]
+        members, status = self._pool.members, self._workers_status
+        dead = [(i, members[i].process) for i in self._pool.lost() if status[i]]
         if not dead:
             return
         for worker, _ in dead:
-            self._workers_status[worker] = False
+            status[worker] = False
+        if isinstance(self._pool, SharedPool):  # nobody makes the batches that are left
+            status[:] = [False] * len(status)
         pids = ", ".join(str(process.pid) for _, process in dead)
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pids}) exited unexpectedly"

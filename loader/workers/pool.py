@@ -27,6 +27,7 @@ from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
+from creel.loader.transport.unpacking import discard
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.workers.own_files import Reader, process
@@ -174,7 +175,7 @@ class WorkerPool(BatchPool):
             raise
         finally:
             theirs.close()
-        channel.post(("words",), [words.fd])
+        channel.post(("words",), [words.fd, *self._given()])
         inbox = Inbox(
             max_leased=self._max_leased,
             inherited=args.inherited,
@@ -185,6 +186,10 @@ class WorkerPool(BatchPool):
             self._watched[fd] = (member, worker, is_sentinel)
             self._poll.register(fd, select.POLLIN)
         return member
+
+    def _given(self) -> list[int]:
+        """Return what descriptors a worker gets beside that of its words."""
+        return []
 
     def _stop_worker(self, member: WorkerProcess) -> None:
         self._unwatch(member)
@@ -312,6 +317,10 @@ class WorkerPool(BatchPool):
             pass
         self._unwatch(member)
         member.dead = True
+        self._died(worker)
+
+    def _died(self, worker: int) -> None:  # noqa: ARG002  a subclass needs it
+        """Note the death of a worker, all of whose results were taken."""
         self._events.append(WorkerDeath())
 
     def _read(self, member: WorkerProcess, worker: int) -> bool:
@@ -343,12 +352,23 @@ class WorkerPool(BatchPool):
                 BatchTimes() as times,
                 tuple() as bad,
             ):
+                self.bad.extend(cast("tuple[BadSample, ...]", bad))
+                if not self._expects(tag, index):
+                    discard(member.inbox.accept(sent, fds), member.inbox)
+                    return True
                 if self._followers is not None:
                     self._followers.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
                 self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
-                self.bad.extend(cast("tuple[BadSample, ...]", bad))
         return True
+
+    def _expects(self, tag: int, batch: int) -> bool:  # noqa: ARG002  a subclass needs them
+        """Note that a batch has arrived; False if it had before."""
+        return True
+
+    def lost(self) -> list[int]:
+        """Return the workers whose deaths cost batches."""
+        return [i for i, member in enumerate(self.members) if member.dead]
 
     # --- watching -------------------------------------------------------------------------
 
@@ -365,6 +385,10 @@ class WorkerPool(BatchPool):
         """Return what all workers together have counted since the last call, by name."""
         before, self._last_counts = self._last_counts, self._words.counts()
         return {name: n - before[name] for name, n in self._last_counts.items()}
+
+    def holder(self, worker: int, batch: int) -> int:  # noqa: ARG002  a subclass needs it
+        """Return which worker has a batch that was sent to `worker`."""
+        return worker
 
     def describe(self, worker: int) -> str:
         """Say in one sentence what a worker is doing, for warnings."""
@@ -433,6 +457,11 @@ def _process_state(pid: int | None) -> str:
 _ends: weakref.WeakSet[Channel] = weakref.WeakSet()
 #: All open pools, kept from garbage collection until `close`.
 _pools: set[WorkerPool] = set()
+
+
+def until_forked(*channels: Channel) -> None:
+    """Close these channels in forked children."""
+    _ends.update(channels)
 
 
 def _forget_inherited() -> None:
