@@ -44,8 +44,8 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
+    from creel.loader.seeding.torch_iterators import seeded_iterator, seeded_view
     from creel.loader.torch_private import DatasetKind
-    from creel.loader.workers.torch_seeded import seeded_iterator, seeded_view
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -24,8 +24,8 @@ from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.plan.publish import Claim
+    from creel.loader.seeding.by_sample import BatchSeeds
     from creel.loader.workers.pool import Slots, WorkerProcess
-    from creel.loader.workers.seeding import BatchSeeds
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
 _TURN_S = 0.1

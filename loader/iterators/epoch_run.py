@@ -32,9 +32,9 @@ from creel.loader.order.samplers import adopt
 from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_predict
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, plain
+from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
 from creel.loader.workers.own_files import Reader, this_thread
-from creel.loader.workers.seeding import BatchSeeds, may_repeat, next_epoch
 from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:

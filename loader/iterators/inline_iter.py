@@ -23,11 +23,11 @@ from creel.loader.log_lines import with_rank
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
+from creel.loader.seeding.by_sample import Seeded, kept_generators
 from creel.loader.streams.direct import DirectBatches
 from creel.loader.torch_private import SingleProcessDataLoaderIter
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.pinning import Pinning, pinned
-from creel.loader.workers.seeding import Seeded, kept_generators
 from creel.loader.workers.stages import StallWarning
 from creel.policies.direct import DirectReads
 

@@ -25,13 +25,13 @@ import numpy as np
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import BadSample
+from creel.loader.seeding.by_sample import BatchSeeds
 from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.unpacking import discard
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.workers.own_files import Reader, process
-from creel.loader.workers.seeding import BatchSeeds
 from creel.loader.workers.stages import NO_TIMES, READING, STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import WorkerArgs, worker_main
 from creel.loader.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from creel.loader.plan.publish import Claim
+    from creel.loader.seeding.by_sample import BatchSeeds
     from creel.loader.workers.pool import Slots
-    from creel.loader.workers.seeding import BatchSeeds
 
 _log = logging.getLogger("creel.loader")
 

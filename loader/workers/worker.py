@@ -45,6 +45,7 @@ from creel.loader.decoded import worth
 from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
+from creel.loader.seeding.by_sample import BatchSeeds, Seeded
 from creel.loader.torch_private import (
     MP_STATUS_CHECK_INTERVAL,
     DatasetKind,
@@ -57,7 +58,6 @@ from creel.loader.torch_private import worker as torch_worker
 from creel.loader.transport.batch_message import Collate, Outbox
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel
-from creel.loader.workers.seeding import BatchSeeds, Seeded
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, BatchTimes
 from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, TAG, WorkerWords
 

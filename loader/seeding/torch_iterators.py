@@ -8,18 +8,18 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from creel.loader.torch_private import (
-    BaseDataLoaderIter,
-    MultiProcessingDataLoaderIter,
-    SingleProcessDataLoaderIter,
-)
-from creel.loader.workers.seeding import (
+from creel.loader.seeding.by_sample import (
     BatchSeeds,
     Numbered,
     Seeded,
     kept_generators,
     may_repeat,
     next_epoch,
+)
+from creel.loader.torch_private import (
+    BaseDataLoaderIter,
+    MultiProcessingDataLoaderIter,
+    SingleProcessDataLoaderIter,
 )
 
 
