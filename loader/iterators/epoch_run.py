@@ -33,7 +33,7 @@ from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, plain
 from creel.loader.torch_private import BaseDataLoaderIter
-from creel.loader.workers.stages import BatchTimes
+from creel.loader.workers.stages import BatchTimes, recorded_moments
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -320,10 +320,7 @@ class EpochRun:
             ready = wait_began + sampler + daemon + source
             collating = ready + decode
             times = BatchTimes(wait_began + sampler, ready, collating, collating + collate)
-        # Direct reads count as waiting for objects, though they alternate with decoding.
-        ready = min(times.ready + times.direct_ns, max(times.collating, times.ready))
-        when = times.began, ready, times.collating, times.packed
-        self.stream.session.words.log.add(*when, wait_began, now_ns, worker)
+        self.stream.session.words.log.add(*recorded_moments(times), wait_began, now_ns, worker)
 
     def _count(self) -> None:
         """Add the batches since the last update to the daemon's statistics.
