@@ -233,8 +233,17 @@ def finished(packed_ns: Ints, taken_ns: Ints) -> int:
 
 
 def with_workers(one: RankWindow, workers: int) -> RankWindow:
-    """Return the window with another number of workers, whose waits are not known yet."""
-    return _unseen(replace(one, workers=workers))
+    """Return the window with another number of workers, whose waits are not known yet.
+
+    Storage gives no more to more workers: each of them then waits longer for it. (The daemon reads
+    with as many threads as help, whatever the workers do.)
+
+    >>> bound = RankWindow(10.0, 100, 2, {"source": 20.0, "decode": 0.0}, {"source": 9.0})
+    >>> [supply_s(with_workers(bound, n)) for n in (2, 4)]
+    [0.1, 0.1]
+    """
+    longer = one.busy_s.get("source", 0.0) * workers / max(one.workers, 1)
+    return _unseen(replace(one, workers=workers, busy_s={**one.busy_s, "source": longer}))
 
 
 def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:

@@ -76,13 +76,13 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
     found = one()
     workers, decoded, memory = found.changes
     assert (found.step_s, found.wait_s) == pytest.approx((0.2, 0.1))
-    assert workers.values == {"what": "workers", "workers": 4}
+    assert workers.values == {"what": "workers", "workers": 6}
     assert workers.wait_s == pytest.approx(0, abs=1e-6)
     assert decoded.values == {"what": "keep_decoded", "nbytes": MEAN * FILES, "fits": 1.0}
     assert decoded.step_s == pytest.approx(0.1)
     assert memory.step_s == pytest.approx(0.15)
     assert str(found) == (
-        "now 200 ms a step, 100 ms of it this wait; with 4 workers no wait; with keep_decoded"
+        "now 200 ms a step, 100 ms of it this wait; with 6 workers no wait; with keep_decoded"
         " (183 GiB, fits 100 %) no wait; with all in memory (102 GiB) 50 ms (1.3x)"
     )
     values = found.values()
