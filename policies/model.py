@@ -130,8 +130,12 @@ def supply_s(one: RankWindow) -> float:
     batches in a fixed order and one of them has the long ones.
     """
     computed = one.demand_s / max(one.workers, 1)
-    short = one.workers > 0 and one.waited_s > _WAITED * one.seconds
-    return max(computed, one.seconds / one.batches) if short else computed
+    return max(computed, _seen_s(one)) if one.workers else computed
+
+
+def _seen_s(one: RankWindow) -> float:
+    """Return the seconds between two batches that training had to wait for; 0 if it did not."""
+    return one.seconds / one.batches if one.waited_s > _WAITED * one.seconds else 0.0
 
 
 def node_s(ranks: Sequence[RankWindow], cores: float) -> float:
@@ -282,8 +286,9 @@ def storage_s(one: RankWindow) -> float:
     It reads ahead while workers work. So where they wait for it, batches come at its pace.
     """
     whole = _cycle_s(one)
-    bound = one.busy_s.get("source", 0.0) > _BOUND * whole
-    return whole / max(one.workers, 1) / one.batches if bound else 0.0
+    if one.busy_s.get("source", 0.0) <= _BOUND * whole:
+        return 0.0
+    return max(whole / max(one.workers, 1) / one.batches, _seen_s(one))
 
 
 def _cycle_s(one: RankWindow) -> float:
