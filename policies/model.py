@@ -4,7 +4,7 @@ A rank's workers supply a batch every `busy seconds per batch / workers` (the ut
 queueing theory). Training takes one every `(time - waits) / batches`. Where the first is longer,
 the difference is the wait. Ranks that train together step as fast as the slowest of them, and the
 time that one rank trains includes its wait for the others: the least over the ranks is training
-itself.
+itself. Storage reads ahead beside the workers: a batch takes the longer of both times, not the sum.
 
 `benchmarks/model.py` compares forecasts with what came.
 """
@@ -29,6 +29,8 @@ _IDLE = 0.5
 #: Above this multiple of their time, workers run threads of their own.
 _THREADS = 1.3
 
+#: Workers that wait for storage for more than this part of their time have to go at its pace.
+_BOUND = 0.1
 #: A change that leaves more than this part of a wait is not worth its name; waits that differ by
 #: the other are alike.
 _HELPS, _ALIKE = 0.8, 0.05
@@ -128,8 +130,12 @@ def supply_s(one: RankWindow) -> float:
     batches in a fixed order and one of them has the long ones.
     """
     computed = one.demand_s / max(one.workers, 1)
-    short = one.workers > 0 and one.waited_s > _WAITED * one.seconds
-    return max(computed, one.seconds / one.batches) if short else computed
+    return max(computed, _seen_s(one)) if one.workers else computed
+
+
+def _seen_s(one: RankWindow) -> float:
+    """Return the seconds between two batches that training had to wait for; 0 if it did not."""
+    return one.seconds / one.batches if one.waited_s > _WAITED * one.seconds else 0.0
 
 
 def node_s(ranks: Sequence[RankWindow], cores: float) -> float:
@@ -233,13 +239,29 @@ def finished(packed_ns: Ints, taken_ns: Ints) -> int:
 
 
 def with_workers(one: RankWindow, workers: int) -> RankWindow:
-    """Return the window with another number of workers, whose waits are not known yet."""
-    return _unseen(replace(one, workers=workers))
+    """Return the window with another number of workers, whose waits are not known yet.
+
+    Storage gives no more to more workers: each of them then waits longer for it. (The daemon reads
+    with as many threads as help, whatever the workers do.)
+
+    >>> bound = RankWindow(10.0, 100, 2, {"source": 15.0, "decode": 5.0}, {"source": 9.0})
+    >>> [supply_s(with_workers(bound, n)) for n in (2, 4)]
+    [0.1, 0.1]
+    """
+    storage = storage_s(one)
+    more = replace(one, workers=workers)
+    return _waiting(more, storage, otherwise=one.busy_s.get("source", 0.0))
 
 
 def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
-    """Return the window if this share of what is read now were in memory."""
-    return _without(one, "source", hits * one.busy_s.get("source", 0.0))
+    """Return the window if this share of what is read now were in memory.
+
+    >>> bound = RankWindow(10.0, 100, 2, {"source": 15.0, "decode": 5.0}, {"source": 9.0})
+    >>> [supply_s(with_memory(bound, share)) for share in (0.5, 0.75, 1.0)]
+    [0.05, 0.025, 0.025]
+    """
+    left = 1 - hits
+    return _waiting(one, storage_s(one) * left, otherwise=one.busy_s.get("source", 0.0) * left)
 
 
 def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> RankWindow:
@@ -250,16 +272,39 @@ def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> 
         copies: the same for the copies that are then made instead, of all samples.
     """
     saved = share * max(again - copies, 0.0) * one.busy_s.get("decode", 0.0)
-    return _without(_without(one, "decode", saved), "source", share * one.busy_s.get("source", 0.0))
-
-
-def _without(one: RankWindow, stage: str, saved_s: float) -> RankWindow:
-    """Return the window without some of one stage's time."""
-    busy = {**one.busy_s, stage: one.busy_s.get(stage, 0.0) - saved_s}
+    busy = {**one.busy_s, "decode": one.busy_s.get("decode", 0.0) - saved}
     own = sum(one.busy_s.get(name, 0.0) for name in _WORK)
-    if one.cpu_s < 0 or stage not in _WORK or not own:
-        return _unseen(replace(one, busy_s=busy))
-    return _unseen(replace(one, busy_s=busy, cpu_s=one.cpu_s * (1 - saved_s / own)))
+    cpu_s = one.cpu_s * (1 - saved / own) if one.cpu_s > 0 and own else one.cpu_s
+    left, waits = 1 - share, one.busy_s.get("source", 0.0)
+    changed = replace(one, busy_s=busy, cpu_s=cpu_s)
+    return _waiting(changed, storage_s(one) * left, otherwise=waits * left)
+
+
+def storage_s(one: RankWindow) -> float:
+    """Return the seconds that storage takes for each batch; 0 where it keeps up.
+
+    It reads ahead while workers work. So where they wait for it, batches come at its pace.
+    """
+    whole = _cycle_s(one)
+    if one.busy_s.get("source", 0.0) <= _BOUND * whole:
+        return 0.0
+    return max(whole / max(one.workers, 1) / one.batches, _seen_s(one))
+
+
+def _cycle_s(one: RankWindow) -> float:
+    """Return the seconds of all workers' turns: without workers training is part of each turn."""
+    own = sum(one.busy_s.values())
+    return own if one.workers else own + one.train_s * one.batches
+
+
+def _waiting(one: RankWindow, storage: float, otherwise: float) -> RankWindow:
+    """Return the window with workers that wait for a storage that takes `storage` s for a batch.
+
+    otherwise: their seconds of waiting, if the storage keeps up.
+    """
+    own = _cycle_s(one) - one.busy_s.get("source", 0.0)
+    waits = max(storage * one.batches * max(one.workers, 1) - own, 0.0) if storage else otherwise
+    return _unseen(replace(one, busy_s={**one.busy_s, "source": waits}))
 
 
 def _unseen(one: RankWindow) -> RankWindow:

@@ -35,7 +35,7 @@ from creel.loader.reading.bad_samples import BadSample, plain
 from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
 from creel.loader.workers.own_files import Reader, this_thread
-from creel.loader.workers.stages import BatchTimes
+from creel.loader.workers.stages import BatchTimes, recorded_moments
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -360,10 +360,7 @@ class EpochRun:
             ready = wait_began + sampler + daemon + source
             collating = ready + decode
             times = BatchTimes(wait_began + sampler, ready, collating, collating + collate)
-        # Direct reads count as waiting for objects, though they alternate with decoding.
-        ready = min(times.ready + times.direct_ns, max(times.collating, times.ready))
-        when = times.began, ready, times.collating, times.packed
-        self.stream.session.words.log.add(*when, wait_began, now_ns, worker)
+        self.stream.session.words.log.add(*recorded_moments(times), wait_began, now_ns, worker)
 
     def _count(self) -> None:
         """Add the batches since the last update to the daemon's statistics.

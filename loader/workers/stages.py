@@ -46,6 +46,19 @@ class BatchTimes(NamedTuple):
 NO_TIMES = BatchTimes()
 
 
+def recorded_moments(times: BatchTimes) -> tuple[int, int, int, int]:
+    """Return when a batch began, was ready, began to collate and was packed, for the recorder.
+
+    Direct reads alternate with decoding, sample by sample. They count as waiting for objects, as if
+    all of them came first.
+
+    >>> recorded_moments(BatchTimes(10, 20, 60, 70, direct_ns=30))
+    (10, 50, 60, 70)
+    """
+    ready = min(times.ready + times.direct_ns, max(times.collating, times.ready))
+    return times.began, ready, times.collating, times.packed
+
+
 class StallWarning(UserWarning):
     """A batch is overdue; the message names the stage."""
 

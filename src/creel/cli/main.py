@@ -406,6 +406,50 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     return 0 if result["equal"] else _FAILED
 
 
+@creel.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--steps",
+    type=click.IntRange(16, 900),
+    default=64,
+    show_default=True,
+    help="Stop after this many batches.",
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(1, 86_400),
+    callback=_refuse_nan,
+    default=600.0,
+    show_default=True,
+    help="Stop after this many seconds.",
+)
+@_as_json
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def explain(
+    context: click.Context,
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    steps: int,
+    limit: float,
+    as_json: bool,
+) -> None:
+    """Say what SCRIPT will take, by workers and by memory, from a few of its steps.
+
+    Runs it (with ARGUMENTS) with creel's DataLoader in the place of torch's and a daemon of its
+    own, and ends it after these steps. Options come before SCRIPT.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script}")
+    from creel.cli import explain
+
+    if context.obj["flags"]["daemon.name"] is None:
+        context.obj["flags"]["daemon.name"] = f"explain-{os.getpid()}"
+    told = explain.explain(_config(context), script, arguments, steps, limit)
+    _print(told, as_json, explain.show)
+
+
 # --- streams ----------------------------------------------------------------------------------
 
 

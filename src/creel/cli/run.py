@@ -67,12 +67,12 @@ def around(config: Config, command: Sequence[str]) -> int:
         ConfigError: no such command, or settings that cannot be met.
         UnavailableError: the daemon did not start, or another one has its name.
     """
-    with _daemon(config):
+    with own_daemon(config):
         return _run(command, daemon_env(config))
 
 
 @contextmanager
-def _daemon(config: Config) -> Iterator[None]:
+def own_daemon(config: Config) -> Iterator[None]:
     """Run a daemon inside the `with`. If this process is killed, it ends with its last client."""
     from creel.loader.client.client import Client
     from creel.loader.client.embed import DaemonStart

@@ -1,0 +1,145 @@
+"""`creel explain` against what came: epochs by workers, and by memory, reads of the source.
+
+    sudo python benchmarks/explain.py [--files 600] [--bandwidth 20M] [--json]
+
+Three set-ups of a script that trains 5 ms a step: files in the page cache, whose decoding (a sleep)
+is the bottleneck, with 1 worker and then with 2; files on a slow file system
+(tests/testbed/slowfs.py, which counts reads) with memory for half of them; and the same with memory
+for all. `creel explain` runs the script for 64 steps; then the script runs in full. *Came* is a
+later epoch. Needs root (a FUSE mount).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import report, skip_without_fuse
+from source_reads import daemon_with
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from testbed.slowfs import SlowFS
+
+BATCH, NBYTES, EPOCHS = 8, 100_000, 4
+SCRIPT = f"""
+import json, sys, time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+import creel
+
+folder, workers, decode_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+
+
+def decode(data):
+    time.sleep(decode_s)
+    return torch.frombuffer(bytearray(data[:64]), dtype=torch.uint8)
+
+
+files = sorted(map(str, Path(folder).iterdir()))
+data = creel.FileDataset(files, decode=decode)
+loader = DataLoader(
+    data, {BATCH}, shuffle=True, num_workers=workers, persistent_workers=True, drop_last=True
+)
+for epoch in range({EPOCHS}):
+    began = time.monotonic()
+    for batch in loader:
+        time.sleep(0.005)
+    print(json.dumps([epoch, time.monotonic() - began]), flush=True)
+"""
+
+
+def explained(script: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "creel", "explain", "--json", script, *arguments]
+    told: dict[str, Any] = json.loads(_output(command))
+    return told
+
+
+def epochs(script: str, *arguments: str) -> list[float]:
+    """Return the seconds of each epoch of the whole script, with creel's loader."""
+    command = [sys.executable, "-m", "creel.loader.in_place", script, *arguments]
+    return [json.loads(line)[1] for line in _output(command).splitlines()]
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def row(name: str, foretold_s: float, came_s: float, reads: str = "") -> dict[str, object]:
+    off = abs(foretold_s - came_s) / came_s
+    return {
+        "set-up": name,
+        "epoch foretold, s": round(foretold_s, 2),
+        "came, s": round(came_s, 2),
+        "off": f"{100 * off:.0f} %",
+        "reads foretold, came": reads,
+    }
+
+
+def of_decoding(script: str, data: str) -> list[dict[str, object]]:
+    """Decoding takes 16 ms a batch."""
+    told = explained(script, data, "1", "0.002")
+    by_workers = {one["workers"]: one["epoch_s"] for one in told["by_workers"]}
+    rows = []
+    for workers in (1, 2):
+        came_s = float(np.median(epochs(script, data, str(workers), "0.002")[1:]))
+        rows.append(row(f"decode-bound, {workers} workers", by_workers[workers], came_s))
+    return rows
+
+
+def of_storage(
+    script: str, data: str, mount: str, o: argparse.Namespace
+) -> list[dict[str, object]]:
+    rows = []
+    with SlowFS(data, mount, bandwidth=o.bandwidth):  # type: ignore[no-untyped-call]
+        told = explained(script, mount, "2", "0.001")
+    by_memory = {one["share"]: one for one in told["by_memory"]}
+    for share in (0.5, 1.0):
+        held = int(share * o.files * (NBYTES + 4096 - NBYTES % 4096)) + (4 << 20) * (share == 1.0)
+        with (
+            SlowFS(data, mount, bandwidth=o.bandwidth) as fs,  # type: ignore[no-untyped-call]
+            daemon_with(held),
+        ):
+            os.environ["CREEL_DAEMON__LINGER_S"] = "0"
+            seconds = epochs(script, mount, "2", "0.001")
+            opens = fs.totals()["opens"]
+        later = (opens - o.files) / (EPOCHS - 1)
+        one = by_memory[share]
+        came_s = float(np.median(seconds[1:]))
+        reads = f"{one['reads']}, {later:.0f}"
+        rows.append(row(f"slow storage, {share:.0%} in memory", one["epoch_s"], came_s, reads))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--files", type=int, default=600)
+    parser.add_argument("--bandwidth", default="20M", help="of the slow storage, bytes a second")
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    skip_without_fuse()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        script, data, mount = (Path(name, part) for part in ("train.py", "data", "mount"))
+        script.write_text(SCRIPT)
+        data.mkdir()
+        for i in range(o.files):
+            (data / f"{i:05}").write_bytes(np.random.default_rng(i).bytes(NBYTES))
+        report([
+            *of_decoding(str(script), str(data)),
+            *of_storage(str(script), str(data), str(mount), o),
+        ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`creel explain` runs a script for some steps, and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from creel.cli import main
+from kit import unique_name
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+FILES, BATCH = 400, 4
+
+SCRIPT = f"""
+import os, sys, time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+
+kind, folder = sys.argv[1], Path(sys.argv[2])
+(folder / "pid").write_text(str(os.getpid()))
+
+
+def decode(data):
+    time.sleep(0.008)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class Opaque(Dataset):
+    def __len__(self):
+        return {FILES}
+
+    def __getitem__(self, index):
+        return decode(b"x" * 100)
+
+
+if kind == "files":
+    data = creel.FileDataset(sorted(map(str, (folder / "data").iterdir())), decode=decode)
+elif kind == "opaque":
+    data = Opaque()
+else:
+    data = range(20)
+print("training")
+loader = DataLoader(data, {BATCH}, shuffle=True, num_workers=1)
+for epoch in range(100 if kind != "short" else 1):
+    for batch in loader:
+        time.sleep(0.004)
+(folder / "end").touch()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(FILES):
+        (data / f"{i:03}").write_bytes(os.urandom(5000))
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    return path
+
+
+def explained(script: Path, kind: str, *options: str) -> int:
+    name = unique_name()
+    words = ["--name", name, "explain", "--json", *options, str(script), kind, str(script.parent)]
+    return main.main(words)
+
+
+@pytest.mark.parametrize("kind", ["files", "opaque"])
+def test_a_script_is_run_for_some_steps_and_explained(
+    kind: str, script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(script, kind, "--steps", "40") == 0
+    out, err = capfd.readouterr()
+    told: Any = json.loads(out)
+    assert "training" in err, "the script's own output does not mix with the answer"
+    assert not (script.parent / "end").exists(), "it was ended"
+    pid = int((script.parent / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists()
+    assert told["workers"] == 1
+    assert told["busy_s"]["decode"] >= BATCH * 0.008
+    assert told["train_s"] >= 0.004
+    one = next(row for row in told["by_workers"] if row["workers"] == 1)
+    assert one["step_s"] >= BATCH * 0.008
+    if kind == "files":
+        assert (told["samples"], told["steps"]) == (FILES, FILES // BATCH)
+        assert told["nbytes"] == FILES * 5000
+        assert [row["reads"] for row in told["by_memory"]] == [400, 300, 200, 100, 0]
+        assert "keep_decoded" in {row["what"] for row in told["changes"]}
+    else:
+        assert (told["samples"], told["by_memory"]) == (None, [])
+
+
+def test_a_script_that_ends_too_soon_says_so(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(script, "short") == 2
+    assert "took too few batches" in capfd.readouterr().err
+    assert main.main(["explain", str(script) + "x"]) == 2
+    assert "there is no script" in capfd.readouterr().err

@@ -1,0 +1,76 @@
+"""What `creel explain` foretells, from the recorded batches of a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_what_if import BIG, FILES, answer, rows, session
+
+from creel.cli import explain
+from creel.cli.explain import FIRST, Trial, foretold
+from creel.cli.watching.what_if import Machine, window
+
+
+def told(machine: Machine = BIG, **more: Any) -> dict[str, Any]:
+    """Return what is foretold of a rank that trains 0.1 s; two workers need 0.4 s for a batch."""
+    one = session(batches=100, samples=25_600, **more)
+    recorded = rows(0.1, 0.1, 0.3)
+    seen = window(one, recorded[FIRST:])
+    assert seen is not None
+    return foretold(Trial(answer(one), one, recorded), seen, machine)
+
+
+def test_an_epoch_is_its_steps() -> None:
+    found = told()
+    assert (found["samples"], found["steps"]) == (FILES, -(-FILES // 256))
+    assert found["epoch_s"] == pytest.approx(found["steps"] * 0.2)
+    assert found["train_s"] == pytest.approx(0.1)
+    assert found["busy_s"] == pytest.approx({"source": 0.1, "decode": 0.3, "collate": 0.0})
+
+
+def test_each_number_of_workers_up_to_the_cores_is_told() -> None:
+    found = {one["workers"]: one["step_s"] for one in told(Machine(8.0, *BIG[1:]))["by_workers"]}
+    assert [*found] == [*range(1, 9)]
+    # Two workers wait for storage, which gives a batch in 0.2 s, however many ask.
+    assert found == pytest.approx({n: max(0.2, 0.3 / n) for n in found}, rel=1e-3)
+
+
+def test_with_memory_for_a_part_a_later_epoch_reads_the_rest() -> None:
+    found = told()["by_memory"]
+    assert [one["reads"] for one in found] == [FILES * k // 4 for k in (4, 3, 2, 1, 0)]
+    assert [one["nbytes"] for one in found] == [110_000 * FILES * k // 4 for k in range(5)]
+    steps = [max(0.2 * (1 - one["share"]), 0.3 / 2) for one in found]
+    assert [one["step_s"] for one in found] == pytest.approx(steps, rel=1e-3)
+    assert told()["least_share"] is None, "decoding alone takes 0.15 s"
+
+
+def test_the_least_memory_without_a_wait_is_found() -> None:
+    one, recorded = session(), rows(0.1, 0.2, 0.1)
+    seen = window(one, recorded[FIRST:])
+    assert seen is not None
+    found = foretold(Trial(answer(one), one, recorded), seen, BIG)
+    # 0.15 (1 - f) is a step of 0.1 s and 2 % of waiting.
+    assert found["least_share"] == pytest.approx(1 - 0.1 / 0.98 / 0.15, abs=0.01)
+
+
+def test_of_a_dataset_without_objects_only_steps_are_told() -> None:
+    one, recorded = session(dataset="nothing", decoded_measured=0), rows(0.1, 0.0, 0.4)
+    seen = window(one, recorded[FIRST:])
+    assert seen is not None
+    found = foretold(Trial(answer(one), one, recorded), seen, BIG)
+    assert (found["steps"], found["epoch_s"], found["by_memory"]) == (None, None, [])
+    assert {one["epoch_s"] for one in found["by_workers"]} == {None}
+
+
+def test_files_that_are_read_directly_have_the_size_that_was_read() -> None:
+    found = told(direct_reads=25_600, direct_nbytes=25_600 * 5000)
+    assert found["nbytes"] == FILES * 5000
+
+
+@pytest.mark.parametrize("dataset", ["d", "nothing"])
+def test_it_is_shown_as_tables(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    explain.show(told(dataset=dataset))
+    out = capsys.readouterr().out
+    assert "source 100 ms, decode 300 ms" in out
+    assert ("in memory" in out) == (dataset == "d")
