@@ -75,6 +75,7 @@ class EpochRun:
         self._pulled: dict[int, Any] = {}  # what the sampler yielded for batches not yet returned
         self._unpublished: dict[int, int] = {}  # batch without a step -> its number of samples
         self._many = True  # whether a batch is made of several samples
+        self._counts = loader.creel is not False  # whether the daemon is told of batches
         self.finished = False
         self.slices = False  # whether the order yields arrays in place of lists of ints
         self.order: EpochOrder | None = None
@@ -186,7 +187,7 @@ class EpochRun:
             self._reattach(self.skipped + i)
         batch, served = self.skipped + i, self._served
         claim = DIRECT if served is None else served.claim(batch, index)
-        if claim.step < 0 and self.stream is not None:
+        if claim.step < 0 and self._counts:
             self._unpublished[batch] = samples_in(index) if self._many else 1
         return claim
 
@@ -344,23 +345,28 @@ class EpochRun:
             state.meter.add(self._new_counts())
         batches = self.delivered - self.skipped
         state.own_files.delivered(batches, state.meter.waited_s, self._readers)
-        if self.stream is None or not self.stream.alive:
+        if self.stream is not None and not self.stream.alive:
+            return
+        first, self._counted = self._counted, self.delivered
+        delivered = self._unpublished.keys() & range(first, self._counted)
+        sizes = [self._unpublished.pop(i) for i in delivered]
+        state.uncounted += np.array([len(sizes), sum(sizes)])
+        if self.stream is None:
             return
         self.stream.report_own_file(state.own_files.path)
-        first, self._counted = self._counted, self.delivered
         state.note_kept()
         more = state.meter.unreported()
-        sizes = [
-            self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished
-        ]
-        if sizes:
-            more |= {"batches": len(sizes), "samples": sum(sizes)}
+        if state.uncounted.any():
+            more |= dict(zip(("batches", "samples"), state.uncounted.tolist(), strict=True))
+            state.uncounted[:] = 0
         self.stream.count(first, self._counted, more, self._workers)
 
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
         self._loader_state.own_files.ends()
+        if self._search is not None and self.stream is None and not deleted:
+            self.stream = self._search.take()
         self._count()
         self._new_counts = None
         self._end_search()
