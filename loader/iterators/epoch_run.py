@@ -248,7 +248,8 @@ class EpochRun:
         """Report bad samples in the log and to the daemon (`creel stats`)."""
         if not samples:
             return
-        rows = [(one.index, self._address(one.index), one.reason) for one in samples]
+        paths = [self._address(one.index) or plain(public(one.path)) for one in samples]
+        rows = [(one.index, at, one.reason) for one, at in zip(samples, paths, strict=True)]
         done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
         for index, address, reason in rows:
             _log.warning("sample %d %sis %s: %s", index, address and f"({address}) ", done, reason)
