@@ -30,6 +30,7 @@ from creel.daemon.core.core import Core
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
+from creel.daemon.reporting.runs import Runs
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.memory_guard import MemoryGuard
@@ -116,6 +117,7 @@ class Node:
             max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
         )
         self.ranks = stats.Ranks()
+        self.runs = Runs()
         window = Window.of(config.window, config.fetch)
         self.core = Core(Allocator(self.arena.nbytes), window)
         kept_free = memory_reserve(config.memory, total=memory.total, auto=reserve(memory.total))
@@ -422,6 +424,8 @@ class Node:
             self.quota.check(
                 4 * len(dataset.manifest), f"the plans of {len(dataset.manifest)} objects"
             )
+        who, alone = request.job or self.pids().get(token, 0), not self.registry.sessions
+        self.runs.opened(who, time.monotonic(), lambda: stats.stats(self), alone=alone)
         session = self.registry.open(token, request)
         fields = (session.id, request.dataset, request.job, request.rank, request.world)
         if not self.handle_event(events.SessionOpened(*fields, request.recheck)):
