@@ -197,13 +197,30 @@ class Manifest:
 
         >>> Manifest.of_files(["/a/b/c", "/a/b/d/e"]).place, Manifest.of_files(["/a/b"]).place
         ('/a/b', '/a/b')
+        >>> Manifest.of_files(["/a/b", "/c/d"]).place, Manifest.of_files(["s3://a/b", "s3://c"]).place
+        ('', '')
         """
         rows = self.table.num_rows
         if self.root or not rows:
             return self.root.rstrip("/") or self.root
         some = set(self.addresses(np.unique(np.linspace(0, rows - 1, 64).astype(np.int64))))
         common = os.path.commonprefix(list(some))  # noqa: RUF071  of addresses; cut below
-        return common if len(some) == 1 else common.rpartition("/")[0]
+        if len(some) == 1:
+            return common
+        folder = common.rpartition("/")[0]
+        return "" if folder.endswith(":/") else folder
+
+    @cached_property
+    def title(self) -> str:
+        """What people call the dataset: `place`, else its first file and how many more there are.
+
+        >>> Manifest.of_files(["/a/b", "/c/d", "/e"]).title
+        '/a/b and 2 more'
+        """
+        rows = self.table.num_rows
+        if self.place or not rows:
+            return self.place
+        return f"{self.addresses(np.zeros(1, np.int64))[0]} and {rows - 1:,} more"
 
     @cached_property
     def _prefix(self) -> str:

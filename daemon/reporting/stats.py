@@ -104,7 +104,7 @@ def dataset(core: Snapshot, one: DatasetRecord) -> dict[str, Any]:
     return {
         "dataset": one.key,
         "root": public(one.manifest.root),
-        "path": public(one.manifest.place),
+        "path": public(one.manifest.title),
         **core["datasets"][one.key],
     }
 
@@ -127,9 +127,9 @@ def datasets(node: Node, now: float) -> list[dict[str, Any]]:
 def source(one: DatasetRecord) -> dict[str, Any]:
     counted = one.source.counters.snapshot()
     return {
-        "source": public(one.manifest.root) or one.key[:12],
+        "source": public(one.manifest.root or one.manifest.title),
         "dataset": one.key,
-        "path": public(one.manifest.place),
+        "path": public(one.manifest.title),
         "opens": counted.opens,
         "reads": counted.reads,
         "nbytes": counted.nbytes,

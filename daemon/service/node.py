@@ -32,6 +32,7 @@ from creel.daemon.core.restart.kept import KeptObjects, Restored
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
+from creel.daemon.reporting.runs import Runs
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.kept_memory import KeptMemory, packed, unpacked, write_index
@@ -128,6 +129,7 @@ class Node:
             max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
         )
         self.ranks = stats.Ranks()
+        self.runs = Runs()
         window = Window.of(config.window, config.fetch)
         ranges = {key: objects.ranges for key, objects in restored.items()}
         self.core = Core(Allocator(self.arena.nbytes, ranges), window)
@@ -496,6 +498,8 @@ class Node:
             self.quota.check(
                 4 * len(dataset.manifest), f"the plans of {len(dataset.manifest)} objects"
             )
+        who, alone = request.job or self.pids().get(token, 0), not self.registry.sessions
+        self.runs.opened(who, time.monotonic(), lambda: stats.stats(self), alone=alone)
         session = self.registry.open(token, request)
         fields = (session.id, request.dataset, request.job, request.rank, request.world)
         if not self.handle_event(events.SessionOpened(*fields, request.recheck)):

@@ -79,6 +79,7 @@ class EpochRun:
         self._seeding = loader.seeding is not None
         self._seed: int | None = None  # of the epoch's samples; None before the first epoch
         self._repeats = False  # whether the epoch may read a sample twice
+        self._counts = loader.creel is not False  # whether the daemon is told of batches
         self.finished = False
         self.slices = False  # whether the order yields arrays in place of lists of ints
         self.order: EpochOrder | None = None
@@ -213,7 +214,7 @@ class EpochRun:
             self._reattach(self.skipped + i)
         batch, served = self.skipped + i, self._served
         claim = DIRECT if served is None else served.claim(batch, index)
-        if claim.step < 0 and self.stream is not None:
+        if claim.step < 0 and self._counts:
             self._unpublished[batch] = samples_in(index) if self._many else 1
         return claim
 
@@ -274,7 +275,8 @@ class EpochRun:
         """Report bad samples in the log and to the daemon (`creel stats`)."""
         if not samples:
             return
-        rows = [(one.index, self._address(one.index), one.reason) for one in samples]
+        paths = [self._address(one.index) or plain(public(one.path)) for one in samples]
+        rows = [(one.index, at, one.reason) for one, at in zip(samples, paths, strict=True)]
         done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
         for index, address, reason in rows:
             _log.warning("sample %d %sis %s: %s", index, address and f"({address}) ", done, reason)
@@ -374,23 +376,28 @@ class EpochRun:
             state.meter.add(self._new_counts())
         batches = self.delivered - self.skipped
         state.own_files.delivered(batches, state.meter.waited_s, self._readers)
-        if self.stream is None or not self.stream.alive:
+        if self.stream is not None and not self.stream.alive:
+            return
+        first, self._counted = self._counted, self.delivered
+        delivered = self._unpublished.keys() & range(first, self._counted)
+        sizes = [self._unpublished.pop(i) for i in delivered]
+        state.uncounted += np.array([len(sizes), sum(sizes)])
+        if self.stream is None:
             return
         self.stream.report_own_file(state.own_files.path)
-        first, self._counted = self._counted, self.delivered
         state.note_kept()
         more = state.meter.unreported()
-        sizes = [
-            self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished
-        ]
-        if sizes:
-            more |= {"batches": len(sizes), "samples": sum(sizes)}
+        if state.uncounted.any():
+            more |= dict(zip(("batches", "samples"), state.uncounted.tolist(), strict=True))
+            state.uncounted[:] = 0
         self.stream.count(first, self._counted, more, self._workers)
 
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
         self._loader_state.own_files.ends()
+        if self._search is not None and self.stream is None and not deleted:
+            self.stream = self._search.take()
         self._count()
         self._new_counts = None
         self._end_search()

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from creel.config import Config
@@ -73,6 +75,8 @@ class LoaderState:
         #: (number, address, reason) of bad samples that the daemon is yet to be told of.
         self.bad_unreported: list[tuple[int, str, str]] = []
         self.uncounted_s = 0.0  # seconds of epochs that had no session, not even for statistics
+        #: Batches, and their samples, that the daemon does not know of.
+        self.uncounted: NDArray[np.int64] = np.zeros(2, np.int64)
         self.direct = DirectReads(allowed=self.config.loader.direct == "auto")
         self.order: EpochOrder | None = None
         self.epoch = -1

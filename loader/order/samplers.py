@@ -143,8 +143,14 @@ def without_batches(
         raise ConfigError(f"batches to leave out are numbers from 0 on, not {given}")
     if "stream" not in state:
         raise ConfigError("batches can be left out only of an epoch of one of torch's samplers")
-    _check_total(loader, state, state["stream"])
     stream = state["stream"].copy()
+    inner, world = inner_of(index_sampler(loader)), stream.get("world", 0)
+    if type(inner) is DistributedSampler and world not in {0, inner.num_replicas}:
+        raise ConfigError(
+            f"leave_out counts batches of the {world} ranks that saved the state, not of"
+            f" {inner.num_replicas}: resume with {world} ranks, or leave out none"
+        )
+    _check_total(loader, state, stream)
     gone = np.array(stream.get("without", []), np.int64)
     if stream.get("each", state["batch"]) != state["batch"]:
         raise ConfigError(

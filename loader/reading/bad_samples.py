@@ -9,8 +9,10 @@ collation.
 from __future__ import annotations
 
 import operator
+import os
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,16 +26,19 @@ OnError = Literal["raise", "skip", "substitute"]
 #: How many samples are tried in place of a bad one.
 _TRIES = 100
 _LONGEST_REASON = 300
+#: The attribute of an exception that `note_path` sets.
+_PATH = "_creel_path"
 #: Stands for a skipped sample until its batch is collated.
 _SKIPPED = object()
 
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample whose read raised: its number in the dataset, and the reason."""
+    """A sample whose read raised: its number, the reason, the file it opened last ("": unknown)."""
 
     index: int
     reason: str
+    path: str = ""
 
 
 @dataclass
@@ -86,7 +91,7 @@ class Tolerance:
         except TooManyBadSamplesError as e:
             raise e from error
         if new:
-            self._new.append(BadSample(index, reason))
+            self._new.append(BadSample(index, reason, _path(error)))
 
     def delivered(self, index: Any, dataset: Any) -> Any:
         """Return the numbers of the samples that a batch of `index` has, of good ones only."""
@@ -176,6 +181,19 @@ def replacement(bad: int, attempt: int, n: int, first: int = 0) -> int:
     [662, 14, 255]
     """
     return first + xxhash.xxh3_64_intdigest(struct.pack("<qq", bad, attempt)) % n
+
+
+def note_path(error: BaseException, path: str) -> None:
+    """Note in an exception which file a sample had opened when it raised it."""
+    if path and not hasattr(error, _PATH):
+        with suppress(AttributeError, TypeError):  # a class that takes no attributes
+            setattr(error, _PATH, path)
+
+
+def _path(error: Exception) -> str:
+    """Return the file that a sample read when it raised; "" if it is not known."""
+    path = getattr(error, _PATH, "") or (isinstance(error, OSError) and error.filename)
+    return os.fsdecode(path) if isinstance(path, (str, bytes)) else ""
 
 
 def plain(text: str) -> str:

@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
+from creel.loader.reading.bad_samples import note_path
 from creel.loader.reading.read_counts import PartialRead, ThreadReads
 from creel.loader.reading.storage import Options, is_local, version_at
 from creel.loader.reading.this_thread import this_thread, usage
@@ -143,6 +144,8 @@ class ObservedReads:
         self._outer, this_thread.observed = this_thread.observed, self
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         this_thread.observed = self._outer
         self.thread.close()
+        if error is not None:
+            note_path(error, next((a for a in reversed(self._asked) if isinstance(a, str)), ""))

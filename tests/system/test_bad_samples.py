@@ -127,7 +127,27 @@ def test_those_that_are_found_while_reads_are_recorded_are_listed_later(
     for _ in range(3):
         assert sum(len(batch) for batch in loader) == N - len(BAD)
     assert main.main(["--name", served, "stats", "--bad", "--json"]) == 0
-    assert {one["index"] for one in json.loads(capsys.readouterr().out)["bad"]} == BAD
+    told = json.loads(capsys.readouterr().out)["bad"]
+    assert {(one["index"], one["path"]) for one in told} == {(i, f"{tmp_path}/{i}") for i in BAD}
+
+
+class GoneFiles(OwnFiles):
+    """Files some of which are missing, of a dataset that is not wrapped."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(len((self.folder / f"{index}").read_text()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_missing_file_is_named_without_creel_wrap(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    data = GoneFiles(tmp_path)
+    (tmp_path / "5").unlink()
+    loader: Any = creel.DataLoader(data, BATCH, on_error="skip", num_workers=workers)
+    assert sum(len(batch) for batch in loader) == N - 1
+    (said,) = [m for m in caplog.messages if "is left out" in m]
+    assert said.startswith(f"sample 5 ({tmp_path}/5) is left out: FileNotFoundError")
 
 
 def test_living_workers_learn_what_others_have_found(served: str, tmp_path: Path) -> None:

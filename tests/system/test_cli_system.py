@@ -280,6 +280,22 @@ def test_files_that_a_dataset_opens_itself_are_read_and_warmed(name: str, tmp_pa
 
 
 @pytest.mark.usefixtures("daemon")
+def test_one_run_is_told_of_alone(name: str, folder: Path) -> None:
+    loop = f"list(creel.DataLoader(creel.FileDataset({str(folder)!r}), 6, collate_fn=len))"
+    for _ in range(2):
+        train(name, f"import creel; {loop}; {loop}", folder)
+    whole, run = (
+        json.loads(creel("--name", name, "stats", *more, "--json")) for more in ((), ("--run",))
+    )
+    assert (whole["ranks"][0]["batches"], run["ranks"][0]["batches"]) == (40, 20)
+    assert (whole["sources"][0]["reads"], run["sources"]) == (60, [])
+    first, second = whole["tiers"]["memory"], run["tiers"]["memory"]
+    assert (first["misses"], second["misses"]) == (60, 0)
+    assert 0 < second["hits"] < first["hits"]
+    assert creel("--name", name, "stats", "--run").startswith("run ")
+
+
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("target", ["s{0..1}.tar", "."])
 def test_shards_are_warmed_as_training_reads_them(name: str, tmp_path: Path, target: str) -> None:
     for shard in range(2):

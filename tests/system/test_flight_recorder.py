@@ -170,18 +170,19 @@ def test_a_dataset_without_objects_is_counted_and_recorded_where_a_daemon_runs(
     workers: int, daemon: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(epoch_run, "COUNT_S", 0.0)
-    loader = creel.DataLoader(Opaque(), 4, num_workers=workers)
-
-    def epoch() -> None:
-        assert [int(i) for batch in loader for i in batch] == [*range(64)]
+    loader, epochs = creel.DataLoader(Opaque(), 4, num_workers=workers), 0
 
     def counted() -> bool:
-        epoch()
+        nonlocal epochs
+        epochs += 1
+        assert [int(i) for batch in loader for i in batch] == [*range(64)]
         # The session may have come too late for this epoch: then the next one looks again.
         return loader._loader_state()._stream is not None
 
     until(counted, what="the daemon counts")
     before = answer_of(daemon)["ranks"][0]
+    assert before["batches"] == 16 * epochs, "those before the session was there, too"
+    assert before["samples"] == 64 * epochs
     batches = iter(loader)
     next(batches)
     first = stream_of(loader).words.log.rows()[-1].step

@@ -253,10 +253,12 @@ def test_datasets_are_listed_by_path_those_in_use_first(
         "sessions": 0,
         "unused_s": 90.0,
     }
-    view.datasets([row, row | {"path": "/data/train", "sessions": 2}, row | {"path": ""}])
+    view.datasets(
+        [row, row | {"path": "/data/train", "sessions": 2}, row | {"path": "/a and 2 more"}]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == [
-        *("path", "/data/train", "/data/val", "(no common folder)")
+        *("path", "/data/train", "/data/val", "/a and 2 more")
     ]
     assert lines[1].split()[-2:] == ["now", "2b39acd8"]
     assert "2.00 GiB (50 %)" in lines[2]

@@ -175,6 +175,8 @@ def test_all_ranks_leave_out_the_same_global_batches() -> None:
     again.load_state_dict(first[0].state_dict(), leave_out=[3])
     with pytest.raises(ConfigError, match="the same number of ranks"):
         ranks(3, 4)[0].load_state_dict(again.state_dict())
+    with pytest.raises(ConfigError, match=r"batches of the 2 ranks that saved .*, not of 3"):
+        ranks(3, 4)[0].load_state_dict(first[0].state_dict(), leave_out=[3])
 
 
 def test_the_last_and_incomplete_batch_can_be_left_out() -> None:

@@ -99,6 +99,12 @@ def _batches(node: Node, args: Args) -> dict[str, Any]:
     return stats.batches(_session_of(node, args), since_ns)
 
 
+def _stats(node: Node, args: Args) -> dict[str, Any]:
+    """Return all counters; with `run` those of the latest run."""
+    counted = stats.stats(node)
+    return node.runs.since(counted, time.monotonic()) if args.get("run") is True else counted
+
+
 def _own_file(node: Node, args: Args) -> dict[str, Any]:
     """Note a file that a session's dataset opens itself, while its training waits for it."""
     path = args.get("path")
@@ -114,7 +120,7 @@ def _named(node: Node, args: Args) -> DatasetRecord:
     if not isinstance(name, str) or not name:
         raise ConfigError("which dataset? `creel ls` lists them")
     held = node.registry.datasets.values()
-    found = [d for d in held if name in {d.manifest.place, public(d.manifest.place)}]
+    found = [d for d in held if name in {d.manifest.title, public(d.manifest.title)}]
     found = found or [d for d in held if d.key.startswith(name)]
     if not found:
         raise ConfigError(f"no dataset is held of {name!r}: `creel ls` lists them")
@@ -127,7 +133,7 @@ def _named(node: Node, args: Args) -> DatasetRecord:
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "ping": lambda node, _: {"state": node.state},
     "status": lambda node, _: _status(node, stats.memory(node, node.core.snapshot())),
-    "stats": lambda node, _: stats.stats(node),
+    "stats": _stats,
     "datasets": lambda node, _: {"datasets": stats.datasets(node, time.monotonic())},
     "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
     "warm": _warm,

@@ -194,11 +194,12 @@ def status(context: click.Context, *, as_json: bool) -> None:
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option("--why", is_flag=True, help="Say what training waited for, and what would help.")
 @click.option("--bad", is_flag=True, help="List the samples that could not be read.")
+@click.option("--run", is_flag=True, help="Of the latest run, not since the daemon's start.")
 @_interval
 @_as_json
 @click.pass_context
 def stats(
-    context: click.Context, *, watch: bool, why: bool, bad: bool, interval: float, as_json: bool
+    context: click.Context, /, *, watch: bool, why: bool, bad: bool, run: bool, **how: Any
 ) -> None:
     """Show hits, source reads, evictions, and stalls by cause."""
     import time
@@ -207,19 +208,22 @@ def stats(
 
     if watch + why + bad > 1:
         raise click.UsageError("one of --watch, --why and --bad at a time")
+    interval: float = how["interval"]
+    as_json: bool = how["as_json"]
+    of = {"run": True} if run else {}
     with _client(context) as client:
         if why:
-            show.reasons(client, as_json=as_json)
+            show.reasons(client, client.ask("stats", **of), as_json=as_json)
             return
         if bad:
             show.bad_samples(client.ask("bad_samples"), as_json=as_json)
             return
-        show.counters(client.ask("stats"), as_json=as_json, line=watch)
+        show.counters(client.ask("stats", **of), as_json=as_json, line=watch)
         while watch:
             time.sleep(interval)
             if not as_json:
                 click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
-            show.counters(client.ask("stats"), as_json=as_json, line=True)
+            show.counters(client.ask("stats", **of), as_json=as_json, line=True)
 
 
 @creel.command()

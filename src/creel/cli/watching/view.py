@@ -154,6 +154,9 @@ def status_pairs(answer: Values) -> list[tuple[str, str]]:
 def summary_pairs(answer: Values) -> list[tuple[str, str]]:
     """Return names and values of the answer of `stats` for the whole node."""
     rows = [("memory", memory_line(answer["memory"]))]
+    if "run_s" in answer:
+        began = f"began {format_seconds(answer['run_s'])} ago" if answer["run_s"] else "none yet"
+        rows.insert(0, ("run", began))
     for name, tier in answer.get("tiers", {}).items():
         hits, misses = tier.get("hits", 0), tier.get("misses", 0)
         share = f" ({100 * hits / (hits + misses):.1f} %)" if hits + misses else ""
@@ -193,7 +196,7 @@ DATASET_HEADER = ("path", "objects", "bytes", "in memory", "on disk", "last use"
 def dataset_row(one: Values) -> tuple[str, ...]:
     """Return the row of one dataset that a daemon knows."""
     return (
-        one.get("path") or "(no common folder)",
+        one["path"],
         format_count(one["objects"]),
         format_size(one["nbytes"]),
         _part(one["resident_nbytes"], one["resident_objects"], one["objects"]),
