@@ -397,8 +397,12 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
     sys.setswitchinterval(_SWITCH_S)
     _use_small_pages()
     try:
-        given = handed_over(os.environ)
-        daemon = Daemon(config, flags, embedded=embedded, ready_fd=ready_fd, given=given)
+        daemon = Daemon(
+            *(config, flags),
+            embedded=embedded,
+            ready_fd=ready_fd,
+            given=handed_over(os.environ),  # kept nowhere: what is not used is freed
+        )
     except (CreelError, OSError) as e:
         _report_start(ready_fd, f"0{e}")
         log.log(logging.DEBUG if embedded else logging.ERROR, "%s", e)

@@ -43,7 +43,7 @@ class Manager:
     def start(self, memory: str = "32MiB") -> Client:
         """Start a daemon with what is stored; return a client once it serves."""
         given = list(self.store.items())
-        into = " ".join(f"{3 + i}<&{fd}" for i, (_, fd) in enumerate(given))
+        into = " ".join(f"{3 + i}<&{fd} {fd}<&-" for i, (_, fd) in enumerate(given))
         env = os.environ | {
             "NOTIFY_SOCKET": self._path,
             "LISTEN_FDS": str(len(given)),
@@ -208,6 +208,14 @@ def test_another_budget_begins_with_an_empty_arena(manager: Manager, tmp_path: P
         opened(client, manifest)
         assert client.ask("datasets")["datasets"][0]["resident_objects"] == 0
         assert client.ask("status")["memory"]["budget_nbytes"] == 16 << 20
+        files = [
+            fd.stat() for fd in Path(f"/proc/{client.daemon_pid}/fd").iterdir() if _is_arena(fd)
+        ]
+        assert {(one.st_ino, one.st_size) for one in files} == {(files[0].st_ino, 16 << 20)}
+
+
+def _is_arena(fd: Path) -> bool:
+    return "memfd:creel-arena" in str(fd.readlink())
 
 
 def test_a_reader_of_the_last_daemon_takes_no_byte_of_the_next_ones(

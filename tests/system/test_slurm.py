@@ -140,7 +140,7 @@ def test_each_task_of_an_array_and_each_run_of_a_requeued_job_has_a_daemon(slurm
 def test_a_training_on_two_nodes_needs_no_administrator(slurm: Slurm, storage: Any) -> None:
     """`creel run` in the job: files that a node holds the other one does not read again."""
     command = training(storage, 2, f"{PROGRAMS}/creel run --")
-    job = slurm.submit(f"unset CREEL_SOCKET\n{command}", "-N2")
+    job = slurm.submit(command, "-N2")
     ended(slurm, job)
     stats = check_ranks(slurm, job, 2)
     read = sum(one["reads"] for node in stats for one in node["sources"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kit import until
+from kit import Cores, until
 from testbed import booted
 from testbed.booted import CREEL, USER, Booted
 
@@ -96,6 +96,7 @@ def test_one_that_hangs_is_started_anew(machine: Booted) -> None:
 
 def test_an_upgrade_in_mid_training_keeps_the_memory(service: Booted) -> None:
     """No batch is wrong, none is waited for long, and no file is read again."""
+    cores = Cores()
     service.run_as_user("rm", "-f", "stop")
     training = service.start(str(CREEL.with_name("python")), TRAIN, "data", "stop")
     assert training.stdout is not None
@@ -107,8 +108,8 @@ def test_an_upgrade_in_mid_training_keeps_the_memory(service: Booted) -> None:
         service.run("systemctl", "restart", UNIT)
         (after,) = told(service, "ls")["datasets"]
         assert told(service, "status")["pid"] != pid
-        for _ in range(3):
-            next(lines)
+        found = "training has found the service again"
+        until(lambda: told(service, "stats")["tiers"]["memory"]["hits"] > FILES, 60, what=found)
         stats = told(service, "stats")
         service.run_as_user("touch", "stop")
         result = json.loads(list(lines)[-1])
@@ -120,9 +121,9 @@ def test_an_upgrade_in_mid_training_keeps_the_memory(service: Booted) -> None:
     assert before["resident_objects"] == FILES
     assert after["resident_objects"] >= 0.99 * FILES
     assert sum(one["reads"] for one in stats["sources"]) == 0
-    assert stats["tiers"]["memory"]["hits"] > FILES, "training has found the service again"
     assert result["wrong"] == 0
-    assert result["wait_s"] < 2
+    if cores.spare():
+        assert result["wait_s"] < 2
     assert service.property(UNIT, "NFileDescriptorStore") == "0"
 
 
@@ -151,7 +152,7 @@ def test_a_users_own_service(machine: Booted) -> None:
         machine.run("systemctl", "stop", manager)
 
 
-@pytest.mark.parametrize("name, most", [("creeld.service", 6.4), ("creeld@.service", 3.6)])
+@pytest.mark.parametrize("name, most", [("creeld.service", 6.4), ("creeld@.service", 3.2)])
 def test_a_unit_is_sound_and_no_more_exposed_than_the_manual_says(
     name: str, most: float, tmp_path: Path
 ) -> None:

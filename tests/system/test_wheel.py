@@ -122,8 +122,9 @@ def test_what_comes_with_it_is_written_out(installed: Path, tmp_path: Path) -> N
     assert f"\nExecStart={installed / 'creeld'}\n" in template
     own = {line for line in unit.splitlines() if "=" in line and line[0] != "#"}
     more = {line for line in template.splitlines() if "=" in line and line[0] != "#"} - own
-    names = ("User", "CapabilityBoundingSet", "Description", "After", "Wants", "WantedBy")
-    assert {line.partition("=")[0] for line in more} == set(names), "else both units are the same"
+    whose = {"User", "Description", "After", "Wants", "WantedBy"}  # else both are the same,
+    rights = {"CapabilityBoundingSet", "ProtectClock", "DevicePolicy", "SystemCallFilter"}  # but
+    assert {line.partition("=")[0] for line in more} == whose | rights
     for name in ("prolog", "task-prolog", "epilog", "job"):
         script = _output(creel, "slurm", "show", name, cwd=tmp_path)
         assert f"\nbin={installed}\n" in script

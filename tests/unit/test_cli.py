@@ -20,7 +20,8 @@ from cli_rig import STATS, STATUS, FakeClient, answering
 from creel.cache.storage.manifest import Manifest
 from creel.cli import main, run, targets, warm
 from creel.cli.watching import stats
-from creel.errors import ConfigError, CreelError, NoDaemonError
+from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
+from creel.loader.client import embed
 from creel.loader.client.client import Client
 
 
@@ -234,6 +235,30 @@ def test_elsewhere_than_on_linux_there_is_no_daemon(
 def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:
     with pytest.raises(ConfigError, match="program not found"):
         run.check_command("/nowhere/python")
+
+
+@pytest.mark.parametrize("report", ["", None])
+def test_a_command_runs_also_where_no_daemon_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], report: str | None
+) -> None:
+    """It ended, was late, or could not be started; the training reads directly then."""
+
+    class Never:
+        def __init__(self, *_: object, **__: object) -> None:
+            if report is None:
+                raise UnavailableError("no process can be started")
+
+        def report(self, _: float) -> str:
+            return ""
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(embed, "DaemonStart", Never)
+    assert main.main(["run", "--", "sh", "-c", "echo trained; exit 7"]) == 7
+    told = capfd.readouterr()
+    assert told.out == "trained\n"
+    assert "sh runs without a daemon of its own" in told.err
 
 
 def test_help_imports_nothing_heavy() -> None:

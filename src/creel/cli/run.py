@@ -7,12 +7,12 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import click
 
 from creel.config import Config
-from creel.errors import ConfigError, NoDaemonError, UnavailableError
+from creel.errors import ConfigError, UnavailableError
 from creel.version import VERSION
 
 _START_S = 15.0  # usually one second; more from a cold parallel file system
@@ -63,12 +63,30 @@ def creeld(context: click.Context, /, **options: str | None) -> None:
 def around(config: Config, command: Sequence[str]) -> int:
     """Start a daemon, run `command` with it, stop it; return the command's exit code.
 
+    Runs it without a daemon, after a warning, if that does not start: training reads directly then.
+
     Raises:
         ConfigError: no such command, or settings that cannot be met.
-        UnavailableError: the daemon did not start, or another one has its name.
+        UnavailableError: another daemon has its name.
     """
-    with own_daemon(config):
+    name, pid = config.daemon.name, _running(config.daemon.name)
+    if pid:
+        raise UnavailableError(f"another daemon (pid {pid}) is already named {name!r}")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(own_daemon(config))
+        except (UnavailableError, OSError) as e:
+            click.echo(f"creel: {e}; {command[0]} runs without a daemon of its own", err=True)
         return _run(command, daemon_env(config))
+
+
+def _running(name: str) -> int:
+    """Return the pid of the daemon of that name; 0 without one that answers."""
+    from creel.loader.client.client import Client
+
+    with suppress(UnavailableError, OSError), Client.connect(name, "cli") as client:
+        return client.daemon_pid
+    return 0
 
 
 @contextmanager
@@ -78,10 +96,6 @@ def own_daemon(config: Config) -> Iterator[None]:
     from creel.loader.client.embed import DaemonStart
 
     name = config.daemon.name
-    with suppress(NoDaemonError), Client.connect(name, "cli") as client:
-        raise UnavailableError(
-            f"another daemon (pid {client.daemon_pid}) is already named {name!r}"
-        )
     start = DaemonStart(config, log_fd=_STDERR)
     try:
         report = start.report(_START_S)
