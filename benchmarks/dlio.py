@@ -37,7 +37,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from measure import median, report
+from measure import median, report, skip_unless
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from testbed.slowfs import SlowFS
@@ -221,9 +221,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     missing = [m for m in ("dlio_benchmark", "hydra", "mpi4py") if not importlib.util.find_spec(m)]
-    if missing:
-        print(f"skipped: {', '.join(missing)} not installed (the first lines of this file say how)")
-        return
+    skip_unless(not missing, f"{', '.join(missing)} (the first lines of this file say how)")
     os.environ["CREEL_DAEMON__LINGER_S"] = "1"
     for ranks in o.ranks:
         rows = [row(name, ranks, o) for name in o.workloads]

@@ -52,11 +52,15 @@ class Round:
         return (self.wall_s - self.first_s) / max(self.batches - 1, 1)
 
 
+#: The exit code of a program that could not run, as automake's tests have it.
+SKIPPED = 77
+
+
 def skip_unless(possible: bool, needs: str) -> None:
-    """End this program without an error if it cannot run, so that `make bench` continues."""
+    """End this program if it cannot run, with a code that `make bench` knows and goes on after."""
     if not possible:
         print(f"skipped: needs {needs}")
-        sys.exit()
+        sys.exit(SKIPPED)
 
 
 def skip_without_fuse() -> None:

@@ -31,7 +31,8 @@ from creel.cache.memory.address_space import leave_address_space
 from creel.cache.memory.memfd import Descriptor
 from creel.config import Config, from_flat
 from creel.daemon.reporting.logs import open_standard_files, set_up_logging
-from creel.daemon.reporting.notify import Notify
+from creel.daemon.reporting.notify import Notify, handed_over
+from creel.daemon.service import kept_memory
 from creel.daemon.service.node import BEAT_S, Node
 from creel.daemon.service.sockets import commands
 from creel.daemon.service.sockets.control_socket import ControlSocket, released
@@ -64,6 +65,7 @@ class Daemon:
         *,
         embedded: bool,
         ready_fd: int,
+        given: Mapping[str, Descriptor] | None = None,
     ) -> None:
         """Bind the address and create the arena.
 
@@ -71,6 +73,7 @@ class Daemon:
             flags: settings from the command line, which survive a reload.
             embedded: whether to end with the last client.
             ready_fd: a pipe, or -1; while the other end is open, its holder may become a client.
+            given: descriptors from the service manager, by name.
 
         Raises:
             UnavailableError: another daemon of this name already serves this user.
@@ -97,7 +100,12 @@ class Daemon:
         self._moved = self._ticked = time.monotonic()
         self._unused_since: float | None = None
         self._watched = 0.0
-        self.node = Node(config, call_soon=self.call_soon, send=self._send, embedded=embedded)
+        kept = kept_memory.take(given, config.memory.budget) if given else None
+        if given:
+            self._notify.unstore(*kept_memory.NAMES)
+        self.node = Node(
+            config, call_soon=self.call_soon, send=self._send, embedded=embedded, kept=kept
+        )
         try:
             self.control_socket = self._bind(name)
         except BaseException:
@@ -107,6 +115,7 @@ class Daemon:
         self._epoll.register(self.request_socket.fd, select.EPOLLIN)
         self.node.request_address = self.request_socket.address
         self.node.stop = self.stop
+        self.node.returns = self._notify.heard and not embedded
         self.node.clients = lambda: self.control_socket.clients
         self.node.pids = self.control_socket.pids
         try:
@@ -189,6 +198,13 @@ class Daemon:
             ready = self._epoll.poll(0 if more else self._pace(time.monotonic()), 64)
             more = self._turn([fd for fd, _ in ready], time.monotonic())
         log.info("ended: %s", self._why)
+
+    def keep_memory(self) -> None:
+        """Leave the memory to the next daemon of this service, if there is a service manager."""
+        index = self.node.keep() if self.node.returns else None
+        if index is not None:
+            self._notify.store(kept_memory.ARENA, self.node.arena.own.fd)
+            self._notify.store(kept_memory.INDEX, index.fd)
 
     def close(self) -> None:
         self.control_socket.close()
@@ -381,7 +397,8 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
     sys.setswitchinterval(_SWITCH_S)
     _use_small_pages()
     try:
-        daemon = Daemon(config, flags, embedded=embedded, ready_fd=ready_fd)
+        given = handed_over(os.environ)
+        daemon = Daemon(config, flags, embedded=embedded, ready_fd=ready_fd, given=given)
     except (CreelError, OSError) as e:
         _report_start(ready_fd, f"0{e}")
         log.log(logging.DEBUG if embedded else logging.ERROR, "%s", e)
@@ -391,6 +408,7 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
         watch_signals(daemon.take_signal)
         daemon.report_ready()
         daemon.run()
+        daemon.keep_memory()
     finally:
         daemon.close()
     return 0

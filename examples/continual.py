@@ -182,7 +182,7 @@ def main() -> int:
         import sklearn  # noqa: F401
     except ImportError:
         print("examples/continual.py needs scikit-learn: pip install scikit-learn")
-        return 0
+        return int(options.check)
     torch.set_num_threads(1)
     return check() if options.check else show()
 

@@ -20,8 +20,9 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
+from creel.loader.cluster.ranks import rank_and_world, ranks_here
 from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.returned import Returned
+from creel.loader.iterators.returned import Returned, recorded, recording_iterator
 from creel.loader.log_lines import with_rank
 from creel.loader.notebook import cell
 from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batches
@@ -31,6 +32,8 @@ from creel.loader.rehearsal.memory import Rehearsal
 from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
 from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
+from creel.policies.concurrency import workers_auto
+from creel.system.limits import cores
 
 if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.groups.exchange import distributed_sampler
@@ -39,9 +42,9 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
-    from creel.loader.iterators.returned import NotedSampler, noted_iterator
     from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
+    from creel.loader.seeding.torch_iterators import seeded_iterator, seeded_view
     from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:
@@ -87,6 +90,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             `len(loader)` counts batches of new data. Not with `remap`, an iterable dataset or
             `batch_size=None`.
 
+        seeding: "sample": before each sample, the generators of `random`, NumPy and torch are
+            seeded from this epoch's base seed and the sample's number, so that random augmentation
+            is the same for any `num_workers`, and after a resume (docs/augmentation.md). Before a
+            collate_fn of your own, and a dataset's own `__getitems__`, they are seeded by the
+            batch's number. None: as in torch, once in each worker. Not for an iterable dataset.
+        workers: "own": batch i goes to worker i mod num_workers, as in torch. "shared": to the
+            worker that is idle first, with `seeding="sample"`, so the batches are the same for any
+            `num_workers`. Other workers make the batches of one that died; the third death at one
+            batch raises torch's RuntimeError. `num_workers="auto"` then is twice this rank's share
+            of the node's cores (docs/augmentation.md).
+
     Raises:
         ConfigError: (a ValueError) a wrong setting, or options that exclude each other.
 
@@ -101,7 +115,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -120,12 +134,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: OnError = "raise",
         max_bad_samples: int = 100,
         rehearsal: Rehearsal | None = None,
+        seeding: Literal["sample"] | None = None,
+        workers: Literal["own", "shared"] = "own",
         **kwargs: Any,
     ) -> None:
         self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
         self.remap, self.replicate = remap, replicate
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
-        self.rehearsal = rehearsal
+        self.rehearsal, self.seeding, self.workers = rehearsal, seeding, workers
+        num_workers = _check_workers(self, num_workers)
         _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
         if isinstance(dataset, Stream):
             if rehearsal is not None:
@@ -165,6 +182,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         if rehearsal is not None:
             self._rehearse(rehearsal)
+        _check_seeding(self)
         if not _may_take(self):
             return
         # A framework may still replace a sampler that torch has chosen by its DistributedSampler.
@@ -193,7 +211,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """What torch's iterators, and ours, iterate; `batch_sampler` stays that of new data."""
         rehearsed = self.__dict__.get("_creel_rehearsed")
         found = super()._index_sampler if rehearsed is None else rehearsed
-        return NotedSampler(found) if self.__dict__.get("_creel_noted") else found
+        return recorded(self, found)
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
@@ -204,7 +222,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 )
             if MISSING is not None or isinstance(self.dataset, IterableDataset):
                 return super()._get_iterator()
-            return noted_iterator(self, super()._get_iterator)
+            returned = Returned.of(self)
+            if self.seeding is None:
+                return recording_iterator(self, super()._get_iterator, returned)
+            view = seeded_view(self, self._index_sampler)
+            return recording_iterator(view, partial(seeded_iterator, view), returned)
         loader_state = self._loader_state()
         role = loader_state.role(self)
         if self.num_workers == 0:
@@ -264,7 +286,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         `set_epoch()` with its `epoch`; with neither, its own state is not resumed. If it is around
         one of torch's (its attribute `sampler`), that draws the same again. Also not resumed: other
         draws from the global generators, the dataset's state, and random augmentation in workers,
-        whose generators restart. With `in_order=False` batches count as if they came in order.
+        whose generators restart unless `seeding="sample"`. With `in_order=False` batches count as
+        if they came in order.
 
         If torch itself makes the batches (an iterable dataset, CREEL_DISABLE=1, not Linux), the
         position is unknown: the call warns, and the state restarts the epoch.
@@ -307,10 +330,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
-        inner = getattr(self.batch_sampler, "sampler", None)
+        batches: Any = self.batch_sampler
+        inner = [getattr(batches, "sampler", None)]
+        if type(batches) is RehearsedBatches:  # of memory.over()
+            inner.append(batches.batches)
         rehearsed = self.__dict__.get("_creel_rehearsed")
         called: list[object] = []
-        for part in (self.sampler, self.batch_sampler, inner, self.dataset, rehearsed):
+        for part in (self.sampler, batches, *inner, self.dataset, rehearsed):
             set_epoch: Callable[[int], object] | None = getattr(part, "set_epoch", None)
             if set_epoch is not None and not any(part is c for c in called):
                 set_epoch(epoch)
@@ -355,6 +381,41 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
         )
     if loader.creel and MISSING is None and not switched_off():
         config_of(loader.creel)  # raises for a wrong setting here, not at the first epoch
+
+
+def _check_workers(loader: DataLoader[Any], num_workers: int | Literal["auto"]) -> int:
+    """Return the number of workers, and seed samples one by one if workers share batches.
+
+    Raises:
+        ConfigError: `workers` is wrong, or "auto" would change batches.
+    """
+    if loader.workers not in {"own", "shared"}:
+        raise ConfigError(f'workers={loader.workers!r}: give "own" or "shared"')
+    if loader.workers == "shared":
+        loader.seeding = "sample"
+    if num_workers != "auto":
+        return num_workers
+    if loader.workers == "own":
+        raise ConfigError(
+            'num_workers="auto" needs workers="shared": else batches depend on how many there are'
+        )
+    return workers_auto(cores(), ranks_here(rank_and_world()[1], os.environ))
+
+
+def _check_seeding(loader: DataLoader[Any]) -> None:
+    """Raise ConfigError if samples of this loader are to be seeded one by one, but cannot be."""
+    if loader.seeding not in {None, "sample"}:
+        raise ConfigError(f'seeding={loader.seeding!r}: give "sample" or None')
+    if loader.seeding is None:
+        return
+    if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
+        kind = type(loader.dataset).__name__
+        what = 'workers="shared"' if loader.workers == "shared" else "seeding"
+        raise ConfigError(f"{what} needs a map-style dataset: samples of {kind} have no numbers")
+    if MISSING is not None:
+        raise ConfigError(f"this torch lacks {MISSING}, which seeding needs")
+    if loader.num_workers and not _starts_processes(loader.multiprocessing_context):
+        raise ConfigError("seeding needs workers that are processes: threads share generators")
 
 
 def _may_take(loader: DataLoader[Any]) -> bool:

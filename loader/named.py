@@ -3,35 +3,79 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError, CreelError
-from creel.loader.binding.bind import bind
+from creel.loader.binding.bind import Binding, bind
+from creel.loader.binding.tree import wrapped_in
+from creel.loader.dataloader import DataLoader as CreelLoader
+from creel.loader.tracing.wrap import wrap
+from creel.system.limits import cores
+from creel.system.progress import ProgressLine
+
+_BATCH = 32
 
 
-def manifest_of(module: str, name: str) -> Manifest:
+def manifest_of(module: str, name: str, said: Callable[[str], None]) -> Manifest:
     """Return the manifest of a dataset, as a loader over it makes it.
+
+    The samples of a dataset that opens its files itself are read once, by this node's cores: only
+    so is it known which files these are.
 
     Args:
         module: imported from the present folder, or from where Python finds it.
         name: a dataset there, a DataLoader, or a function that returns one of these.
+        said: called with a line on what takes long.
 
     Raises:
-        ConfigError: there is no such dataset, or creel does not know its objects.
+        ConfigError: there is no such dataset, or its samples open no file that creel could cache.
         CreelError: the person's code failed.
     """
     found = _imported(module, name)
-    dataset = found.dataset if isinstance(found, DataLoader) else found
+    dataset: Any = found.dataset if isinstance(found, DataLoader) else found
     binding = bind(dataset)
     if binding is None:
+        said(f"{module}:{name} opens files itself: reading its samples, to know which")
+        binding = _read_once(f"{module}:{name}", dataset)
+    if binding is None:
         raise ConfigError(
-            f"{module}:{name} is of type {type(dataset).__name__}, whose files are not known before"
-            " it reads them: creel.wrap(dataset) caches them from the second epoch on"
+            f"{module}:{name} is of type {type(dataset).__name__}, whose samples open no file that"
+            " creel.wrap(dataset) could cache"
         )
     return binding.manifest
+
+
+def _read_once(name: str, dataset: Any) -> Binding | None:
+    """Return the binding of a dataset that opens its files itself; None if it opens none.
+
+    Raises:
+        ConfigError: it has no samples by number.
+        CreelError: one could not be read.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__len__"):
+        raise ConfigError(
+            f"{name} is of type {type(dataset).__name__}: its samples cannot be read by number"
+        )
+    wrapped, done = dataset if wrapped_in(dataset) else wrap(dataset), 0
+    workers = max(round(cores()), 1)
+    loader: DataLoader[Any] = CreelLoader(wrapped, _BATCH, num_workers=workers, collate_fn=_nothing)
+    try:
+        batches = iter(loader)
+        with ProgressLine("batches of samples read", lambda: done, len(loader)):
+            for _ in batches:
+                done += 1
+    except Exception as e:
+        raise CreelError(f"{name}: {type(e).__name__}: {e}") from e
+    return bind(wrapped)
+
+
+def _nothing(_: object) -> None:
+    """Collate samples whose files alone count."""
 
 
 def _imported(module: str, name: str) -> object:

@@ -31,6 +31,7 @@ import xxhash
 
 from creel.errors import ConfigError, CreelError
 from creel.loader.dataloader import DataLoader as CreelLoader
+from creel.system.progress import ProgressLine
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
 Report: TypeAlias = dict[str, Any]
@@ -216,11 +217,13 @@ def _run(
         The records of each loader in order, and the seconds that the run took.
     """
     with tempfile.TemporaryFile() as out:
-        args = (kind, target, arguments, steps, out)
+        written = multiprocessing.RawValue("q")  # records so far
+        args = (kind, target, arguments, _Tape(out, steps, written))
         process = multiprocessing.get_context("fork").Process(target=_record, args=args)
         start = time.monotonic()
         process.start()
-        process.join()
+        with ProgressLine(f"{kind}'s batches", lambda: int(written.value), steps or 0):
+            process.join()
         seconds = time.monotonic() - start
         out.seek(0)
         by_loader: dict[int, list[Record]] = {}
@@ -234,17 +237,15 @@ def _run(
     return [by_loader[number] for number in sorted(by_loader)], seconds
 
 
-def _record(
-    kind: str, target: str, arguments: Sequence[str], steps: int | None, out: IO[bytes]
-) -> None:
-    """Run the target, in a process of its own, and write records or an error to `out`."""
+def _record(kind: str, target: str, arguments: Sequence[str], tape: _Tape) -> None:
+    """Run the target, in a process of its own, and write records or an error to the tape."""
+    tape.pid = os.getpid()
     # The target's own prints must not mix with ours: they go to standard error.
     sys.stdout.flush()
     sys.stdout = sys.stderr
     os.dup2(2, 1)
     os.environ["CREEL_DISABLE"] = "1" if kind == "torch" else "0"
     os.environ["PYTHONHASHSEED"] = "0"  # for spawned workers; forks have this process's
-    tape = _Tape(out, steps)
     _record_batches(tape)
     # A script that uses creel's class keeps it; on torch's side CREEL_DISABLE makes it torch's.
     if kind == "creel":
@@ -332,19 +333,24 @@ def _show(error: Exception) -> None:
 class _Tape:
     """The file that recording loaders write to; ignores writes from forked children."""
 
-    def __init__(self, file: IO[bytes], steps: int | None) -> None:
+    def __init__(self, file: IO[bytes], steps: int | None, written: Any) -> None:
+        """`written`: a shared number of the records so far."""
         self._file = file
         self._steps = steps
-        self._pid = os.getpid()
-        self.written = 0
+        self._written = written
+        self.pid = os.getpid()
+
+    @property
+    def written(self) -> int:
+        return int(self._written.value)
 
     def write(self, record: Record | CreelError) -> None:
         """Write a record, or an error; after `steps` records, end the process."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return
         pickle.dump(record, self._file)
         self._file.flush()
-        self.written += 1
+        self._written.value += 1
         if self.written == self._steps:
             raise SystemExit(0)
 

@@ -15,6 +15,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from creel.policies.arrays import Ints
+
 #: A rank that waited for more than this part of its time was short of batches: the pace at which
 #: they came is then measured, not computed.
 _WAITED = 0.02
@@ -25,8 +29,14 @@ _IDLE = 0.5
 #: Above this multiple of their time, workers run threads of their own.
 _THREADS = 1.3
 
+#: A change that leaves more than this part of a wait is not worth its name; waits that differ by
+#: the other are alike.
+_HELPS, _ALIKE = 0.8, 0.05
+
 #: Stages whose time is a worker's own work.
 _WORK = ("decode", "collate")
+#: What a rank did recently is what it did in so many seconds, but in so many batches at least.
+RECENT_S, RECENT_BATCHES = 10.0, 32
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class RankWindow:
         busy_s: by stage, seconds of all workers, or without workers of the trainer.
         cpu_s: seconds of a processor that workers used; negative if unknown.
         stall_s: by cause, seconds that training waited.
-        made: finished batches that wait now.
+        made: finished batches that wait for training now.
     """
 
     seconds: float
@@ -168,6 +178,57 @@ def straggler(forecasts: Sequence[Forecast]) -> int | None:
     return order[0] if late > _BEHIND * max(first.step_s, 1e-9) else None
 
 
+# --- from the last batches of a rank (`cache.memory.batch_log`) ---------------------------------
+
+
+def recent(taken_ns: Ints) -> slice:
+    """Return which batches are recent, of those that training took at (k,) moments, in order.
+
+    The first one of the slice is only where the time of the others begins.
+
+    >>> recent(np.arange(0, 100 * 10**9, 10**9))
+    slice(67, 100, None)
+    """
+    if not len(taken_ns):
+        return slice(0, 0)
+    since = int(np.searchsorted(taken_ns, taken_ns[-1] - int(1e9 * RECENT_S)))
+    return slice(max(min(since, len(taken_ns) - RECENT_BATCHES - 1), 0), len(taken_ns))
+
+
+def utilisation(wait_began_ns: Ints, taken_ns: Ints) -> float | None:
+    """Return the share of its recent time in which training did not wait; None if it is unknown.
+
+    Args:
+        wait_began_ns, taken_ns: (k,) when training began to wait for each batch and when it got it,
+            in the order in which it got them, whichever loaders they are of.
+
+    >>> utilisation(np.array([0, 15, 20]), np.array([10, 15, 30]))
+    0.5
+    """
+    lately = recent(taken_ns)
+    began, taken = wait_began_ns[lately], taken_ns[lately]
+    if len(taken) < 2 or taken[-1] <= taken[0]:
+        return None
+    waits = taken[1:] - np.maximum(began[1:], taken[:-1])
+    return 1 - float(np.clip(waits.sum() / (taken[-1] - taken[0]), 0, 1))
+
+
+def finished(packed_ns: Ints, taken_ns: Ints) -> int:
+    """Return how many other batches lay finished when the last of them was finished.
+
+    Args:
+        packed_ns, taken_ns: (k,) when each batch was finished and taken, in order. Training has all
+            of them now, but at that moment some waited.
+
+    >>> finished(np.array([1, 2, 3, 4]), np.array([2, 5, 6, 7]))
+    2
+    """
+    if not len(packed_ns):
+        return 0
+    at = packed_ns[-1]
+    return int(((packed_ns < at) & (taken_ns > at)).sum())
+
+
 # --- what if: each returns the window as it would have been -------------------------------------
 
 
@@ -176,34 +237,54 @@ def with_workers(one: RankWindow, workers: int) -> RankWindow:
     return _unseen(replace(one, workers=workers))
 
 
-def with_memory(one: RankWindow, hits: float) -> RankWindow:
+def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
     """Return the window if this share of what is read now were in memory."""
-    return _without(one, "source", hits)
+    return _without(one, "source", hits * one.busy_s.get("source", 0.0))
 
 
-def with_decoded(one: RankWindow, share: float, copy_s: float = 0.0) -> RankWindow:
+def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> RankWindow:
     """Return the window if this share of the samples were kept decoded.
 
     Args:
-        copy_s: seconds for the copies of one batch, all of it kept.
+        again: part of the time of "decode" that is spent on what need not be done again.
+        copies: the same for the copies that are then made instead, of all samples.
     """
-    less = _without(_without(one, "decode", share), "source", share)
-    copies = share * copy_s * one.batches
-    busy = {**less.busy_s, "decode": less.busy_s.get("decode", 0.0) + copies}
-    return replace(less, busy_s=busy)
+    saved = share * max(again - copies, 0.0) * one.busy_s.get("decode", 0.0)
+    return _without(_without(one, "decode", saved), "source", share * one.busy_s.get("source", 0.0))
 
 
-def _without(one: RankWindow, stage: str, share: float) -> RankWindow:
-    """Return the window without a share of one stage's time."""
-    saved = share * one.busy_s.get(stage, 0.0)
-    busy = {**one.busy_s, stage: one.busy_s.get(stage, 0.0) - saved}
-    if one.cpu_s < 0 or stage not in _WORK:
-        return _unseen(replace(one, busy_s=busy))
+def _without(one: RankWindow, stage: str, saved_s: float) -> RankWindow:
+    """Return the window without some of one stage's time."""
+    busy = {**one.busy_s, stage: one.busy_s.get(stage, 0.0) - saved_s}
     own = sum(one.busy_s.get(name, 0.0) for name in _WORK)
-    return _unseen(replace(one, busy_s=busy, cpu_s=one.cpu_s * (1 - saved / own) if own else 0.0))
+    if one.cpu_s < 0 or stage not in _WORK or not own:
+        return _unseen(replace(one, busy_s=busy))
+    return _unseen(replace(one, busy_s=busy, cpu_s=one.cpu_s * (1 - saved_s / own)))
 
 
 def _unseen(one: RankWindow) -> RankWindow:
     """Return the window as if training had not waited: the pace that was seen holds no more."""
     left = max(one.seconds - one.waited_s, 1e-9)
     return replace(one, seconds=left, stall_s={})
+
+
+def enough_workers(ranks: Sequence[RankWindow], cores: float) -> int | None:
+    """Return the least number of workers of each rank that helps as much as any; None: none does.
+
+    No more than the node has cores: workers beyond them would only take turns.
+
+    >>> enough_workers([RankWindow(16.0, 64, 2, {"decode": 32.0}, {"decode": 8.0})], cores=8)
+    4
+    """
+    fewest, most = max(one.workers for one in ranks) + 1, int(cores)
+    if most < fewest:
+        return None
+
+    def wait_s(workers: int) -> float:
+        return max(one.wait_s for one in forecast([with_workers(r, workers) for r in ranks], cores))
+
+    now, best = max(one.wait_s for one in forecast(ranks, cores)), wait_s(most)
+    if best > _HELPS * now:
+        return None
+    good = max(best + _ALIKE * now, 0.0)
+    return next(n for n in range(fewest, most + 1) if wait_s(n) <= good)

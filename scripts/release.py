@@ -5,9 +5,10 @@
     python scripts/release.py tag
 
 `check` says what stands in the way: changes that are not committed, a CHANGELOG without this
-version, a tag that exists. `build` makes dist/*.whl and dist/*.tar.gz of the last commit, and opens
-them. No file of the repository says where it lies, so `build` is told, and writes it into the
-package's links and into those of README, which an index shows. `make test` comes before, in CI.
+version, a tag that exists, a README that says nothing was released. `build` checks the same, makes
+dist/*.whl and dist/*.tar.gz of the last commit, and opens them. No file of the repository says
+where it lies, so `build` is told, and writes it into the package's links and into those of README,
+which an index shows. `make test` comes before, in CI.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ VERSION = re.findall(
 TAG = f"v{VERSION}"
 _LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)\)")  # a link within the repository
 _NEEDED = ("py.typed", "deploy/creeld.service", "deploy/slurm/prolog.sh", "examples/train.py")
+_UNRELEASED = "Nothing has been released yet"  # said in README until the first release
 _BUILD = (
     "import sys; from setuptools import build_meta as b; out = sys.argv[1];"
     " b.build_sdist(out); b.build_wheel(out)"
@@ -44,6 +46,8 @@ def check() -> list[str]:
         found.append(f"CHANGELOG.md has no heading '## {VERSION} - YYYY-MM-DD'")
     if _git("tag", "--list", TAG):
         found.append(f"the tag {TAG} exists: raise VERSION in src/creel/version.py")
+    if _UNRELEASED in (ROOT / "README.md").read_text():
+        found.append(f"README.md says: {_UNRELEASED}")
     return found
 
 
@@ -140,6 +144,11 @@ def _require(good: bool, otherwise: str) -> None:
         raise SystemExit(f"release: {otherwise}")
 
 
+def _check() -> None:
+    found = check()
+    _require(not found, "; ".join(found))
+
+
 def _export(folder: str) -> Path:
     """Return a folder with the files of the last commit."""
     archive = subprocess.run(
@@ -160,6 +169,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "build":
         _require(bool(args.repository), "--repository is missing: where does the source lie?")
+        # `prepare` writes into the tree: never into somebody's clone.
+        _require(
+            args.tree is None or not (args.tree / ".git").exists(),
+            f"{args.tree} is a clone: give a copy without .git",
+        )
+        if args.tree is None:
+            _check()
         with tempfile.TemporaryDirectory() as folder:
             tree = args.tree or _export(folder)
             prepare(tree, args.repository.rstrip("/"))
@@ -167,8 +183,7 @@ def main() -> None:
                 print(f"built {path}")
         print(f"upload them, once tagged: twine upload {args.out}/creel_data-{VERSION}*")
         return
-    found = check()
-    _require(not found, "; ".join(found))
+    _check()
     if args.what == "tag":
         tag()
         print(f"tagged {TAG}; publish it: git push origin {TAG}")

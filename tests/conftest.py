@@ -27,6 +27,7 @@ from kit import daemon_of, descriptors, nothing_left, unique_name, until
 
 if TYPE_CHECKING:
     from daemons import Running
+    from testbed.redis_server import Address
     from testbed.slow_files import SlowFiles
 
 #: No deadline, as a slow machine is no failure; a repeated test sees the same examples.
@@ -141,6 +142,26 @@ def slow(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlowFiles]:
     made = SlowFiles(tmp_path, getattr(request, "param", "npy"))
     yield made
     made.fs.close()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    """An address in a Redis server of this process; without one, the test is skipped."""
+    from testbed.redis_server import LACKING, redis_server
+
+    if LACKING:
+        pytest.skip(f"no Redis server: {LACKING}")
+    with redis_server(tmp_path_factory.mktemp("redis")) as address:
+        yield address
+
+
+@pytest.fixture(params=["folder", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | Address:
+    """Where a stream may be: in a folder, or in Redis."""
+    if request.param == "folder":
+        return tmp_path / "stream"
+    redis: Address = request.getfixturevalue("redis")
+    return redis / unique_name() / "stream"
 
 
 @pytest.fixture

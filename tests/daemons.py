@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 from creel.loader.client.session import Session
+from creel.loader.tracing.journal import JOURNAL
 from forks import Forked, prepare
 from kit import until
 
@@ -82,6 +84,14 @@ class Running:
 
     def fds(self) -> int:
         return int(psutil.Process(self.pid).num_fds())
+
+    def journals(self) -> int:
+        """Return how many descriptors of journals the daemon has."""
+        found = 0
+        for link in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found += f"memfd:{JOURNAL} " in str(link.readlink())
+        return found
 
     def __enter__(self) -> Running:
         return self

@@ -93,6 +93,11 @@ class Cores:
         idle, total = self._jiffies()
         return 4 * (idle - self._idle) >= total - self._all
 
+    def skip_unless_spare(self) -> None:
+        """Skip the rest of a test, which compares counts: what it said of batches was tested."""
+        if not self.spare():
+            pytest.skip("batches compared; no core was idle")
+
     @staticmethod
     def _jiffies() -> tuple[int, int]:
         """Return the time that our cores were idle, and their time; what a host stole is used."""

@@ -64,6 +64,11 @@ class Arena:
         """The descriptor for clients."""
         return self._given.fd
 
+    @property
+    def own(self) -> Descriptor:
+        """The descriptor that the memory can be written through."""
+        return self._own
+
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes into the arena through its descriptor, not through the mapping.
 

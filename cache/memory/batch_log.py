@@ -9,7 +9,11 @@ RECORDED says how many batches were recorded so far: it is written after their r
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 #: The words of a session that come before the ring, and its rows.
 HEAD_NBYTES = 4096
@@ -48,6 +52,16 @@ class BatchRow(NamedTuple):
     worker: int
 
 
+#: Columns of `BatchLog.table`.
+PACKED, WAIT_BEGAN, TAKEN = map(BatchRow._fields.index, ("packed", "wait_began", "taken"))
+
+
+def columns(rows: Sequence[Sequence[int]]) -> dict[str, NDArray[np.int64]]:
+    """Return recorded batches as (k,) arrays by the names of the fields of `BatchRow`."""
+    table = np.array(rows, np.int64).reshape(-1, len(BatchRow._fields))
+    return dict(zip(BatchRow._fields, table.T, strict=True))
+
+
 class BatchLog:
     """The rows of one session."""
 
@@ -74,21 +88,25 @@ class BatchLog:
         )
         self._words[RECORDED] = step + 1
 
-    def rows(self, since: int = 0) -> list[BatchRow]:
+    def table(self, since: int = 0) -> NDArray[np.int64]:
         """Return the recorded batches from step `since` on, as far as they are there, in order.
 
-        The row that the trainer may be writing at the moment is left out: ROWS - 1 at most. Clients
-        may write anything, so a row may have any values but a wrong step.
+        (k, 8), columns in the order of the fields of `BatchRow`. The row that the trainer may be
+        writing at the moment is left out: ROWS - 1 at most. Clients may write anything, so a row
+        may have any values but a wrong step.
         """
         end = self._words[RECORDED]
         first = max(since, end - ROWS, 0)
-        copy = bytes(self._bytes[HEAD_NBYTES:])
-        found = [
-            BatchRow._make(_ROW.unpack_from(copy, step % ROWS * _ROW.size))
-            for step in range(first, min(end, first + ROWS))
-        ]
-        least = self._words[RECORDED] - ROWS + 1
-        return [row for step, row in enumerate(found, first) if row.step == step and step >= least]
+        steps = np.arange(first, max(min(end, first + ROWS), first), dtype=np.int64)
+        copy = np.frombuffer(bytes(self._bytes[HEAD_NBYTES:]), np.int64).reshape(ROWS, -1)
+        found: NDArray[np.int64] = copy[steps % ROWS]
+        least = max(self._words[RECORDED] - ROWS + 1, 0)
+        whole: NDArray[np.bool_] = (found[:, 0] == steps) & (steps >= least)
+        return np.asarray(found[whole])
+
+    def rows(self, since: int = 0) -> list[BatchRow]:
+        """Return the same as `table`, row by row."""
+        return [BatchRow._make(row) for row in self.table(since).tolist()]
 
     def close(self) -> None:
         """Let go of the words."""

@@ -21,6 +21,7 @@ from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
+from creel.daemon.core.restart.kept import KeptObjects, Restored, kept_of, restore
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.arrays import Index
 from creel.policies.prefetch import Window
@@ -92,6 +93,7 @@ class Core:
             events.PeerServed: self._serving.served,
             events.DiskOpened: self._disk_opened,
             events.FoundOnDisk: self._found,
+            Restored: self._restored_objects,
             events.Spilled: self._spilling.landed,
         }
         untimed |= {event: self._if_open(handle) for event, handle in of_session.items()}
@@ -269,9 +271,17 @@ class Core:
     def _found(self, e: events.FoundOnDisk) -> None:
         self._residencies[e.dataset].found_on_disk(e.ids.astype(np.intp), e.nbytes)
 
+    def _restored_objects(self, e: Restored) -> None:
+        residency = self._residencies.get(e.dataset)
+        if residency is not None and e.kept is not None:
+            restore(residency, e.kept)
+        else:
+            self._admission.space.abandon(e.dataset)
+        self._set_reaches()
+
     def _warmed(self, e: events.Warm) -> None:
         if e.dataset in self._residencies:
-            self._residencies[e.dataset].warming = 0
+            self._residencies[e.dataset].warming = -1 if e.stop else 0
 
     def _dropped(self, e: events.Dropped) -> None:
         residency = self._residencies.get(e.dataset)
@@ -389,6 +399,11 @@ class Core:
         return self._out
 
     # --- reports -------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, KeptObjects]:
+        """Return the residents of all datasets, for the daemon after this one."""
+        held = {name: one for name, one in self._residencies.items() if one.resident}
+        return {name: kept_of(one) for name, one in held.items()}
 
     def planned(self, session: int) -> tuple[int, int]:
         """Return the steps that an open session has done, and those of its plan."""

@@ -239,9 +239,10 @@ class Spilled(Event, frozen=True):
 
 
 class Warm(Event, frozen=True):
-    """Load a dataset before any session reads it, as far as there is room."""
+    """Load a dataset before any session reads it, as far as there is room; `stop`: no further."""
 
     dataset: str
+    stop: bool = False
 
 
 class Dropped(Event, frozen=True):

@@ -188,6 +188,10 @@ class Versions:
                 self.seen[new] = np.maximum(self.seen[new], generation)
         return late
 
+    def restore(self, ids: Index, version: Ints) -> None:
+        """Enter the versions (k,) of objects that another daemon has read; each needs a check."""
+        self.version[self.files(ids)] = version
+
     def _replaced(self, files: Index, version: Ints, generation: int) -> Files:
         """Enter reads of other or changing versions; return files with outdated residents."""
         which, first, at = np.unique(files, return_index=True, return_inverse=True)

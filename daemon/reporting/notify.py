@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+
+from creel.cache.memory.memfd import Descriptor
+
+_FIRST_FD = 3  # sd_listen_fds(3)
 
 
 class Notify:
@@ -44,10 +50,46 @@ class Notify:
     def stopping(self) -> None:
         self("STOPPING=1", "STATUS=draining")
 
+    @property
+    def heard(self) -> bool:
+        """Whether there is a service manager."""
+        return self._socket is not None
+
+    def store(self, name: str, fd: int) -> None:
+        """Leave a descriptor to the next daemon of this service, if its unit allows any."""
+        if self._socket is None:
+            return
+        text, fds = f"FDSTORE=1\nFDNAME={name}".encode(), array.array("i", [fd])
+        along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+        with contextlib.suppress(OSError):
+            self._socket.sendmsg([text], along, 0, self._address)
+
+    def unstore(self, *names: str) -> None:
+        """Let the service manager close the descriptors of these names."""
+        for name in names:
+            self("FDSTOREREMOVE=1", f"FDNAME={name}")
+
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def handed_over(env: MutableMapping[str, str]) -> dict[str, Descriptor]:
+    """Take the descriptors that the service manager gave this process, by name.
+
+    The variables are removed, as no child has these descriptors. A name given twice means nothing.
+    """
+    words = {name: env.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")}
+    if words["LISTEN_PID"] != str(os.getpid()) or not words["LISTEN_FDS"].isdigit():
+        return {}
+    names = words["LISTEN_FDNAMES"].split(":")
+    given: dict[str, Descriptor] = {}
+    for fd in range(_FIRST_FD, _FIRST_FD + int(words["LISTEN_FDS"])):
+        os.set_inheritable(fd, False)
+        name = names[fd - _FIRST_FD] if fd - _FIRST_FD < len(names) else ""
+        given[name if names.count(name) == 1 else f"{name} {fd}"] = Descriptor(fd)
+    return given
 
 
 def _watchdog_s(env: Mapping[str, str]) -> float:

@@ -10,10 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
+from creel.cache.memory.batch_log import PACKED, TAKEN, WAIT_BEGAN
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
 from creel.counters import GAUGES, report
+from creel.policies.arrays import Ints
+from creel.policies.model import finished, utilisation
 
 if TYPE_CHECKING:
     from creel.daemon.service.node import Node
@@ -136,11 +141,29 @@ def source(one: DatasetRecord) -> dict[str, Any]:
     }
 
 
+def batches(one: SessionRecord, since_ns: int) -> dict[str, Any]:
+    """Return the last batches of a session that were taken after `since_ns`, see `BatchRow`."""
+    table = one.words.log.table()
+    return {"session": one.id, "rows": table[table[:, TAKEN] > since_ns].tolist()}
+
+
+def fed(tables: Iterable[Ints]) -> dict[str, float]:
+    """Return the accelerator's utilisation, from the recorded batches of all streams of a rank.
+
+    {} where too few batches are recorded.
+    """
+    rows = np.clip(np.concatenate(list(tables)), 0, 1 << 62)  # clients may write anything
+    rows = rows[np.argsort(rows[:, TAKEN], kind="stable")]
+    share = utilisation(rows[:, WAIT_BEGAN], rows[:, TAKEN])
+    return {} if share is None else {"utilisation": share}
+
+
 def session(one: SessionRecord, pid: int, core: Mapping[str, Any]) -> dict[str, Any]:
     """Return state and counters of one session, including its trainer's counters.
 
     core: the session in the core's snapshot.
     """
+    table = one.words.log.table()
     steps_ready = max(one.words[READY] - one.words[DONE], 0)
     return {
         "session": one.id,
@@ -155,6 +178,9 @@ def session(one: SessionRecord, pid: int, core: Mapping[str, Any]) -> dict[str, 
         "waiting": len(one.waiters),
         "ahead": steps_ready,
         "lead_now_s": steps_ready * float(core["step_s"]),
+        "made": finished(table[:, PACKED], table[:, TAKEN]),
+        **fed([table]),
+        "own_file": one.own_file,
         **report(one.words.counters()),
     }
 
@@ -167,20 +193,36 @@ class Ranks:
 
     def __init__(self) -> None:
         self._closed: dict[tuple[str, int], dict[str, int]] = {}
+        self._own_files: dict[tuple[str, int], str] = {}  # one of each, of some ranks
 
     def add_closed(self, one: SessionRecord) -> None:
         """Keep the counters of a session that ends, while its shared words still exist."""
         _add(self._closed, one, leave_out=GAUGES)
+        if one.own_file:
+            self._own_files[one.opened.job, one.opened.rank] = one.own_file
         while len(self._closed) > _MAX_RANKS:
-            del self._closed[next(iter(self._closed))]
+            oldest = next(iter(self._closed))
+            del self._closed[oldest]
+            self._own_files.pop(oldest, None)
 
     def reports(self, sessions: Iterable[SessionRecord]) -> list[dict[str, Any]]:
         """Return the counters of each rank, given the open sessions; the latest come last."""
         sums = {who: dict(counters) for who, counters in self._closed.items()}
+        own_files = dict(self._own_files)
+        tables: dict[tuple[str, int], list[Ints]] = {}
         for one in sessions:
             _add(sums, one)
+            who = one.opened.job, one.opened.rank
+            tables.setdefault(who, []).append(one.words.log.table())
+            if one.own_file:
+                own_files[who] = one.own_file
         latest = list(sums.items())[-_MAX_RANKS:]
-        return [{"job": job, "rank": rank, **report(n)} for (job, rank), n in latest]
+        return [
+            {"job": who[0], "rank": who[1], "own_file": own_files.get(who, "")}
+            | (fed(tables[who]) if who in tables else {})
+            | report(n)
+            for who, n in latest
+        ]
 
 
 def _add(

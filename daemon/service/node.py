@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.memory.pools.allocator import Allocator
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
 from creel.cache.storage.manifest import Manifest
@@ -27,11 +28,13 @@ from creel.cache.storage.stores.access import check_grants
 from creel.config import Config, memory_budget, memory_reserve
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
+from creel.daemon.core.restart.kept import KeptObjects, Restored
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
+from creel.daemon.service.kept_memory import KeptMemory, packed, unpacked, write_index
 from creel.daemon.service.memory_guard import MemoryGuard
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
@@ -69,6 +72,7 @@ log = logging.getLogger("creel.node")
 BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
 #: Files kept open per dataset with many objects per file (the default soft limit is 1024).
 _KEPT_FILES = 128
+_ENDING_S = 2.0  # for reads under way when the daemon ends; with one that hangs nothing is kept
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Node:
         call_soon: runs a function on the loop thread, soon; may be called from any thread.
         send: sends (client, message) over the request socket.
         embedded: whether this daemon ends with its last client.
+        kept: the index and the arena of the last daemon of this service.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Node:
         call_soon: Callable[[Callable[[], None]], None],
         send: Callable[[bytes, Any], None],
         embedded: bool,
+        kept: tuple[KeptMemory, Descriptor] | None = None,
     ) -> None:
         memory = limits.memory()
         self.config = config
@@ -110,15 +116,21 @@ class Node:
         self.clients: Callable[[], int] = lambda: 0
         self.pids: Callable[[], dict[str, int]] = dict
         self.request_address = ""
-        self.arena = Arena.create(
-            memory_budget(config.memory, total=memory.total, available=memory.available)
-        )
+        self.returns = False  # set by the loop: whether a service manager starts it again
+        restored = {one.key: unpacked(one) for one in kept[0].datasets} if kept else {}
+        if kept:
+            self.arena = Arena(kept[1], kept[0].arena_nbytes)
+        else:
+            self.arena = Arena.create(
+                memory_budget(config.memory, total=memory.total, available=memory.available)
+            )
         self.registry = Registry(
             max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
         )
         self.ranks = stats.Ranks()
         window = Window.of(config.window, config.fetch)
-        self.core = Core(Allocator(self.arena.nbytes), window)
+        ranges = {key: objects.ranges for key, objects in restored.items()}
+        self.core = Core(Allocator(self.arena.nbytes, ranges), window)
         kept_free = memory_reserve(config.memory, total=memory.total, auto=reserve(memory.total))
         self.memory_guard = MemoryGuard(self.core, self.handle_event, kept_free)
         self.disk = Disk(config.disk, self.arena, self._hand_in)
@@ -155,6 +167,8 @@ class Node:
             events.AskPlan: self.clusters.ask_plan,
             events.PlanRetention: lambda action: self._planner.put(partial(self._plan, action)),
         }
+        for one in kept[0].datasets if kept else []:
+            self._background.put(partial(self._restore, one.manifest, one.key, restored[one.key]))
 
     # --- events and actions -------------------------------------------------------------------
 
@@ -278,8 +292,8 @@ class Node:
 
     def welcome(self, token: str) -> tuple[Welcome, int]:
         """Return the greeting and the arena's descriptor."""
-        welcome = Welcome(PROTOCOL, token, self.request_address, self.arena.nbytes, os.getpid())
-        return welcome, self.arena.fd
+        where = self.request_address, self.arena.nbytes, os.getpid()
+        return Welcome(PROTOCOL, token, *where, self.returns), self.arena.fd
 
     def expect(self) -> None:
         """Import pyarrow in the background, as a client is about to register a dataset."""
@@ -372,6 +386,55 @@ class Node:
         heads = sorted(filter(manifest.begins_with, others), key=len, reverse=True)
         dataset.begins_with = tuple(head.key for head in heads)
         return dataset
+
+    def _restore(self, data: bytes, key: str, objects: KeptObjects) -> None:
+        """Register a dataset of the last daemon with its residents, in the background thread.
+
+        Clients' datasets are registered in the same thread after it, so that nothing moves before.
+        """
+        dataset = None
+        try:
+            manifest = Manifest.from_arrow(data)
+            record = LocationTable.record_of(manifest.summed, self.arena.nbytes)
+            nbytes = tables_nbytes(manifest, record, disk=bool(self.config.disk.path))
+            grants: Grants = [{} for _ in manifest.access]  # until a client gives its own
+            if manifest.key == key:
+                dataset = self._prepare(manifest, grants, record, nbytes, [])
+        except Exception:
+            log.exception("a dataset of the last daemon cannot be used")
+
+        def enter() -> None:
+            if dataset is not None:
+                self._add_dataset("", dataset)
+            known = self.registry.datasets.get(key)
+            kept = objects if known is not None and known is dataset else None
+            self.handle_event(Restored(key, kept))
+
+        self._call_soon(enter)
+
+    def keep(self) -> Descriptor | None:
+        """Write the index of what is in the arena, for the next daemon; None if it cannot be used.
+
+        Nothing is written to the arena any more. Sessions lose their ready steps, as the next
+        daemon will move bytes: a reader that copies meanwhile notices, and reads directly.
+        """
+        self.fetcher.close()
+        self.fetcher.join(_ENDING_S)
+        for session in self.registry.sessions.values():
+            session.unready(0)
+        if not self._sound:
+            return None
+        if not self.fetcher.ended:
+            log.info("the memory is not left to the next daemon: a read that hangs may write to it")
+            return None
+        datasets = self.registry.datasets
+        kept = self.core.kept()
+        try:
+            entries = [packed(k, datasets[k].manifest.to_arrow(), kept[k]) for k in kept]
+            return write_index(self.config.memory.budget, self.arena.nbytes, entries)
+        except (OSError, ValueError, MemoryError):
+            log.warning("the memory cannot be left to the next daemon", exc_info=True)
+            return None
 
     def _add_dataset(self, token: str, dataset: DatasetRecord) -> Answer:
         known = self.registry.datasets.get(dataset.key)

@@ -10,9 +10,11 @@ import fcntl
 import itertools
 import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +39,7 @@ from creel.cache.storage.source import Source
 from creel.daemon.core.versions import Versions
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Open
-from creel.policies.cluster.job_order import SampleObjects
+from creel.policies.cluster.job_order import SampleObjects, hash_of
 
 DRAINING, CLOSED = 1, 2
 _MAX_WAITERS = 4096  # most pending waits of a session; workers x threads stays far below
@@ -146,7 +148,9 @@ class SessionRecord:
     #: (samples,) the object of each sample, of which the first `sampled` are known.
     samples: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     sampled: int = 0
+    hashed: blake2b = field(default_factory=hash_of)  # of these
     among: SampleObjects | None = None  # the same, once all are known
+    own_file: str = ""  # one that the dataset opens itself, past creel
     rehearses: bool = False  # whether its job replays earlier data
 
     def forget_samples(self) -> None:
@@ -159,13 +163,14 @@ class SessionRecord:
         `among` is never written to again, as plans may use it in other threads.
         """
         if first == 0:
-            self.samples = np.empty(samples, np.int32)
+            self.samples, self.hashed = np.empty(samples, np.int32), hash_of()
         if first != self.sampled or samples != len(self.samples):
             return
         self.samples[first : first + len(objects)] = objects
+        self.hashed.update(objects.data)
         self.sampled = first + len(objects)
         if self.sampled == samples:
-            self.among = SampleObjects(self.samples)
+            self.among = SampleObjects(self.samples, self.hashed)
 
     def claimed(self) -> tuple[int, int]:
         """Return the steps that are done and wanted as the client says: any numbers."""
@@ -254,6 +259,8 @@ class Registry:
         self.sessions: dict[int, SessionRecord] = {}
         #: Failed reads by kind, of removed datasets.
         self.past_errors: Counter[str] = Counter()
+        #: Which objects samples are, by digest: of the sessions, and of orders that the core keeps.
+        self._among: weakref.WeakValueDictionary[int, SampleObjects] = weakref.WeakValueDictionary()
         self._max_datasets = max_datasets
         self._max_sessions = max_sessions
         self._ids = itertools.count(1)
@@ -342,15 +349,15 @@ class Registry:
         return [s for s in self.sessions.values() if s.token == token]
 
     def share_samples(self, session: SessionRecord) -> None:
-        """Keep what a session's samples are only once for all ranks of a node that say the same."""
-        for other in self.sessions.values():
-            if other is not session and other.among == session.among is not None:
-                session.samples, session.among = other.samples, other.among
-                return
+        """Keep what samples are only once for all ranks and epochs that say the same."""
+        if session.among is not None:
+            session.among = self._among.setdefault(session.among.digest, session.among)
+            session.samples = session.among.objects
 
     def samples_nbytes(self) -> int:
-        """Return the bytes of what samples are, as the sessions have said."""
-        return sum({id(s.samples): s.samples.nbytes for s in self.sessions.values()}.values())
+        """Return the bytes of what samples are, as sessions have said and orders refer to."""
+        coming = sum(s.samples.nbytes for s in self.sessions.values() if s.among is None)
+        return coming + sum(one.objects.nbytes for one in list(self._among.values()))
 
     def client_left(self, token: str) -> None:
         """Drop all claims of the owner of `token`, who has disconnected."""

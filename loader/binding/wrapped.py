@@ -64,7 +64,7 @@ class Reading(Protocol):
         ...
 
     def recorded(self) -> bool:
-        """Whether reads were recorded that had to wait for their source."""
+        """Whether reads are being recorded, and any process has recorded some."""
         ...
 
 
@@ -110,5 +110,5 @@ def configure(dataset: Wrapped, config: Config, origins: dict[str, str]) -> None
 
 
 def recorded(dataset: Wrapped) -> bool:
-    """Whether reads of a wrapped dataset were recorded that had to wait for their source."""
+    """Whether reads of a wrapped dataset are being recorded, and any process has recorded some."""
     return reads_of(dataset).recorded()

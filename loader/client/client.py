@@ -67,6 +67,7 @@ class Client:
     ) -> None:
         self.token = welcome.token
         self.daemon_pid = welcome.pid
+        self.returns = welcome.returns
         self.arena = arena
         self.request_address = welcome.request_address
         self._control_socket = control_socket
@@ -383,8 +384,8 @@ class Client:
 
     def notify(self, request: messages.Close | messages.WithdrawJournal) -> None:
         """Send a request that has no reply."""
-        with self._control_lock:
-            if self.alive:
+        if self.alive:  # in a forked child another thread may have held the lock
+            with self._control_lock:
                 try:
                     self._control_socket.send(messages.encode(request))
                 except OSError:

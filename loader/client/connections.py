@@ -29,7 +29,11 @@ _log = logging.getLogger("creel.loader")
 
 #: Seconds from a failure to reach or start a daemon to the next attempt: at first, and at most.
 RETRY_S, MAX_RETRY_S = 30.0, 600.0
+#: Seconds for which a service that has ended is expected back, and between two looks for it. To
+#: start a daemon meanwhile would take the training away from the memory that the service keeps.
+RETURN_S, LOOK_S = 10.0, 0.25
 _not_before: dict[str, float] = {}
+_returns_by: dict[str, float] = {}  # when a service that has ended is not expected any more
 _pauses: dict[str, float] = {}  # seconds after the last failure
 _clients: dict[str, Client] = {}
 _starts: dict[str, DaemonStart] = {}
@@ -60,18 +64,33 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
                     _log.warning(
                         "the creel daemon has ended: connecting to another, or starting one"
                     )
+                if client.returns and not hung:
+                    _returns_by[name] = time.monotonic() + RETURN_S
                 disconnect(name)
             start = _starts.pop(name, None)
             client = None
-            if not hung:
+            if start is None and time.monotonic() < _returns_by.get(name, 0.0):
+                client = _returned(name, trainer_pid)
+                if client is None:
+                    _not_before[name] = time.monotonic() + LOOK_S
+                    return None
+            elif not hung:
                 client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
             if client is None:
                 pause_s = _pauses[name] = min(2 * _pauses.get(name, RETRY_S / 2), MAX_RETRY_S)
                 _not_before[name] = time.monotonic() + pause_s
             else:
                 _pauses.pop(name, None)
+                _returns_by.pop(name, None)
                 _clients[name] = client
         return client
+
+
+def _returned(name: str, trainer_pid: int) -> Client | None:
+    """Connect to a service that was started again; None if it does not serve yet."""
+    with suppress(UnavailableError, OSError):
+        return Client.connect(name, trainer_pid=trainer_pid)
+    return None
 
 
 def running_client(config: Config) -> Client | None:
@@ -87,11 +106,15 @@ def running_client(config: Config) -> Client | None:
             return client if client.alive else None
         if name in _starts or time.monotonic() < _not_before.get(name, 0.0) or few_descriptors():
             return None
-        try:
-            client = _clients[name] = Client.connect(name)
-        except (UnavailableError, OSError):
-            return None
-        return client
+    try:
+        made = Client.connect(name)  # without the lock: others need not wait for a stopped daemon
+    except (UnavailableError, OSError):
+        return None
+    with _lock:
+        client = _clients.setdefault(name, made)
+    if client is not made:
+        made.close()
+    return client
 
 
 def open_session(
@@ -151,7 +174,8 @@ def start_daemon_early(config: Config) -> None:
     """
     name = config.daemon.name
     with _lock:
-        if name in _clients or name in _starts or time.monotonic() < _not_before.get(name, 0.0):
+        later = max(_not_before.get(name, 0.0), _returns_by.get(name, 0.0))
+        if name in _clients or name in _starts or time.monotonic() < later:
             return
         start = start_early(config)
         if start is not None:
@@ -184,6 +208,7 @@ def _forget_inherited() -> None:
     _lock = threading.Lock()
     _clients.clear()
     _not_before.clear()
+    _returns_by.clear()
     _pauses.clear()
     _seen_starting.clear()
     while _starts:

@@ -7,6 +7,7 @@ ranks would count as separate jobs, each of which reads the whole dataset.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -64,6 +65,20 @@ def on_one_node(world: int, env: Mapping[str, str]) -> bool:
     # srun may start torchrun on several nodes, in a step with one task on each.
     step = _number(env, "SLURM_STEP_NUM_NODES"), _number(env, "SLURM_STEP_NUM_TASKS")
     return bool(_slurm(env)) and step == (1, world)
+
+
+def ranks_here(world: int, env: Mapping[str, str]) -> int:
+    """Return how many of `world` ranks run on this node; all of them if no launcher knows.
+
+    >>> ranks_here(16, {"LOCAL_WORLD_SIZE": "8"}), ranks_here(4, {}), ranks_here(1, {})
+    (8, 4, 1)
+    """
+    known = (_number(env, name) for name in _HERE)
+    here = next((number for number in known if number > 0), 0)
+    if not here and _slurm(env):
+        # Tasks of a step are spread evenly: the last node may have fewer.
+        here = math.ceil(world / max(_number(env, "SLURM_STEP_NUM_NODES"), 1))
+    return min(here or world, world)
 
 
 def job_name(env: Mapping[str, str] | None = None) -> str:

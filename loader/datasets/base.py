@@ -21,9 +21,10 @@ from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, SourceError
 from creel.loader.decoded.keeping import Keeping
 from creel.loader.decoded.objects import ObjectKeeping
+from creel.loader.decoded.worth import looked_at
 from creel.loader.reading.observer import take
 from creel.loader.reading.storage import Options, in_threads, settings
-from creel.loader.reading.this_thread import thread_use
+from creel.loader.reading.this_thread import this_thread, thread_use
 from creel.policies.arrays import Ids, Ints
 
 #: `each` uses threads once this many jobs have slept, and at least one in this many of all.
@@ -219,6 +220,11 @@ class CreelDataset(Dataset[Sample]):
     def decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:
         """`decode` an object's bytes, or return a copy of what was kept of that."""
         if self._keeping is None:
+            lease = this_thread.lease
+            if lease is not None:
+                lease.decodes += 1
+                if lease.decodes == 1:
+                    decode = looked_at(lease, decode)
             return self._decoded(object_id, decode)
         return self._keeping.sample(
             *(self, object_id, decode), lambda decode: self._decoded(object_id, decode)

@@ -43,7 +43,7 @@ def decode_image(data: bytes) -> Image.Image:
     try:
         from PIL import Image
     except ImportError as e:
-        raise ConfigError("decoding images needs Pillow: pip install pillow") from e
+        raise ConfigError("decoding images needs Pillow: pip install 'creel-data[images]'") from e
     with Image.open(io.BytesIO(data)) as image:
         return image.convert("RGB")
 

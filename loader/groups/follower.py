@@ -24,6 +24,7 @@ from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.plan.publish import Claim
+    from creel.loader.seeding.by_sample import BatchSeeds
     from creel.loader.workers.pool import Slots, WorkerProcess
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
@@ -160,10 +161,18 @@ class ReplicaPool(BatchPool):
         """Do nothing: this rank reads nothing."""
 
     def task(
-        self, worker: int, tag: int, batch: int, index: object, claim: Claim, *, many: bool
+        self,
+        worker: int,
+        tag: int,
+        batch: int,
+        index: object,
+        claim: Claim,
+        *,
+        many: bool,
+        seeds: BatchSeeds | None = None,
     ) -> None:
         """Note the samples expected in a batch, and return slots to the leader."""
-        del worker, tag, claim, many
+        del worker, tag, claim, many, seeds
         self._ours[batch] = checksum(index)
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
         taken, self._taken = self._taken, 0
@@ -227,6 +236,14 @@ class ReplicaPool(BatchPool):
     def stage(self, worker: int) -> tuple[int, int, float]:  # noqa: ARG002  the same for all
         """Return (stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
+
+    def holder(self, worker: int, batch: int) -> int:  # noqa: ARG002  the leader knows
+        """Return `worker`, to which the leader may have sent the batch."""
+        return worker
+
+    def lost(self) -> list[int]:
+        """Return nothing: this rank has no workers."""
+        return []
 
     def new_counts(self) -> dict[str, int]:
         """Return nothing: this rank has no workers."""

@@ -32,7 +32,9 @@ from creel.loader.order.samplers import adopt
 from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_predict
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, plain
+from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
+from creel.loader.workers.own_files import Reader, this_thread
 from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class EpochRun:
         #: Whether `begin` checks that again: in later epochs, and if a session must tell who else
         #: reads.
         self._asks_again = rank_and_world()[1] > 1
-        self.stream = loader_state.take_stream(loader, wait=not self._page_cached)
+        self.stream = loader_state.take_stream(binding, wait=not self._page_cached)
         #: The binding that the epoch's readers use; None: they read without creel.
         self.binding = None if self.stream is None and not self._page_cached else binding
         #: A stream whose batches this process builds from its files, and how; None: it does not.
@@ -74,6 +76,9 @@ class EpochRun:
         self._pulled: dict[int, Any] = {}  # what the sampler yielded for batches not yet returned
         self._unpublished: dict[int, int] = {}  # batch without a step -> its number of samples
         self._many = True  # whether a batch is made of several samples
+        self._seeding = loader.seeding is not None
+        self._seed: int | None = None  # of the epoch's samples; None before the first epoch
+        self._repeats = False  # whether the epoch may read a sample twice
         self.finished = False
         self.slices = False  # whether the order yields arrays in place of lists of ints
         self.order: EpochOrder | None = None
@@ -84,6 +89,8 @@ class EpochRun:
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
         self._workers = 0
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
+        pulled = self._pulled  # in place of a reference to this
+        self._readers: Sequence[Reader] = (this_thread(lambda: bool(pulled)),)
         self._set_served()
 
     def _set_served(self) -> None:
@@ -112,7 +119,7 @@ class EpochRun:
             return None
         if self.stream is not None:  # it only counts
             self.stream.close()
-        self.stream = loader_state.take_stream(loader)
+        self.stream = loader_state.take_stream(binding)
         self.binding = None if self.stream is None else binding
         self._set_served()
         return None if self.binding is None else binding.digest()
@@ -129,6 +136,7 @@ class EpochRun:
         last = loader_state.run
         whole = resume is None and last is not None and last.finished
         loader_state.advice.epoch_begins(index_sampler(loader), after_a_whole_one=whole)
+        loader_state.own_files_may_be_awaited(loader)
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
@@ -143,6 +151,7 @@ class EpochRun:
         loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
         loader_state.order, loader_state.run = order, self
         self.order, self.epoch, self.paced = order, loader_state.epoch, order.paced
+        self._begin_seeds(loader, resume)
         self._count()
         self.delivered, self.finished, self._published_ahead = self.skipped, False, False
         self._counted = self.skipped
@@ -160,6 +169,28 @@ class EpochRun:
             order.skip(self.skipped)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
+
+    def _begin_seeds(self, loader: DataLoader[Any], resume: Progress | None) -> None:
+        """Set the seed of this epoch's samples: torch's base seed, or one after the last epoch's.
+
+        torch draws no new base seed for persistent workers.
+        """
+        if not self._seeding or self.order is None:
+            return
+        state, seed = self._loader_state, self.order.base_seed
+        before = self._seed if state.finished_seed is None else state.finished_seed
+        state.finished_seed = None
+        if resume is not None:
+            seed = resume.get("seed", seed)
+        elif before is not None and loader.persistent_workers:
+            seed = next_epoch(before)
+        self._seed, self._repeats = seed, may_repeat(loader._index_sampler)  # noqa: SLF001  torch's
+
+    def seeds(self, i: int) -> BatchSeeds | None:
+        """Return the seeds of the i-th batch after those skipped; None: workers have torch's."""
+        if self._seed is None:
+            return None
+        return BatchSeeds(self._seed, self.skipped + i, self._repeats)
 
     def arrived(self) -> bool:
         """Whether the next batch can be asked for without waiting for data (see `PacedOrder`)."""
@@ -202,7 +233,7 @@ class EpochRun:
             if loader.creel is not False:
                 self._uncounted_from = time.monotonic() - loader_state.uncounted_s
             return
-        stream = loader_state.take_stream(loader, wait=not self._page_cached)
+        stream = loader_state.take_stream(loader_state.binding(loader), wait=not self._page_cached)
         if stream is not None and stream.binding is binding:
             self.stream = stream
         elif stream is not None:  # persistent workers have the old dataset
@@ -267,9 +298,14 @@ class EpochRun:
             return ""
         return plain(public(address))
 
-    def made_by(self, workers: int, counts: Callable[[], Mapping[str, int]] | None = None) -> None:
-        """Note how many workers make the batches, and what returns their new counts, by name."""
-        self._workers, self._new_counts = workers, counts
+    def note_workers(
+        self,
+        workers: int,
+        counts: Callable[[], Mapping[str, int]] | None = None,
+        readers: Sequence[Reader] = (),
+    ) -> None:
+        """Note how many workers make the batches, what returns their new counts, who they are."""
+        self._workers, self._new_counts, self._readers = workers, counts, readers
 
     def deliver(
         self, i: int, times: BatchTimes | None = None, worker: int = -1, batch: int | None = None
@@ -311,6 +347,10 @@ class EpochRun:
             # The daemon has ended. A daemon that is only stopped may go on.
             self._search = self._loader_state.search(self.binding)
 
+    def lost(self, i: int) -> None:
+        """Forget the i-th batch after those skipped: it raised, and will not be delivered."""
+        self._pulled.pop(i, None)
+
     def _record(self, times: BatchTimes | None, worker: int, now_ns: int) -> None:
         """Write a batch into the session's flight recorder (2 us)."""
         assert self.stream is not None  # noqa: S101  see `deliver`
@@ -320,7 +360,9 @@ class EpochRun:
             ready = wait_began + sampler + daemon + source
             collating = ready + decode
             times = BatchTimes(wait_began + sampler, ready, collating, collating + collate)
-        when = times.began, times.ready, times.collating, times.packed
+        # Direct reads count as waiting for objects, though they alternate with decoding.
+        ready = min(times.ready + times.direct_ns, max(times.collating, times.ready))
+        when = times.began, ready, times.collating, times.packed
         self.stream.session.words.log.add(*when, wait_began, now_ns, worker)
 
     def _count(self) -> None:
@@ -330,13 +372,17 @@ class EpochRun:
         counts them.
         """
         self._counted_at = time.monotonic()
+        state = self._loader_state
         if self._new_counts is not None:
-            self._loader_state.meter.add(self._new_counts())
+            state.meter.add(self._new_counts())
+        batches = self.delivered - self.skipped
+        state.own_files.delivered(batches, state.meter.waited_s, self._readers)
         if self.stream is None or not self.stream.alive:
             return
+        self.stream.report_own_file(state.own_files.path)
         first, self._counted = self._counted, self.delivered
-        self._loader_state.note_kept()
-        more = self._loader_state.meter.unreported()
+        state.note_kept()
+        more = state.meter.unreported()
         sizes = [
             self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished
         ]
@@ -347,6 +393,7 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
+        self._loader_state.own_files.ends()
         self._count()
         self._new_counts = None
         self._end_search()
@@ -372,10 +419,13 @@ class EpochRun:
         if order is None:
             return not_begun()
         over = self.finished and delivered is None and not order.paced
-        return Progress(
+        progress = Progress(
             version=PROGRESS_VERSION,
             epoch=self.epoch,
             batches=self.delivered if delivered is None else delivered,
             finished=over,
             order=order.state_after(self.delivered if delivered is None else delivered, over=over),
         )
+        if self._seed is not None:
+            progress["seed"] = self._seed
+        return progress

@@ -194,7 +194,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             waits = DirectReads(allowed=False)
             readers = [reader(meter, waits) for meter in meters]
             self._threads = ReaderThreads(readers, meters, pinning)
-            run.made_by(len(readers))
+            run.note_workers(len(readers))
         else:
             self._reader = reader(None, None)
         self._reset(loader, first_iter=True)
@@ -261,6 +261,7 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         run.done(self._taken)
         self._request()
         if isinstance(data, ExceptionWrapper):
+            run.lost(self._taken - 1)
             raise_failure(data)
         run.deliver(self._taken, times, worker)
         return data

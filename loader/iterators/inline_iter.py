@@ -13,6 +13,7 @@ import numpy as np
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.stores.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.decoded import worth
 from creel.loader.groups.follower import ReplicaReader
 from creel.loader.groups.leader import Leader, LeaderReader
 from creel.loader.iterators.epoch_run import EpochRun
@@ -22,6 +23,7 @@ from creel.loader.log_lines import with_rank
 from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
+from creel.loader.seeding.by_sample import Seeded, kept_generators
 from creel.loader.streams.direct import DirectBatches
 from creel.loader.torch_private import SingleProcessDataLoaderIter
 from creel.loader.transport.buffers import keep_freed_memory
@@ -83,6 +85,10 @@ class BatchReader(StepReader):
         self._binding: Binding | None = None
         self._copying = 0  # when copying of rows began, monotonic ns
         self._collating = [0]  # when the batch's collation began, monotonic ns
+        # A reader that is `as_worker` runs no user code, which alone draws random numbers.
+        self.seeded = Seeded(None) if loader.seeding is not None and not as_worker else None
+        if self.seeded is not None:
+            fetcher.collate_fn = self.seeded.collating(fetcher.collate_fn)
         fetcher.collate_fn = _timed(fetcher.collate_fn, self._collating)
         self._plainly = collates_plainly(loader)
         self._tolerance = loader_state.tolerance
@@ -94,10 +100,14 @@ class BatchReader(StepReader):
             self._binding = frozen or run.binding
             fetcher.dataset = self._binding.dataset  # the frozen one, if any
             self._inspect(self._binding)
+        if self.seeded is not None:
+            self.seeded.dataset = fetcher.dataset
         if self._tolerance.wanted:
-            fetcher.dataset = Tolerant(fetcher.dataset, self._tolerance)
+            fetcher.dataset = Tolerant(fetcher.dataset, self._tolerance, reads=self.seeded)
             if fetcher.auto_collation:
                 fetcher.collate_fn = without_skipped(fetcher.collate_fn)
+        elif self.seeded is not None:
+            fetcher.dataset = self.seeded
 
     def read(self, index: Any, claim: Claim, asked: BatchStream | None = None) -> Any:
         """Read the batch of `index`.
@@ -164,6 +174,8 @@ class BatchReader(StepReader):
         """Record the present labels, and how batches are made from bytes."""
         self._labels = binding.labels()
         self._gather = binding.gather() if self._plainly else None
+        if self._gather is not None and self._gather.has_code and self.seeded is not None:
+            self._gather = None  # samples are seeded one by one
 
     def wait_for(self, session: Session, step: int, ids: Ids) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""
@@ -221,6 +233,7 @@ class BatchReader(StepReader):
             if lease is not None:
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
                 self._meter.decoded(lease.decoded_hits, lease.decoded_misses)
+                self._meter.add(worth.counts(lease))
                 self._direct.saw(lease.direct_reads, direct_ns, lease.use)
 
     def _plain(self, index: Any) -> Any:
@@ -258,6 +271,7 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         reader = BatchReader(
             *(loader, loader_state, run, self._dataset_fetcher), pinning=self._pinning
         )
+        self._seeded = reader.seeded
         options, role = loader_state.config.loader, loader_state.role(loader)
         self._reader: BatchReader | LeaderReader | ReplicaReader = reader
         if isinstance(role, Leader):
@@ -279,14 +293,27 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         self._given = i + 1
         run.await_daemon()
         try:
-            data = self._reader.read(index, run.claim(i, index))
+            data = self._read(i, index)
+        except BaseException:
+            run.lost(i)
+            raise
         finally:
             run.done(i + 1)
-            run.note_bad(self._tolerance.take_new())
+            if self._tolerance.wanted:
+                run.note_bad(self._tolerance.take_new())
         if self._pinning is not None:
             data = self._pinning.pin(data)
         run.deliver(i + 1)
         return data
+
+    def _read(self, i: int, index: Any) -> Any:
+        """Read the batch; with seeds per sample, the trainer's own generators stay as they are."""
+        claim, seeds = self._run.claim(i, index), self._run.seeds(i)
+        if seeds is None or self._seeded is None:
+            return self._reader.read(index, claim)
+        self._seeded.begin(seeds)
+        with kept_generators():
+            return self._reader.read(index, claim)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # At interpreter exit the modules needed here may be gone.

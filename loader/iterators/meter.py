@@ -52,6 +52,11 @@ class Meter(dict[str, int]):
         before, self._stalls = self._stalls, _stalls(self)
         return list(map(sub, self._stalls, before))  # once a batch: a third of a loop's time
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training has waited for samples to be read, by whoever reads them."""
+        return (self["stall_source_ns"] + self["stall_decode_ns"]) / 1e9
+
     def unreported(self) -> dict[str, int]:
         """Return the nonzero increments since the last call, except for batches."""
         then, self._reported = self._reported, dict(self)

@@ -23,7 +23,7 @@ _log = logging.getLogger("creel.loader")
 #: Longest time that a trainer waits for the first search: a daemon starts in half a second.
 _WAIT_S = 1.5
 #: Seconds between two searches for the same stream, if no daemon came back and none can be started.
-_AGAIN_S = 5.0
+_AGAIN_S = 2.0
 
 
 class StreamSearch:

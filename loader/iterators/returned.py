@@ -1,10 +1,11 @@
 """The numbers of the samples in the batch that a loader returned last.
 
-creel's iterators note them; for torch's own (a loader that is switched off) a sampler does.
+creel's iterators record them; for torch's own (a loader that is switched off) a sampler does.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -54,8 +55,11 @@ class Returned:
 
 # --- torch's own iterators ----------------------------------------------------------------------
 
+#: Its `loader` is the one whose iterator this thread makes.
+_making = threading.local()
 
-class NotedSampler:
+
+class RecordingSampler:
     """What torch's iterator iterates in place of its sampler: the same, and keeps what it yields.
 
     Attributes:
@@ -68,10 +72,13 @@ class NotedSampler:
 
     def __iter__(self) -> Iterator[Any]:
         self.pulled = {}
-        return self._noted(iter(self._sampler), self.pulled)
+        return self._recorded(iter(self._sampler), self.pulled)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]  # as torch: TypeError if it has none
 
     @staticmethod
-    def _noted(items: Iterator[Any], pulled: dict[int, Any]) -> Iterator[Any]:
+    def _recorded(items: Iterator[Any], pulled: dict[int, Any]) -> Iterator[Any]:
         for number, item in enumerate(items):
             pulled[number] = item
             yield item
@@ -80,36 +87,41 @@ class NotedSampler:
         return getattr(self._sampler, name)
 
 
-def noted_iterator(loader: Any, make: Callable[[], BaseDataLoaderIter]) -> BaseDataLoaderIter:
-    """Return what torch's `_get_iterator`, `make`, returns for a map-style dataset.
+def recorded(loader: Any, sampler: Any) -> Any:
+    """Return what `loader` iterates: a `RecordingSampler` while `recording_iterator` is at work."""
+    mine = getattr(_making, "loader", None) is loader
+    return RecordingSampler(sampler) if mine else sampler
 
-    While it is made, the loader's `_index_sampler` is a `NotedSampler`.
-    """
-    loader.__dict__["_creel_noted"] = True
+
+def recording_iterator(
+    loader: Any, make: Callable[[], BaseDataLoaderIter], returned: Returned
+) -> BaseDataLoaderIter:
+    """Return what torch's `_get_iterator`, `make`, returns for a map-style dataset."""
+    outer, _making.loader = getattr(_making, "loader", None), loader  # a sampler may use a loader
     try:
         made: Any = make()
     finally:
-        del loader.__dict__["_creel_noted"]
-    noted = made._index_sampler  # noqa: SLF001  torch's
-    if isinstance(noted, NotedSampler):  # a subclass of the loader may choose the sampler
+        _making.loader = outer
+    sampler = made._index_sampler  # noqa: SLF001  torch's
+    if isinstance(sampler, RecordingSampler):  # a subclass of the loader may choose the sampler
         # By weak reference: in a cycle it would keep its workers until Python's collector runs.
-        what = weakref.ref(made), noted, Returned.of(loader)
+        what = weakref.ref(made), sampler, returned
         made._next_data = partial(_next_data, *what)  # noqa: SLF001  of this object only
     return made  # type: ignore[no-any-return]  # torch's
 
 
 def _next_data(
-    reference: weakref.ref[BaseDataLoaderIter], noted: NotedSampler, returned: Returned
+    reference: weakref.ref[BaseDataLoaderIter], sampler: RecordingSampler, returned: Returned
 ) -> Any:
     iterator: Any = reference()
-    _taken(iterator, noted)  # one that raised
+    _taken(iterator, sampler)  # one that raised
     data = type(iterator)._next_data(iterator)  # noqa: SLF001  torch's
-    for index in _taken(iterator, noted):
+    for index in _taken(iterator, sampler):
         returned.index = index
     return data
 
 
-def _taken(iterator: Any, noted: NotedSampler) -> list[Any]:
+def _taken(iterator: Any, sampler: RecordingSampler) -> list[Any]:
     """Forget and return what was yielded for batches that are not outstanding any more."""
     outstanding: Any = getattr(iterator, "_task_info", ())  # none without workers
-    return [noted.pulled.pop(i) for i in list(noted.pulled) if i not in outstanding]
+    return [sampler.pulled.pop(i) for i in list(sampler.pulled) if i not in outstanding]

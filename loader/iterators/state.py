@@ -42,6 +42,7 @@ from creel.loader.reading.bad_samples import Tolerance
 from creel.loader.streams.stream import Stream
 from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
+from creel.loader.workers.own_files import OwnFiles
 from creel.policies.direct import DirectReads
 from creel.policies.order.remap import Exchange
 
@@ -77,7 +78,10 @@ class LoaderState:
         self.epoch = -1
         self.run: EpochRun | None = None
         self.advice = Advice()
+        self.own_files = OwnFiles()
         self.resume: Progress | None = None
+        #: Of the samples of a resumed epoch that was finished; None after the next has begun.
+        self.finished_seed: int | None = None
         self._stream: BatchStream | None = None  # a session without an iterator, for the next
         self._bound: tuple[object, Binding | None] = (None, None)
         self._keepings: list[Keeping] = []  # of the dataset's parts that keep decoded samples
@@ -145,12 +149,11 @@ class LoaderState:
         if loader.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
 
-    def take_stream(self, loader: DataLoader[Any], *, wait: bool = True) -> BatchStream | None:
+    def take_stream(self, binding: Binding | None, *, wait: bool = True) -> BatchStream | None:
         """Return a free or a new session for an iterator; None without a daemon.
 
         `wait`: whether to open a new one, which waits for the daemon.
         """
-        binding = self.binding(loader)
         stream, self._stream = self._stream, None
         if stream is not None:
             if stream.alive and stream.binding is (binding or nothing()):
@@ -204,6 +207,16 @@ class LoaderState:
         mine = [store for store in stores if store.counted_by(self)]
         self.meter["decoded_samples"] = sum(store.kept for store in mine)
         self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
+
+    def own_files_may_be_awaited(self, loader: DataLoader[Any]) -> None:
+        """Begin an epoch of `own_files`: whether the dataset may have files of its own."""
+        seen = loader.creel is False or self._bound[1] is not None or wrapped_in(loader.dataset)
+        try:
+            batches = len(loader)
+        except (TypeError, NotImplementedError):  # the sampler has no length
+            batches = 0
+        waited_s = self.meter.waited_s
+        self.own_files.epoch_begins(unseen=not seen, batches=batches, waited_s=waited_s)
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""
@@ -266,6 +279,7 @@ def prepare_resume(
         given, batches = resized(held, given, batches=batches, over=over)
         order = resume(held, given, over=over, batches=batches, previous=loader_state.order)
         loader_state.order = loader_state.order if order is None else order
+        loader_state.finished_seed = state.get("seed") if over else None
         if not over:
             loader_state.resume = Progress(**{**state, "order": given, "batches": batches})
 

@@ -33,6 +33,7 @@ from creel.loader.transport.pinning import Pinning
 from creel.loader.workers.events import BatchResult, LeaderLoss
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.pool import WorkerPool
+from creel.loader.workers.shared_pool import SharedPool
 from creel.loader.workers.stages import StallWarning
 from creel.loader.workers.worker import WorkerArgs
 
@@ -71,14 +72,14 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._loader_state = loader_state
         self._meter = loader_state.meter
         self._warn_after_s = loader_state.config.loader.hung_s
-        self._warned = False
+        self._warned: object = None  # the batch of which `_warn` has told
         if loader_state.resume is not None:
             self._base_seed = loader_state.resume["order"]["base_seed"]
         self._run = run
         start = time.monotonic_ns()
         self._pool = self._new_pool(loader)
         self._tag = self._pool.tag
-        run.made_by(len(self._pool.members), self._pool.new_counts)
+        run.note_workers(len(self._pool.members), self._pool.new_counts, self._pool.readers())
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
         if pinning is not None:
@@ -94,7 +95,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         context: Any = loader.multiprocessing_context or torch.multiprocessing
         args = self._worker_args(loader)
         spare, loader_state.spare = loader_state.spare, ()
-        return WorkerPool(context, args, self._num_workers, max_leased, spare, followers)
+        kind = SharedPool if loader.workers == "shared" else WorkerPool
+        return kind(context, args, self._num_workers, max_leased, spare, followers)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
         """Return what workers start with. As in torch, they see no later changes."""
@@ -113,6 +115,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             plain=collates_plainly(loader),
             wait_s=options.wait_s,
             slots=options.slots,
+            seeded=loader.seeding is not None,
         )
 
     @property
@@ -176,7 +179,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             since = since or time.monotonic_ns()
             event = self._await(since)
             self._tasks_outstanding -= 1
-            idx, worker = event.index, event.worker
+            idx = event.index
+            worker = self._task_info[idx][0]
             if idx == self._rcvd_idx:
                 self._rcvd_idx += 1
             elif self._in_order:
@@ -236,7 +240,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         if self._run.ticket is not self._ticket:
             self._join()  # another session, after a daemon was lost
         many = self._run.slices and isinstance(index, np.ndarray)
-        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many)
+        seeds = self._run.seeds(self._send_idx)
+        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many, seeds=seeds)
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1
@@ -259,14 +264,16 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         try:
             self._request()
         except BaseException:  # raised by the sampler: as in torch, this batch is lost
+            self._run.lost(event.index)
             self._pool.discard(event)
             raise
         data = self._pool.open(event)
         if self._pool.bad:
             self._note_bad(self._pool.take_bad())
         if isinstance(data, ExceptionWrapper):
+            self._run.lost(event.index)
             raise_failure(data)
-        self._run.deliver(self._rcvd_idx, event.times, worker, batch=event.index)
+        self._run.deliver(self._rcvd_idx, event.times, event.worker, batch=event.index)
         return data
 
     def _note_bad(self, samples: list[BadSample]) -> None:
@@ -283,7 +290,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         try:
             return self._get_data()
         except RuntimeError:
-            stage = self._pool.stage(self._task_info[self._rcvd_idx][0])[0]
+            stage = self._pool.stage(self._holder())[0]
             self._meter.gave_up(stage, time.monotonic_ns() - since)
             raise
 
@@ -295,7 +302,6 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         """
         pool = self._pool
         start = time.monotonic()
-        waits_for = self._task_info[self._rcvd_idx][0]
         while True:
             self._raise_if_dead()
             look_s = min(LOOK_S, self._warn_after_s)
@@ -310,27 +316,31 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             elif event is None and self._timeout > 0:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
             elif event is None:
-                self._warn(waits_for, time.monotonic() - start)
+                self._warn(self._holder(), time.monotonic() - start)
+
+    def _holder(self) -> int:
+        """Return the worker that has the batch which is waited for."""
+        return self._pool.holder(self._task_info[self._rcvd_idx][0], self._rcvd_idx)
 
     def _raise_if_dead(self) -> None:
-        dead = [
-            (i, m.process)
-            for i, m in enumerate(self._pool.members)
-            if m.dead and self._workers_status[i]
-        ]
+        members, status = self._pool.members, self._workers_status
+        dead = [(i, members[i].process) for i in self._pool.lost() if status[i]]
         if not dead:
             return
         for worker, _ in dead:
-            self._workers_status[worker] = False
+            status[worker] = False
+        if isinstance(self._pool, SharedPool):  # nobody makes the batches that are left
+            status[:] = [False] * len(status)
         pids = ", ".join(str(process.pid) for _, process in dead)
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pids}) exited unexpectedly"
         ) from RuntimeError(_last_words(dead[0][1]))
 
     def _warn(self, worker: int, waited_s: float) -> None:
-        if self._warned or waited_s < self._warn_after_s:
+        waits_for = self._tag, self._rcvd_idx
+        if waits_for == self._warned or waited_s < self._warn_after_s:
             return
-        self._warned = True
+        self._warned = waits_for
         text = (
             f"no batch for {waited_s:.0f} s: batch {self._rcvd_idx} is with"
             f" {self._pool.describe(worker)}; still waiting (DataLoader(timeout=...) sets a limit)"

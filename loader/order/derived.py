@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -84,8 +86,9 @@ class Distributed(Derived):
     def in_epoch(self, item: int) -> int:
         return item + self._dealing.offset // self._dealing.world
 
-    def of_all_ranks(self, items: int) -> Items:
-        return self._order.items(0, min(items * self._dealing.world, self._order.total))
+    def of_all_ranks(self, start: int, stop: int) -> Items:
+        world = self._dealing.world
+        return self._order.items(start * world, min(stop * world, self._order.total))
 
 
 class Without(Derived):
@@ -139,8 +142,8 @@ class Without(Derived):
         whole = int(in_whole(np.array([batch]), self._gone)[0])
         return self._order.in_epoch(whole * self._each + rest)
 
-    def of_all_ranks(self, items: int) -> Items:
-        return self._order.of_all_ranks(items)
+    def of_all_ranks(self, start: int, stop: int) -> Items:
+        return self._order.of_all_ranks(start, stop)
 
 
 class WithReplays(Derived):
@@ -151,13 +154,12 @@ class WithReplays(Derived):
         super().__init__(new)
         self._of_new, self._replays = division, replays
         if replays.growth is not None:
-            self._replays = replays.copied()
-            self._replays.new_items = new_items(new, division)
+            replays.new_items = new_items(new, division)
         steps = division.steps(new.total)
         self._new_total = min(division.start(steps), new.total)
-        self._bare = 0  # steps at the head that replay nothing
-        while self._bare < steps and step_in_epoch(new, division, self._bare) < replays.bare:
-            self._bare = steps if replays.bare > steps + division.size else self._bare + 1
+        numbers = functools.partial(step_in_epoch, new, division)
+        #: Steps at the head that replay nothing.
+        self._bare = bisect_left(range(steps), replays.bare, key=numbers)
         each = replays.passes.each
         self.total = self._new_total + (steps - self._bare) * each
         self.division = Division(division.size + each)
@@ -176,7 +178,7 @@ class WithReplays(Derived):
             return None
         if not replays.passes.kept:
             return order
-        return order._replace(replays=JobReplays(replays.passes, replays.first_step))
+        return order._replace(replays=JobReplays(replays.passes, replays.start.step))
 
     @property
     def ready(self) -> int:
@@ -221,8 +223,9 @@ def deal_of(stream: SamplerStream, division: Division) -> JobOrder | None:
 
 
 def new_items(stream: SamplerStream, division: Division) -> NewItems:
-    """Return what finds the new samples of all ranks in the first steps of the whole epoch."""
-    return lambda steps: indices_of(stream.of_all_ranks(division.start(steps)))
+    """Return what finds the new samples of all ranks in some steps of the whole epoch."""
+    at = division.start
+    return lambda start, stop: indices_of(stream.of_all_ranks(at(start), at(stop)))
 
 
 def step_in_epoch(stream: SamplerStream, division: Division, step: int) -> int:

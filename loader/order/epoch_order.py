@@ -32,7 +32,7 @@ from creel.loader.order.custom.sampler_copy import SamplerCopy
 from creel.loader.order.custom.sampler_state import OwnState, own_states
 from creel.loader.order.epoch_plan import EpochPlan
 from creel.loader.order.generators import encode_state, state_of
-from creel.loader.order.rehearsing import RehearsedBatches, Replays
+from creel.loader.order.rehearsing import EpochStart, RehearsedBatches, Replays
 from creel.loader.order.streams import StreamState
 
 
@@ -41,12 +41,17 @@ class RehearsalState(TypedDict):
 
     memory: str  # its digest
     step: int  # the epoch's first step, counted over all epochs
+    grows: bool  # whether the memory grows in it
+
+
+def start_of(state: RehearsalState) -> EpochStart:
+    return EpochStart(state["step"], grows=state["grows"])
 
 
 class OrderState(TypedDict, total=False):
     """A saved epoch order, small enough for a checkpoint and fit for JSON.
 
-    Under 200 bytes without a user's generator, 70 more with a rehearsal; a generator adds about
+    Under 200 bytes without a user's generator, 90 more with a rehearsal; a generator adds about
     4 KB.
     """
 
@@ -74,6 +79,7 @@ class Progress(TypedDict, total=False):
     batches: int  # of this epoch, up to the last one that was returned to the caller
     finished: bool
     order: OrderState
+    seed: int  # of the epoch's samples, if they are seeded by their numbers
 
 
 def not_begun() -> Progress:
@@ -109,8 +115,8 @@ class EpochOrder:
         rehearses: whether the loader has a memory, which may be empty as yet.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the
             same samples (law L1). With replacement or a rehearsal, the next epoch may lack a
-            sample that the one after it reads. Knowing two epochs then gives 24 % fewer misses,
-            with memory for 3/4 of the samples (law L4).
+            sample that the one after it reads. With replacement, knowing two gives 24 % fewer
+            misses, with memory for 3/4 of the samples (law L4).
     """
 
     known: bool
@@ -172,19 +178,24 @@ class EpochOrder:
         if self._own:
             state["own"] = own_states(self._sampler) if over else self._own
         if self._rehearsed is not None:
-            step = self._rehearsed.next_step if over and not self.known else self._first_step()
-            state["rehearsal"] = RehearsalState(memory=self._rehearsed.digest, step=step)
+            start = self._rehearsed.next if over and not self.known else self._start()
+            state["rehearsal"] = RehearsalState(
+                memory=self._rehearsed.digest, step=start.step, grows=start.grows
+            )
         return state
 
-    def _first_step(self) -> int:
-        """Return the epoch's first step, counted over all epochs. Only with a rehearsal."""
+    def _start(self) -> EpochStart:
+        """Return where the epoch begins. Only with a rehearsal."""
         raise NotImplementedError
 
     def _replays(self, epochs_ahead: int) -> Replays | None:
         """Return what this epoch or a later one will replay."""
         if self._rehearsed is None:
             return None
-        return self._rehearsed.at(self._first_step() + epochs_ahead * self._rehearsed.steps)
+        start = self._start()
+        if epochs_ahead:  # this one will be read whole
+            start = EpochStart(start.step + epochs_ahead * self._rehearsed.steps, grows=False)
+        return self._rehearsed.at(start)
 
     def state_after(self, batches: int, *, over: bool) -> OrderState:  # noqa: ARG002  paced orders
         """Return `state`; `batches`: how many were delivered, which the caller keeps as well."""

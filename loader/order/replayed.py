@@ -40,10 +40,11 @@ from creel.loader.order.epoch_order import (
     OrderState,
     RehearsalState,
     inner_of,
+    start_of,
 )
 from creel.loader.order.epoch_plan import EpochPlan, PredictedEpoch, run_to_end
 from creel.loader.order.generators import GeneratorCopies, RandomSource
-from creel.loader.order.rehearsing import NewItems, Replays
+from creel.loader.order.rehearsing import EpochStart, NewItems, Replays
 from creel.loader.order.replay import is_sequence, open_stream
 from creel.loader.order.streams import Items, SamplerStream, StreamState
 from creel.policies.order.division import Division
@@ -86,7 +87,7 @@ class ReplayedOrder(EpochOrder):
         self._given, self._redraw = given, redraw
         if getattr(self.inner, "replacement", False):
             self.lookahead = 2
-        self._given_step = None if rehearsal is None else rehearsal["step"]
+        self._given_start = None if rehearsal is None else start_of(rehearsal)
         self._begun_replays: Replays | None = None
         self._stream: SamplerStream | None = None
         self._division = Division()
@@ -105,7 +106,7 @@ class ReplayedOrder(EpochOrder):
         if self._stream is None:
             self._division = self._divided()
             if self._rehearsed is not None:
-                self._begun_replays = self._rehearsed.begin(self._given_step)
+                self._begun_replays = self._rehearsed.begin(self._given_start)
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
             self._stream = open_stream(self.inner, RandomSource(), self._given, self._exchange)
@@ -116,8 +117,8 @@ class ReplayedOrder(EpochOrder):
     def _new_items(self, stream: SamplerStream) -> NewItems:
         if self._batcher is not None:
             return new_items(stream, self._division)
-        return lambda steps: np.array(
-            [i for one in list[Any](stream.items(0, steps)) for i in one], np.int64
+        return lambda start, stop: np.array(
+            [i for one in list[Any](stream.items(start, stop)) for i in one], np.int64
         )
 
     def _divided(self) -> Division:
@@ -137,8 +138,10 @@ class ReplayedOrder(EpochOrder):
 
     def _with_replays(self, batch: Any, replays: Replays) -> object:
         assert self._stream is not None  # noqa: S101  it was pulled from
+        assert self._rehearsed is not None  # noqa: S101  it has begun `replays`
         step = step_in_epoch(self._stream, self._division, self.pulled)
-        return replays.joined(batch if self._batcher is not None else list(batch), step)
+        batch = batch if self._batcher is not None else list(batch)
+        return self._rehearsed.joined(replays, batch, step)
 
     def _next_batch(self) -> Any:
         start = self._at
@@ -164,6 +167,8 @@ class ReplayedOrder(EpochOrder):
         stream = self._open()
         stream.need(min(stop - 1, stream.total))
         if start >= stream.total or (self._division.drop_last and stop > stream.total):
+            if self._rehearsed is not None:
+                self._rehearsed.end()
             raise StopIteration
         stop = min(stop, stream.total)
         # Of a large permutation that is partly drawn, take only the entries computed or needed now.
@@ -208,12 +213,11 @@ class ReplayedOrder(EpochOrder):
             return found
         return PredictedEpoch(division, stream)
 
-    def _first_step(self) -> int:
+    def _start(self) -> EpochStart:
         if self._begun_replays is not None:
-            return self._begun_replays.first_step
-        if self._given_step is not None or self._rehearsed is None:
-            return self._given_step or 0
-        return self._rehearsed.next_step
+            return self._begun_replays.start
+        assert self._rehearsed is not None  # noqa: S101  see the base class
+        return self._given_start or self._rehearsed.next
 
     def epochs_to(self, sampler: object) -> int:
         """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""

@@ -39,6 +39,7 @@ from creel.loader.order.epoch_order import (
     inner_of,
     kind_of,
     rehearsed_batches,
+    start_of,
 )
 from creel.loader.order.generators import (
     GeneratorCopies,
@@ -104,7 +105,7 @@ def resume(
     load_own(index_sampler(loader), state.get("own", []))
     rehearsed = rehearsed_batches(loader)
     if rehearsed is not None:
-        rehearsed.next_step = state["rehearsal"]["step"]
+        rehearsed.next = start_of(state["rehearsal"])
     if not over:
         return None
     if not _is_known(loader):

@@ -113,12 +113,12 @@ class SamplerStream:
         """Return how many items each rank has read, or left out, once `item` comes."""
         return item
 
-    def of_all_ranks(self, items: int) -> Items:
-        """Return what all ranks read in the whole epoch before any reads its item `items`.
+    def of_all_ranks(self, start: int, stop: int) -> Items:
+        """Return what all ranks read in the whole epoch as their items [start, stop).
 
         In any order, and once each if it is repeated to fill up the ranks. `need` has drawn it.
         """
-        return self.items(0, min(items, self.total))
+        return self.items(start, min(stop, self.total))
 
     def _rebase(self, source: RandomSource) -> None:
         """Stop sharing mutable state with the stream it was copied from; draw from `source`."""

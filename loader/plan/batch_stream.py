@@ -62,6 +62,7 @@ class BatchStream:
         self._next = 0  # first step that was not given out
         self._claimed: deque[tuple[int, int]] = deque()  # (batch, step) of those not yet arrived
         self._counted_at = time.monotonic_ns()
+        self._own_file = ""  # as the daemon knows it
 
     @property
     def alive(self) -> bool:
@@ -256,6 +257,16 @@ class BatchStream:
             )
         except (ConfigError, UnavailableError):
             _log.debug("the daemon did not note bad samples", exc_info=True)
+
+    def report_own_file(self, path: str) -> None:
+        """Tell the daemon of a file that the dataset opens itself, once (`creel stats --why`)."""
+        if not path or path == self._own_file:
+            return
+        self._own_file = path
+        try:
+            self.session.client.ask("own_file", timeout_s=1.0, session=self.session.id, path=path)
+        except (ConfigError, UnavailableError):
+            _log.debug("the daemon did not note a file", exc_info=True)
 
     def close(self) -> None:
         self._publisher.cancel()

@@ -100,7 +100,8 @@ class Tolerance:
 
     def _in_place_of(self, number: int, dataset: Any) -> int:
         tried = (replacement(number, k, *span_of(dataset, number)) for k in range(_TRIES))
-        return next(one for one in (number, *tried) if one not in self.known)
+        # None is left if a sample that was good in this batch was bad in another.
+        return next((one for one in (number, *tried) if one not in self.known), number)
 
     def take_new(self) -> tuple[BadSample, ...]:
         """Return the samples that `found` has noted since the last call."""
@@ -111,8 +112,10 @@ class Tolerance:
 class Tolerant(Dataset[Any]):
     """A dataset whose bad samples are left out or replaced."""
 
-    def __init__(self, dataset: Any, tolerance: Tolerance) -> None:
+    def __init__(self, dataset: Any, tolerance: Tolerance, reads: Any = None) -> None:
+        """`reads`: what samples are taken from, if it is something around the dataset."""
         self._dataset = dataset
+        self._reads = dataset if reads is None else reads
         self._tolerance = tolerance
 
     def __len__(self) -> int:
@@ -125,7 +128,7 @@ class Tolerant(Dataset[Any]):
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """Read the samples of a batch with the calls torch makes; a skipped one is `_SKIPPED`."""
         known = self._tolerance.known
-        many = getattr(self._dataset, "__getitems__", None)
+        many = getattr(self._reads, "__getitems__", None)
         if many is not None and not any(_number(i) in known for i in indices):
             try:
                 return list(many(indices))
@@ -140,7 +143,7 @@ class Tolerant(Dataset[Any]):
     def _read(self, index: Any, *, replace: bool) -> Any:
         if _number(index) not in self._tolerance.known:
             try:
-                return self._dataset[index]
+                return self._reads[index]
             except Exception as e:
                 if _number(index) < 0:
                     raise  # not a valid index: the sampler is at fault
@@ -154,7 +157,7 @@ class Tolerant(Dataset[Any]):
             if index in self._tolerance.known:
                 continue
             try:
-                return self._dataset[index]
+                return self._reads[index]
             except Exception as e:  # noqa: BLE001  same as above
                 self._tolerance.found(index, e)
         raise TooManyBadSamplesError(

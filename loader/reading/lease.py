@@ -69,8 +69,9 @@ class Lease:
 
     It replaces an outer lease. It counts the reads that it could not serve: `direct_reads`,
     `direct_nbytes` and `direct_ns`; without a session also `use`, what the thread has used
-    meanwhile. `decoded_hits` and `decoded_misses` count samples that were kept decoded, or not. Use
-    each lease for one `with` only.
+    meanwhile. `decoded_hits` and `decoded_misses` count samples that were kept decoded, or not;
+    `decodes` and `measured` (ns and bytes of one) tell of those that are not to be kept. Use each
+    lease for one `with` only.
     """
 
     __slots__ = (  # made for each batch: 250 ns with slots, 280 without
@@ -85,9 +86,11 @@ class Lease:
         "_step",
         "decoded_hits",
         "decoded_misses",
+        "decodes",
         "direct_nbytes",
         "direct_ns",
         "direct_reads",
+        "measured",
         "serves",
         "use",
     )
@@ -126,7 +129,8 @@ class Lease:
         self.direct_nbytes = 0
         self.direct_ns = 0
         self.use = NO_USE
-        self.decoded_hits = self.decoded_misses = 0
+        self.decoded_hits = self.decoded_misses = self.decodes = 0
+        self.measured = 0, 0
 
     def __enter__(self) -> Lease:
         if self._session is None:

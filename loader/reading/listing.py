@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from creel.cache.storage.manifest import UNKNOWN, Manifest, scheme_of
 from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
+from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.reading.storage import (
     Listing,
     Options,
@@ -28,6 +29,7 @@ from creel.loader.reading.storage import (
     read_all,
     walk,
 )
+from creel.system.progress import ProgressLine
 
 #: File names of an index below an http(s) root, in the order they are tried.
 INDEX_NAMES = ("index.arrow", "index.json")
@@ -44,18 +46,23 @@ def files_below(root: str, options: Options = None) -> Listing:
     Raises:
         NotFoundError: there is no such local folder, or nothing below a remote root.
     """
-    if not scheme_of(root):
-        if not is_folder(root):
-            raise NotFoundError(f"there is no folder {root}")
-        return walk(root)
-    found = _index_below(root, options) if scheme_of(root) in {"http", "https"} else None
-    found = list_remote(root, options) if found is None else found
-    if not len(found):
+    with ProgressLine(f"listing {public(root)}", shown=rank_and_world()[0] == 0):
+        found = _found_below(root, options)
+    if scheme_of(root) and not len(found):
         raise NotFoundError(
             f"nothing is listed below {public(root)}; where a server lists no folders, put an "
             "index there (ImageFolder.save_index) or name one (ImageFolder(..., index=...))"
         )
     return found
+
+
+def _found_below(root: str, options: Options) -> Listing:
+    if not scheme_of(root):
+        if not is_folder(root):
+            raise NotFoundError(f"there is no folder {root}")
+        return walk(root)
+    found = _index_below(root, options) if scheme_of(root) in {"http", "https"} else None
+    return list_remote(root, options) if found is None else found
 
 
 def _index_below(root: str, options: Options) -> Listing | None:

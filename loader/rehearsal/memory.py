@@ -46,9 +46,9 @@ class Rehearsal:
         per_batch: samples of the memory that each batch of each rank replays.
         budget: how many samples are kept; None: all.
         seed: of what is kept and in which order it is replayed.
-        every: for data that is seen once: within the first epoch of a loader, the memory also takes
-            in that loader's own samples of all finished blocks of so many steps, on all ranks, as
-            ones without labels. None: it stays as it is.
+        every: for data that is seen once: until a loader was read whole, the memory also takes in
+            that loader's own samples of all finished blocks of so many steps of the epoch, on all
+            ranks, as ones without labels. None: it stays as it is.
 
     Raises:
         ConfigError: (a ValueError) an argument is not a number of that range.

@@ -211,7 +211,7 @@ class ArrivalIter(PacedIterator):
         if self._sampler.name is None or self._cursor == self._written:
             return
         try:
-            cursors.write(self._log.path, self._sampler.name, self._rank, self._cursor)
+            cursors.write(self._log.medium, self._sampler.name, self._rank, self._cursor)
         except OSError as e:
             if self._written.chunk < 0:  # producers would not wait for this reader
                 raise SourceError(e.errno or 0, e.strerror or str(e), self._log.path) from e

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from creel.cache.storage.manifest import MAX_OBJECTS, Manifest
 from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.backoff import pauses
-from creel.loader.client.packets import close_all
 from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset
 from creel.loader.page_cache import local
@@ -34,7 +33,7 @@ from creel.loader.streams.fields import Fields, Then
 from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
 from creel.streams.arrivals import behind
-from creel.streams.log import Log
+from creel.streams.log import ABSENT, Log
 
 _log = logging.getLogger("creel.stream")
 
@@ -42,18 +41,16 @@ _log = logging.getLogger("creel.stream")
 _CAPACITY = 1 << 23
 #: Chunks that have objects at most: 33 bytes each in the manifest.
 _MAX_CHUNKS = 1 << 20
-#: Most chunks that one batch has open at a time.
-_MOST_OPEN = 32
 
 
 class Stream(RecordDataset):
-    """The records that producers append to a folder, each a dict of tensors, one per field.
+    """The records that producers append to a stream, each a dict of tensors, one per field.
 
     `creel.DataLoader(stream, batch_size=32)` returns them in the order of arrival, waits for them,
     and ends when the stream does. torch's own needs `batch_sampler=stream.batches(32)`.
 
     Args:
-        path: the folder of the stream; waits until a producer has begun it.
+        path: the folder of the stream, or redis://host:port/key; waits until a producer has begun.
         name: whose position this is. Producers wait for each name, and keep what it has not read;
             all ranks of one job have one name, and different jobs different ones. None: hold back
             nobody, for example to read a finished stream again.
@@ -147,14 +144,14 @@ class Stream(RecordDataset):
     def leave(self) -> None:
         """Let producers go on without this reader: call it if training ends before the stream."""
         if self.name is not None:
-            cursors.leave(self.log.path, self.name)
+            cursors.leave(self.log.medium, self.name)
 
     # --- as a dataset of records ----------------------------------------------------------------
 
     @property
     def read_once(self) -> bool:
         if self._local is None:
-            self._local = local(self.log.path)
+            self._local = local(self.log.medium.path)
         return self._local
 
     @property
@@ -178,7 +175,7 @@ class Stream(RecordDataset):
         offset, length = np.zeros(n, np.int64), np.full(n, self.nbytes, np.int64)
         names = _names(n, len(os.path.basename(self.log.chunk(0))))  # noqa: PTH119  a string
         count = np.full(n, records, np.int64)
-        made = Manifest.of_runs(names, offset, length, count, root=self.log.path)
+        made = Manifest.of_runs(names, offset, length, count, root=self.log.medium.path)
         return Manifest(made.table, made.root, salt=self.log.about.id)
 
     def _read_direct(self, object_id: int) -> bytes:
@@ -190,53 +187,29 @@ class Stream(RecordDataset):
         self.read_rows(ids, out)
 
     def read_rows(self, ids: Ints, out: NDArray[np.uint8]) -> None:
-        """Fill `out`, (n, nbytes), from the folder; adjacent records of a chunk in one read.
+        """Fill `out`, (n, nbytes), from the log; adjacent records of a chunk in one read.
 
         Raises:
             SourceError: a chunk cannot be read, or has been deleted.
         """
-        records = self.log.about.records
-        chunks = ids // records
+        chunks, inside = np.divmod(ids, self.log.about.records)
         new = (np.diff(ids) != 1) | (np.diff(chunks) != 0)
         bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]
-        opened: dict[int, int] = {}
-        try:
-            for first, last in pairwise(bounds):
-                chunk = int(chunks[first])
-                if chunk not in opened:
-                    if len(opened) == _MOST_OPEN:
-                        close_all([opened.pop(old) for old in list(opened)])
-                    opened[chunk] = self._open_chunk(chunk)
-                offset = int(ids[first] - chunk * records) * self.nbytes
-                self._fill(opened[chunk], chunk, out[first:last].data.cast("B"), offset)
-        finally:
-            close_all(list(opened.values()))
+        pieces = [
+            (int(chunks[a]), int(inside[a]) * self.nbytes, out[a:b].data.cast("B"))
+            for a, b in pairwise(bounds)
+        ]
+        lacking = self.log.medium.fill(pieces)
+        if lacking is not None:
+            raise self._lacks(lacking)
 
-    def _open_chunk(self, chunk: int) -> int:
-        path = self.log.chunk(chunk)
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise self._lacks(chunk, "has not arrived") from None
-        except OSError as e:
-            raise SourceError(e.errno or 0, e.strerror or str(e), path) from e
-
-    def _fill(self, fd: int, chunk: int, out: memoryview, offset: int) -> None:
-        path = self.log.chunk(chunk)
-        while len(out):
-            try:
-                got = os.preadv(fd, [out], offset)
-            except OSError as e:
-                raise SourceError(e.errno or 0, e.strerror or str(e), path) from e
-            if not got:
-                raise self._lacks(chunk, "has fewer records")
-            out, offset = out[got:], offset + got
-
-    def _lacks(self, chunk: int, why: str) -> SourceError:
-        """Return the error for records that are not there: deleted, perhaps just now, or `why`."""
+    def _lacks(self, chunk: int) -> SourceError:
+        """Return the error for records that are not there, or were deleted just now."""
         oldest = self.log.deleted(chunk)
         if oldest is not None:
             return behind(self.log, chunk, oldest)
+        there = self.log.size(chunk) != ABSENT
+        why = "has fewer records" if there else "has not arrived"
         return SourceError(errno.ENODATA, why, self.log.chunk(chunk))
 
 

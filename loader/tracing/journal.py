@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,9 +64,35 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
     items: bytes
     addresses: str
 
+    def sound(self) -> bool:
+        """Whether the columns fit each other, and no number is impossible."""
+        columns = self.samples, self.counts, self.items
+        if any(len(column) % 8 for column in columns) or len(self.items) % (8 * _COLUMNS):
+            return False
+        # Lists: for the few samples of a batch numpy takes longer.
+        samples, counts, rows = (np.frombuffer(column, "<i8").tolist() for column in columns)
+        part, number = rows[PART::_COLUMNS], rows[NUMBER::_COLUMNS]
+        addresses = self.addresses.count(_BETWEEN) + 1 if self.addresses else 0
+        return (
+            len(samples) == len(counts)
+            and min(samples, default=0) >= 0
+            and min(counts, default=0) >= 0
+            and sum(counts) == len(part)
+            and part.count(FILE) == addresses
+            and all(
+                n >= (ALL if p == FILE else 0) and p >= FILE
+                for p, n in zip(part, number, strict=True)
+            )
+        )
+
 
 class EndOfTrace(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Seals the journal: the records before the first of these are the trace in all processes."""
+    """Seals the journal; nothing that follows counts, in all processes.
+
+    instead: the trace; None: the records before this one.
+    """
+
+    instead: list[Reads] | None = None
 
 
 class NoTrace(msgspec.Struct, frozen=True, array_like=True, tag="none"):
@@ -117,7 +143,7 @@ class RecordedReads(NamedTuple):
         return RecordedReads(self.samples, counts, self.items[kept], addresses)
 
 
-def reads_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
+def record_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
     """Return the record of (sample, its items in order with the version of each)."""
     samples: list[int] = []
     counts: list[int] = []
@@ -186,9 +212,15 @@ class JournalFile:
         """Yield the records of a journal from its `first` on, except those that were cut off."""
         with self._lock:
             self._look()
-            places = self._places[number][first:]
+            places = self._places.get(number, ())[first:]
         for at, nbytes in places:
             yield os.pread(self.own.fd, nbytes, at)
+
+    def has(self, number: int) -> bool:
+        """Whether a journal has a record."""
+        with self._lock:
+            self._look()
+            return number in self._places
 
     def _look(self) -> None:
         """Find the records that were appended since the last call."""
@@ -229,12 +261,27 @@ def _record_at(piece: bytes, at: int) -> tuple[int, int, int] | None:
     return number, first, nbytes
 
 
-class TraceJournal:
-    """One process's view of the journal of this number, from its beginning."""
+class JournalPlace(NamedTuple):
+    """Where a dataset is recorded.
 
-    def __init__(self, file: JournalFile, number: int) -> None:
-        self._file = file
-        self._number = number
+    number: of the journal in its file. joint: whether several ranks share it.
+    """
+
+    file: JournalFile
+    number: int = ALONE
+    joint: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether no process has written to the journal."""
+        return not self.file.has(self.number)
+
+
+class TraceJournal:
+    """One process's view of the journal at this place, from its beginning."""
+
+    def __init__(self, place: JournalPlace) -> None:
+        self._file, self._number, _ = place
         self._records = 0  # that were read
         #: Bytes of the records that were read.
         self.nbytes = 0
@@ -256,6 +303,9 @@ class TraceJournal:
                 record: Record = _decode(body)
             except msgspec.MsgspecError as e:
                 raise MalformedError("no record of a journal") from e
+            reads = [record] if isinstance(record, Reads) else getattr(record, "instead", None)
+            if not all(one.sound() for one in reads or ()):
+                raise MalformedError("a record whose columns do not fit each other")
             yield record
 
     def copy(self) -> bytes:
@@ -274,14 +324,12 @@ def new_journal() -> Descriptor:
     return Descriptor(os.open(f"/proc/self/fd/{memory.fd}", flags))
 
 
-#: Where a dataset is recorded: a file, and the number of the journal in it.
-Place: TypeAlias = "tuple[JournalFile, int]"
 _numbers = itertools.count(ALONE + 1)
 #: The file of the journals that this process has begun.
 _file: weakref.ref[JournalFile] | None = None
 
 
-def own_place() -> Place:
+def own_place() -> JournalPlace:
     """Begin a journal in this process's own file, which lasts as long as one of its journals.
 
     Raises:
@@ -292,7 +340,7 @@ def own_place() -> Place:
     if file is None:
         file = JournalFile(new_journal())
         _file = weakref.ref(file)
-    return file, next(_numbers)
+    return JournalPlace(file, next(_numbers))
 
 
 def _begin_own_file() -> None:

@@ -34,15 +34,15 @@ from creel.loader.tracing.journal import (
     PART,
     EndOfTrace,
     Item,
+    JournalPlace,
     NoTrace,
-    Place,
     Reads,
     Record,
     RecordedReads,
     TraceJournal,
     joined,
     own_place,
-    reads_of,
+    record_of,
 )
 from creel.loader.tracing.observed import Asked, FoundVersions, ObservedReads
 from creel.loader.tracing.trace import AccessTrace, by_sample, parts_of
@@ -69,10 +69,9 @@ class AccessRecorder:
     def __init__(
         self,
         dataset: Dataset[Sample],
-        place: Place | None = None,
+        place: JournalPlace | None = None,
         wrapping: Wrapping = AS_IT_IS,
         *,
-        joint: bool = False,
         seals: bool = True,
     ) -> None:
         """Begin to record.
@@ -80,29 +79,27 @@ class AccessRecorder:
         Args:
             place: the journal, of another process or kept from an earlier job; None for a new one.
             wrapping: what `creel.wrap` was asked for.
-            joint: whether several ranks share the journal.
             seals: whether recording ends when this journal has enough.
         """
         self.place = own_place() if place is None else place
         self.dataset = dataset
-        self.joint = joint
         self._seals = seals
         self._wrapping = wrapping
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
-        self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
-        self._versions = FoundVersions()  # of local files read since the last `write`
         self.forget()
         forget_in_child(self)
 
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
-        self._journal = TraceJournal(*self.place)
+        self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
+        self._versions = FoundVersions()  # of local files read since the last `write`
+        self._journal = TraceJournal(self.place)
         self._known = np.zeros(self._size, np.bool_)
         #: In a joint journal, `RecordedReads.marks` of each known sample.
-        self._marks = np.zeros(self._size if self.joint else 0, np.uint32)
+        self._marks = np.zeros(self._size if self.place.joint else 0, np.uint32)
         self._count = 0  # known samples
         self._again = 0  # known samples read since the last new one
         self._differ = False  # whether ranks read different items as the same sample
@@ -111,21 +108,13 @@ class AccessRecorder:
         self.void = False
 
     @property
-    def empty(self) -> bool:
-        """Whether no process has written to the journal."""
-        try:
-            return next(TraceJournal(*self.place).new(), None) is None
-        except (MalformedError, OSError):
-            return True
-
-    @property
     def over(self) -> bool:
         """Whether this process knows that recording has ended."""
         return self._sealed
 
     def copy(self) -> bytes:
         """Return the journal as a file, to be kept."""
-        return TraceJournal(*self.place).copy()
+        return TraceJournal(self.place).copy()
 
     def _observing(self) -> ObservedReads:
         """Return a record for the samples of one thread."""
@@ -205,15 +194,15 @@ class AccessRecorder:
     def write(self) -> None:
         """Append the reads of a batch to the journal, and process those of other processes."""
         with self._lock:
-            if self.joint:
+            if self.place.joint:
                 self._catch_up()  # to compare with the reads of other ranks
             noted = list(self._noted())
             new = [one for one in noted if not self._known[one[0]]]
             again = len(noted) - len(new)
-            if self.joint and again:
-                self._compare(joined([reads_of([one for one in noted if self._known[one[0]]])]))
+            if self.place.joint and again:
+                self._compare(joined([record_of([one for one in noted if self._known[one[0]]])]))
             if (new or again) and not self._sealed:
-                self._append(reads_of(new, again))
+                self._append(record_of(new, again))
             self._catch_up()
             if not self._sealed and self._seals and (self._differ or self._over()):
                 self._append(NoTrace() if self._differ else EndOfTrace())
@@ -229,23 +218,22 @@ class AccessRecorder:
     def take_over(self, journal: TraceJournal) -> bool:
         """Append what was written to another journal since last time; return whether it was any."""
         with self._lock:
-            reads = [record for record in journal.new() if isinstance(record, Reads)]
+            reads = [record for record in _sound(journal) if isinstance(record, Reads)]
             for record in reads:
                 self._append(record)
         self.write()
         return bool(reads)
 
     def give(self, journal: TraceJournal) -> None:
-        """End another journal with the records of this one, for workers that know only that."""
-        if not self.void:
-            for record in self._trace_records():
-                journal.append(record)
-        journal.append(EndOfTrace())
+        """End another journal with the trace of this one, for workers that know only that."""
+        journal.append(EndOfTrace(None if self.void else self._trace_records()))
 
     def _trace_records(self) -> list[Reads]:
-        """Return the records before the seal."""
+        """Return the records of the trace."""
         reads: list[Reads] = []
-        for record in TraceJournal(*self.place).new():
+        for record in _sound(TraceJournal(self.place)):
+            if isinstance(record, EndOfTrace) and record.instead is not None:
+                return record.instead
             if not isinstance(record, Reads):
                 break
             reads.append(record)
@@ -289,9 +277,9 @@ class AccessRecorder:
             self._again += read.again
             return
         self._again = 0
-        if self.joint:
+        if self.place.joint:
             self._compare(joined([read]))
-            samples = samples[samples < self._size]
+        samples = samples[samples < self._size]
         new = np.unique(samples[~self._known[samples]])
         self._known[new] = True
         self._count += len(new)
@@ -305,6 +293,12 @@ class AccessRecorder:
         self._differ |= bool(((before > 0) & (marks > 0) & (before & marks == 0)).any())
         new = ~self._known[samples]
         self._marks[samples[new]] = marks[new]
+
+
+def _sound(journal: TraceJournal) -> Iterator[Record]:
+    """Yield the new records before the first of another version of creel."""
+    with suppress(MalformedError):
+        yield from journal.new()
 
 
 def _drained(queue: deque[T]) -> Iterator[T]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,7 +27,7 @@ from creel.config import Config
 from creel.loader.binding.wrapped import Wrapping
 from creel.loader.client.connections import client_of
 from creel.loader.cluster.ranks import job_name, on_one_node, rank_and_world
-from creel.loader.tracing.journal import ALONE, JournalFile, Place, new_journal
+from creel.loader.tracing.journal import JournalFile, JournalPlace, new_journal
 from creel.loader.tracing.likeness import likeness
 from creel.loader.tracing.recorder import AccessRecorder
 from creel.messages import WithdrawJournal
@@ -56,7 +57,7 @@ def _digest(*what: object) -> str:
 
 
 class RanksJournal:
-    """A journal that this node's ranks share, while it is open to further ranks."""
+    """A journal that this node's ranks share; further ranks may join while the first has this."""
 
     def __init__(self, client: Client, name: str) -> None:
         """Get the journal of this name.
@@ -65,13 +66,11 @@ class RanksJournal:
             UnavailableError: refused, or the daemon is lost.
             OSError: no descriptor or memory.
         """
-        self._client, self._name = client, name
         own = new_journal()
-        self.place: Place = JournalFile(Descriptor(client.join_journal(name, own.fd))), ALONE
-
-    def close(self) -> None:
-        """Let no further rank join, if this one came first."""
-        self._client.notify(WithdrawJournal(self._name))
+        joint = JournalFile(Descriptor(client.join_journal(name, own.fd)))
+        self.place = JournalPlace(joint, joint=True)
+        # Else the daemon would keep its memory as long as this process trains.
+        weakref.finalize(self, client.notify, WithdrawJournal(name)).atexit = False
 
 
 def journal_of_ranks(
@@ -82,15 +81,13 @@ def journal_of_ranks(
     Each rank must call this for the same datasets in the same order: the k-th of several datasets
     that look alike matches the k-th of the other ranks.
     """
-    client = client_of(config)
-    if client is None:
-        return None
     try:
         world = rank_and_world()[1]
         job = job_here(world, os.environ, os.getppid())
         about = f"{job} {wrapping.whole} {likeness(dataset)}"
-        _begun[about] += 1
-        return RanksJournal(client, _digest(_begun[about], about))
+        _begun[about] += 1  # also if no daemon answers: other ranks may reach one
+        client = client_of(config)
+        return None if client is None else RanksJournal(client, _digest(_begun[about], about))
     except Exception:  # noqa: BLE001  this rank then records for itself
         _log.debug("this rank records for itself", exc_info=True)
         return None
@@ -139,7 +136,9 @@ class KeptTrace:
             return None
         try:
             file = JournalFile(Descriptor(open_trace(self._disk.path, self._name)))
-            return AccessRecorder(self._dataset, (file, ALONE), self._wrapping, joint=True).trace()
+            return AccessRecorder(
+                self._dataset, JournalPlace(file, joint=True), self._wrapping
+            ).trace()
         except Exception:  # noqa: BLE001  missing, or malformed
             return None
 
@@ -148,7 +147,7 @@ class KeptTrace:
 
         `dataset`: the key of the dataset that the trace gives.
         """
-        if not self._name or self._rank or recorder.joint != (self._world > 1):
+        if not self._name or self._rank or recorder.place.joint != (self._world > 1):
             return  # a rank that recorded alone knows only its own samples
         try:
             keep_trace(self._disk.path, self._name, dataset, recorder.copy(), self._disk.keep_free)
@@ -157,11 +156,10 @@ class KeptTrace:
 
 
 def recorder_on(
-    place: Place | None,
+    place: JournalPlace | None,
     dataset: Dataset[Any],
     wrapping: Wrapping,
     *,
-    joint: bool = False,
     seals: bool = True,
 ) -> AccessRecorder | None:
     """Make a recorder of a `recordable` dataset; None for lack of descriptors or memory.
@@ -169,13 +167,12 @@ def recorder_on(
     Args:
         place: where other processes record the dataset; None: this one begins to.
         wrapping: what `creel.wrap` was asked for.
-        joint: whether other ranks record there too.
         seals: as for `AccessRecorder`.
     """
     if few_descriptors():
         return None
     try:
-        return AccessRecorder(dataset, place, wrapping, joint=joint, seals=seals)
+        return AccessRecorder(dataset, place, wrapping, seals=seals)
     except Exception:  # noqa: BLE001  its samples are then read as without creel
         _log.debug("the reads of the dataset are not recorded", exc_info=True)
         return None

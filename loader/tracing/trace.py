@@ -61,9 +61,14 @@ class AccessTrace:
         options: Options = None,
     ) -> None:
         items, files = recorded.items, recorded.files
+        which, first = np.unique(recorded.samples, return_index=True)
+        which, first = which[which < size], first[which < size]
         names, name_of = _numbered(recorded.addresses, items[files, DIGEST])
         versions = _versions(names, name_of, items[files, VERSION])
-        kept = _worth_caching(name_of, items[files], len(names))
+        counted = np.zeros(len(recorded.samples), np.bool_)
+        counted[first] = True
+        counted = np.repeat(counted, recorded.counts)[files]
+        kept = _worth_caching(name_of[counted], items[files][counted], len(names))
         for i in np.flatnonzero(kept & (versions <= 0)).tolist():
             kept[i] = not is_local(names[i])
         wanted = np.ones(len(items), np.bool_)
@@ -72,11 +77,9 @@ class AccessTrace:
         part, number = recorded.items[:, PART].copy(), recorded.items[:, NUMBER].copy()
         files = part == FILE
         part[files], number[files] = len(parts), place  # the files form one more part
-        which, first = np.unique(recorded.samples, return_index=True)
-        first = first[which < size]
         counts = recorded.counts
         self.counts = np.zeros(size, np.int64)
-        self.counts[which[which < size]] = counts[first]
+        self.counts[which] = counts[first]
         at = stretches((counts.cumsum() - counts)[first], counts[first])
         read, self._leaf = np.unique(part[at], return_inverse=True)
         self._object = number[at]
@@ -150,7 +153,7 @@ def _worth_caching(name_of: Ints, items: Ints, names: int) -> NDArray[np.bool_]:
     read = np.bincount(name_of[part], got[part], names)
     size = np.zeros(names, np.int64)
     size[name_of[part]] = nbytes[part]
-    return whole | (read * WORTH >= size)
+    return whole | (read * WORTH >= np.maximum(size, 1))
 
 
 def _versions(names: list[str], name_of: Ints, of: Ints) -> Ints:

@@ -33,7 +33,7 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.reading.observer import passes_on
 from creel.loader.reading.this_thread import this_thread, thread_use
 from creel.loader.tracing.intercept import Intercepted
-from creel.loader.tracing.journal import Place, TraceJournal
+from creel.loader.tracing.journal import EndOfTrace, JournalPlace, TraceJournal
 from creel.loader.tracing.recorder import AccessRecorder, recordable
 from creel.loader.tracing.recording import (
     KeptTrace,
@@ -55,6 +55,8 @@ _log = logging.getLogger("creel.loader")
 
 #: Longest time that a rank waits, once, for what the others have recorded, and between two looks.
 _MEET_S, _LOOK_S = 0.2, 0.005
+#: Time between two questions whether a daemon answers: one takes as long as many short reads.
+_ASK_S = 0.1
 
 
 class WrappedReads:
@@ -63,22 +65,20 @@ class WrappedReads:
     def __init__(
         self,
         dataset: Dataset[Sample],
-        place: Place | None = None,
+        place: JournalPlace | None = None,
         wrapping: Wrapping = AS_IT_IS,
         *,
-        joint: bool = False,
         config: tuple[Config, dict[str, str]] | None = None,
     ) -> None:
         """`place`: where the process that spawned this one records the dataset.
 
-        `wrapping`: what `creel.wrap` was asked for. `joint`: whether other ranks share the journal.
-        `config`: settings and their origins; None: those of the process, at the first read.
+        `wrapping`: what `creel.wrap` was asked for. `config`: settings and their origins; None:
+        those of the process, at the first read.
         """
         self.dataset = dataset
         self.wrapping = wrapping
         self.config = config
         self._place = place
-        self._joint = joint
         self._forget_binding()
         self.forget()
         forget_in_child(self)
@@ -89,10 +89,11 @@ class WrappedReads:
         self._bound = False
         self._binding: Binding | None = None
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
-        #: Whether this rank shall record together with others, once a daemon answers.
-        self._meets = False
+        #: Whether this rank shall record together with others, once a daemon answers; when it asks
+        #: for one again, and until when it then waits for other ranks (`time.monotonic`).
+        self._to_meet, self._meet_at, self._meet_by = False, 0.0, 0.0
         self._ranks: RanksJournal | None = None  # while recording together with other ranks
-        self._before: TraceJournal | None = None  # of workers that began before
+        self._workers_journal: TraceJournal | None = None  # of workers that began before
         self._trace: AccessTrace | None = None
         self._kept: KeptTrace | None = None  # of an earlier job, and for later ones
 
@@ -102,7 +103,7 @@ class WrappedReads:
         self._link: DaemonLink | None = None
         self._not_before = 0.0
         self._bypass: Bypass | None = None  # made at the first recorded read
-        self._meets, self._before = False, None  # a worker leaves that to its trainer
+        self._to_meet, self._workers_journal = False, None  # a worker leaves that to its trainer
 
     def __reduce__(self) -> tuple[object, ...]:
         """Let a spawned worker record for its trainer; other copies begin a record of their own."""
@@ -111,9 +112,8 @@ class WrappedReads:
             return made, (self.dataset,)
         self.prepare()
         recorder = self._recorder
-        joint = recorder is not None and recorder.joint
-        made = partial(made, joint=joint, config=self.config)
-        return made, (self.dataset, None if recorder is None else recorder.place)
+        place = None if recorder is None else recorder.place
+        return partial(made, config=self.config), (self.dataset, place)
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -168,7 +168,7 @@ class WrappedReads:
                 recorder.write()
 
     def trace(self) -> AccessTrace | None:
-        """Return the trace of the dataset once it is complete (see `access_recorder`), else None.
+        """Return the trace of the dataset once it is complete (see `recorder`), else None.
 
         The first call starts recording, unless `bind` finds the dataset's objects. While recording,
         the trace is that of an earlier job, if there is one. If files were rewritten since,
@@ -183,9 +183,9 @@ class WrappedReads:
             return self._trace
 
     def recorded(self) -> bool:
-        """Whether this process, or another that shares the journal, has recorded reads."""
+        """Whether reads are being recorded, and any process has recorded some."""
         recorder = self._recorder
-        return recorder is not None and not recorder.empty
+        return recorder is not None and not recorder.place.empty
 
     def _bind(self) -> Binding | None:
         """Return the declared or recorded objects; starts recording if there are neither."""
@@ -198,7 +198,7 @@ class WrappedReads:
                 if self._recorder is not None:
                     self._use(self._kept.load())
         if self._recorder is not None:
-            if self._meets:
+            if self._to_meet:
                 self._recorder = self._meet_ranks(self._recorder)
             trace = self._complete_trace(self._recorder)
             if trace is not None:
@@ -209,7 +209,6 @@ class WrappedReads:
             elif self._recorder.void:
                 _log.info("the ranks' datasets differ: each rank records what its own samples read")
                 self._leave_recorder()
-                self._joint = False
                 self._recorder = recorder_on(None, self.dataset, self.wrapping)
         return self._binding
 
@@ -229,33 +228,36 @@ class WrappedReads:
         No reader waits for a daemon that is starting: until then this rank records alone, and none
         is started before reads were recorded.
         """
-        config = self._settings()
-        if not _none_answers(recorder, config):
-            self._meets = False
-            self._ranks = journal_of_ranks(self.dataset, config, self.wrapping)
-            self._joint = self._ranks is not None
-            place = None if self._ranks is None else self._ranks.place
-            joint = recorder_on(place, self.dataset, self.wrapping, joint=self._joint)
-            if joint is not None:
-                self._before, recorder = TraceJournal(*recorder.place), joint
-        return recorder
+        config, now = self._settings(), time.monotonic()
+        if now < self._meet_at:
+            return recorder
+        if _none_answers(recorder, config):
+            self._meet_at = now + _ASK_S
+            return recorder
+        self._to_meet = False
+        self._ranks = journal_of_ranks(self.dataset, config, self.wrapping)
+        place = None if self._ranks is None else self._ranks.place
+        joint = recorder_on(place, self.dataset, self.wrapping)
+        if joint is None:  # nobody else would end the recording
+            TraceJournal(recorder.place).append(EndOfTrace())
+            return recorder
+        self._workers_journal = TraceJournal(recorder.place)
+        self._meet_by = time.monotonic() + _MEET_S
+        return joint
 
     def _complete_trace(self, recorder: AccessRecorder) -> AccessTrace | None:
         """Return the trace once it is complete; waits shortly for ranks that meet at this time."""
-        took = self._before is not None and recorder.take_over(self._before)
-        trace, deadline = recorder.trace(), time.monotonic() + _MEET_S
-        while took and recorder.joint and not recorder.over and time.monotonic() < deadline:
+        found = self._workers_journal is not None and recorder.take_over(self._workers_journal)
+        trace, joint = recorder.trace(), recorder.place.joint
+        while found and joint and not recorder.over and time.monotonic() < self._meet_by:
             time.sleep(_LOOK_S)
             trace = recorder.trace()
         return trace
 
     def _leave_recorder(self) -> None:
-        if self._before is not None and self._recorder is not None:
-            self._recorder.give(self._before)
-        self._recorder = self._before = None
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        if self._workers_journal is not None and self._recorder is not None:
+            self._recorder.give(self._workers_journal)
+        self._recorder = self._workers_journal = self._ranks = None
 
     def _new_recorder(self) -> AccessRecorder | None:
         """Make a recorder on the journal of the parent process, or its own.
@@ -266,9 +268,10 @@ class WrappedReads:
             return None
         place, self._place = self._place, None
         several = rank_and_world()[1] > 1
-        self._meets = several and place is None and get_worker_info() is None
-        seals = self._joint or not several  # else the trainer does, which meets the other ranks
-        return recorder_on(place, self.dataset, self.wrapping, joint=self._joint, seals=seals)
+        self._to_meet = several and place is None and get_worker_info() is None
+        # Else the trainer does, which meets the other ranks.
+        seals = not several or (place is not None and place.joint)
+        return recorder_on(place, self.dataset, self.wrapping, seals=seals)
 
     def prepare(self) -> None:
         """Bind before workers are made, so that they need not.
@@ -334,7 +337,7 @@ def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]
 def _none_answers(recorder: AccessRecorder, config: Config) -> bool:
     """Whether to record on without a daemon, which starts meanwhile if there is any use of it."""
     with suppress(UnavailableError):  # then there will be none
-        return startable(config.daemon.name) and (recorder.empty or daemon_starting(config))
+        return startable(config.daemon.name) and (recorder.place.empty or daemon_starting(config))
     return False
 
 

@@ -78,9 +78,13 @@ class _Packet:
 class Channel:
     """One end. Messages are tuples of picklable values, sent with descriptors."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Take over `sock` and close it in `close`."""
+    def __init__(self, sock: socket.socket, *, whole: bool = False) -> None:
+        """Take over `sock` and close it in `close`.
+
+        whole: send each message as one packet, as several processes read from the other end.
+        """
         self._sock = sock
+        self._whole = whole
         self._backlog: deque[_Packet] = deque()
         self._fds: list[int] = []  # descriptors received for the next message
         self._pieces: list[bytes] = []  # and the first bytes of its body
@@ -107,6 +111,8 @@ class Channel:
             Exception: pickling `message` failed, and nothing was sent.
         """
         body, owned = _packed(message)
+        if self._whole and len(body) > _INLINE:
+            raise OSError(errno.EMFILE, "no descriptor for a long message: raise ulimit -n")
         with self._lock:
             if not (self._backlog or owned or fds) and len(body) <= _INLINE and self._sent(body):
                 return

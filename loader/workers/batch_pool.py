@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from creel.loader.transport.unpacking import discard, unpack
@@ -11,6 +12,7 @@ from creel.loader.transport.unpacking import discard, unpack
 if TYPE_CHECKING:
     from creel.loader.reading.bad_samples import BadSample
     from creel.loader.workers.events import BatchResult, WorkerEvent
+    from creel.loader.workers.own_files import Reader
     from creel.loader.workers.pinner import Pinner
 
 
@@ -37,6 +39,10 @@ class BatchPool(ABC):
         """Give back the slots of an unwanted batch."""
         if self.pinner is None:
             discard(event.packed, event.inbox)
+
+    def readers(self) -> Sequence[Reader]:
+        """Return the processes of this rank that read the samples; none of other ranks."""
+        return ()
 
     def take_bad(self) -> list[BadSample]:
         """Return new bad samples that workers found, also those of discarded batches."""

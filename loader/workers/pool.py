@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -24,11 +25,14 @@ import numpy as np
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import BadSample
+from creel.loader.seeding.by_sample import BatchSeeds
 from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
+from creel.loader.transport.unpacking import discard
 from creel.loader.workers.batch_pool import BatchPool
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
-from creel.loader.workers.stages import NO_TIMES, STAGE_NAMES, STARTING, BatchTimes
+from creel.loader.workers.own_files import Reader, process
+from creel.loader.workers.stages import NO_TIMES, READING, STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import WorkerArgs, worker_main
 from creel.loader.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords
 from creel.system.forks import at_fork
@@ -171,7 +175,7 @@ class WorkerPool(BatchPool):
             raise
         finally:
             theirs.close()
-        channel.post(("words",), [words.fd])
+        channel.post(("words",), [words.fd, *self._given()])
         inbox = Inbox(
             max_leased=self._max_leased,
             inherited=args.inherited,
@@ -182,6 +186,10 @@ class WorkerPool(BatchPool):
             self._watched[fd] = (member, worker, is_sentinel)
             self._poll.register(fd, select.POLLIN)
         return member
+
+    def _given(self) -> list[int]:
+        """Return what descriptors a worker gets beside that of its words."""
+        return []
 
     def _stop_worker(self, member: WorkerProcess) -> None:
         self._unwatch(member)
@@ -219,7 +227,15 @@ class WorkerPool(BatchPool):
                 self._post(member, ("join", *ticket))
 
     def task(
-        self, worker: int, tag: int, batch: int, index: object, claim: Claim, *, many: bool
+        self,
+        worker: int,
+        tag: int,
+        batch: int,
+        index: object,
+        claim: Claim,
+        *,
+        many: bool,
+        seeds: BatchSeeds | None = None,
     ) -> None:
         """Send a batch to a worker; `many`: the index is an array to be used as a list of ints.
 
@@ -237,7 +253,7 @@ class WorkerPool(BatchPool):
         if many:
             kind, index = "tasks", np.asarray(index, np.int64).tobytes()
         ids = claim.ids.tobytes()
-        self._post(member, (kind, tag, batch, index, freed, claim.step, ids))
+        self._post(member, (kind, tag, batch, index, freed, claim.step, ids, seeds))
 
     @staticmethod
     def _post(member: WorkerProcess, message: tuple[object, ...]) -> None:
@@ -301,6 +317,10 @@ class WorkerPool(BatchPool):
             pass
         self._unwatch(member)
         member.dead = True
+        self._died(worker)
+
+    def _died(self, worker: int) -> None:  # noqa: ARG002  a subclass needs it
+        """Note the death of a worker, all of whose results were taken."""
         self._events.append(WorkerDeath())
 
     def _read(self, member: WorkerProcess, worker: int) -> bool:
@@ -332,12 +352,23 @@ class WorkerPool(BatchPool):
                 BatchTimes() as times,
                 tuple() as bad,
             ):
+                self.bad.extend(cast("tuple[BadSample, ...]", bad))
+                if not self._expects(tag, index):
+                    discard(member.inbox.accept(sent, fds), member.inbox)
+                    return True
                 if self._followers is not None:
                     self._followers.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
                 self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
-                self.bad.extend(cast("tuple[BadSample, ...]", bad))
         return True
+
+    def _expects(self, tag: int, batch: int) -> bool:  # noqa: ARG002  a subclass needs them
+        """Note that a batch has arrived; False if it had before."""
+        return True
+
+    def lost(self) -> list[int]:
+        """Return the workers whose deaths cost batches."""
+        return [i for i, member in enumerate(self.members) if member.dead]
 
     # --- watching -------------------------------------------------------------------------
 
@@ -346,10 +377,18 @@ class WorkerPool(BatchPool):
         row = self._words.rows[worker]
         return row[STAGE], row[BATCH], (time.monotonic_ns() - row[SINCE_NS]) / 1e9
 
+    def readers(self) -> list[Reader]:
+        rows = zip(self.members, self._words.rows, strict=True)
+        return [process(m.process.pid or 0, partial(_reads, row)) for m, row in rows]
+
     def new_counts(self) -> dict[str, int]:
         """Return what all workers together have counted since the last call, by name."""
         before, self._last_counts = self._last_counts, self._words.counts()
         return {name: n - before[name] for name, n in self._last_counts.items()}
+
+    def holder(self, worker: int, batch: int) -> int:  # noqa: ARG002  a subclass needs it
+        """Return which worker has a batch that was sent to `worker`."""
+        return worker
 
     def describe(self, worker: int) -> str:
         """Say in one sentence what a worker is doing, for warnings."""
@@ -399,6 +438,11 @@ class WorkerPool(BatchPool):
         return member.inbox.unused(_SPARE_NBYTES // self._workers)
 
 
+def _reads(row: memoryview) -> bool:
+    """Whether the worker with these shared words reads samples at the moment."""
+    return bool(row[STAGE] == READING)
+
+
 def _process_state(pid: int | None) -> str:
     """Return the state of a process from /proc, in a few words."""
     try:
@@ -413,6 +457,11 @@ def _process_state(pid: int | None) -> str:
 _ends: weakref.WeakSet[Channel] = weakref.WeakSet()
 #: All open pools, kept from garbage collection until `close`.
 _pools: set[WorkerPool] = set()
+
+
+def until_forked(*channels: Channel) -> None:
+    """Close these channels in forked children."""
+    _ends.update(channels)
 
 
 def _forget_inherited() -> None:

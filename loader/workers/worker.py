@@ -7,10 +7,14 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "bind", digest             the dataset's objects are known now, and have this `digest`
     T "join", daemon's name, token, session
                                  read through the daemon from now on
-    T "task", tag, index of batch, sampler's index, freed slots, its `Claim`: step, ids as bytes
+    T "task", tag, index of batch, sampler's index, freed slots, its `Claim`: step, ids as bytes,
+              its `BatchSeeds`, or None
     T "tasks"                    the same, with bytes of int64, to be used as a list of ints
     W "batch", tag, index of batch, packed batch, its times, new bad samples [+ fds of new slots]
+    T "freed", slots             slots that it may use again, if tasks do not bring them
     T "quit"
+With `SharedPool`, tasks come over one socket that all workers read:
+    T "any", how many "again", "bind" and "join" came before, task as above
 A tag identifies one epoch of one iterator. Tasks with a tag below `WorkerWords.void` are
 skipped.
 """
@@ -22,6 +26,7 @@ import mmap
 import os
 import pickle
 import random
+import select
 import socket
 import time
 from collections import deque
@@ -36,9 +41,11 @@ import torch
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.decoded import worth
 from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
+from creel.loader.seeding.by_sample import BatchSeeds, Seeded
 from creel.loader.torch_private import (
     MP_STATUS_CHECK_INTERVAL,
     DatasetKind,
@@ -52,7 +59,7 @@ from creel.loader.transport.batch_message import Collate, Outbox
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, BatchTimes
-from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, WorkerWords
+from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, TAG, WorkerWords
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -83,6 +90,7 @@ class WorkerArgs:
     plain: bool  # a batch is default_collate of all its samples
     wait_s: float  # longest wait for the daemon
     slots: int
+    seeded: bool = False  # each sample by its number
     inherited: tuple[mmap.mmap, ...] = ()  # slots of the previous worker; only under fork
 
 
@@ -123,13 +131,22 @@ class _Worker(StepReader):
         self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
         self._lost = False
         self._cpu_ns = time.process_time_ns()
-        (_, fds) = self._get()
-        self._words = WorkerWords(fds[0], self._num_workers)
-        os.close(fds[0])
+        self._tasks: Channel | None = None  # that all workers read
+        self._obeyed = 0  # "again", "bind" and "join"
+        self._tag = 0
+        (_, (words, *shared)) = self._get()
+        self._words = WorkerWords(words, self._num_workers)
+        os.close(words)
+        if shared:
+            self._tasks = Channel(socket.socket(fileno=shared[0]))
+            self._poll = select.poll()  # select() fails for descriptors above 1023
+            self._poll.register(self._tasks, select.POLLIN)
+            self._poll.register(self._channel, select.POLLIN)
         self._row = self._words.rows[self._id]
         self._dataset, self._collate = args.dataset, args.collate_fn
         self._binding = args.binding
         self._tolerance = args.tolerance
+        self._seeded = Seeded(args.dataset) if args.seeded else None
         self._seed(args.base_seed)
         self._new_fetcher()
 
@@ -146,10 +163,14 @@ class _Worker(StepReader):
 
     def _new_fetcher(self) -> None:
         auto_collation, drop_last = self._flags
-        dataset, collate = self._dataset, self._timed(self._outbox.collate(self._collate))
+        dataset, seeded = self._dataset, self._seeded
+        user = self._collate if seeded is None else seeded.collating(self._collate)
+        collate = self._timed(self._outbox.collate(user))
         if self._tolerance.wanted:
-            dataset = Tolerant(dataset, self._tolerance)
+            dataset = Tolerant(dataset, self._tolerance, reads=seeded)
             collate = without_skipped(collate) if auto_collation else collate
+        elif seeded is not None:
+            dataset = seeded
         self._fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
             DatasetKind.Map, dataset, auto_collation, collate, drop_last
         )
@@ -179,16 +200,27 @@ class _Worker(StepReader):
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
 
     def _get(self) -> tuple[tuple[object, ...], list[int]]:
-        """Return the next message; raises EOFError when the trainer has ended."""
-        while True:
-            if self._early:
-                return self._early.popleft()
-            got = self._channel.get(MP_STATUS_CHECK_INTERVAL)
-            if got is not None:
+        """Return the next message, or a task of all workers if this one has none of its own."""
+        while self._tasks is not None:
+            if (got := self._own(0)) is not None or (got := self._tasks.get(0)) is not None:
                 return got
-            # A process that the trainer forked may still hold its end of the socket.
-            if os.getppid() != self._parent:
-                raise EOFError("the training process has ended")
+            if not self._poll.poll(MP_STATUS_CHECK_INTERVAL * 1000):
+                self._check_trainer()
+        return self._own_next()
+
+    def _own_next(self) -> tuple[tuple[object, ...], list[int]]:
+        """Wait for a message to this worker; raises EOFError when the trainer has ended."""
+        while (got := self._own(MP_STATUS_CHECK_INTERVAL)) is None:
+            self._check_trainer()
+        return got
+
+    def _own(self, timeout_s: float) -> tuple[tuple[object, ...], list[int]] | None:
+        return self._early.popleft() if self._early else self._channel.get(timeout_s)
+
+    def _check_trainer(self) -> None:
+        # A process that the trainer forked may still hold its end of the socket.
+        if os.getppid() != self._parent:
+            raise EOFError("the training process has ended")
 
     def _look_ahead(self) -> None:
         """Read the tasks that wait, as they give slots back, which then need not be made anew."""
@@ -199,35 +231,56 @@ class _Worker(StepReader):
                     case ("task" | "tasks", tag, batch, index, list(freed), *claim):
                         self._outbox.give_back(freed)
                         message = (message[0], tag, batch, index, [], *claim)
+                    case ("freed", list(freed)):
+                        self._outbox.give_back(freed)
+                        continue
                 self._early.append((message, fds))
 
     def serve(self) -> None:
+        """Handle messages; raises EOFError at the end."""
         while True:
-            message, _ = self._get()
-            match message:
-                case (
-                    ("task" | "tasks") as kind,
-                    int(tag),
-                    int(batch),
-                    index,
-                    list(freed),
-                    int(step),
-                    bytes(ids),
-                ):
-                    self._outbox.give_back(freed)
-                    if tag >= self._words.void:
-                        if kind == "tasks" and isinstance(index, bytes):
-                            index = np.frombuffer(index, np.int64).tolist()
-                        self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
-                case ("bind", str(digest)):
-                    self._bind(digest)
-                case ("join", str(name), str(token), int(session)):
-                    self._join(name, token, session)
-                case ("again", _, dict(bad)):
-                    self._tolerance.known.update(bad)
-                    self._new_fetcher()
-                case ("quit",):
-                    return
+            self._handle(self._get()[0])
+
+    def _handle(self, message: tuple[object, ...]) -> None:
+        match message:
+            case ("any", int(before), tuple(task)):
+                while self._obeyed < before:
+                    self._handle(self._own_next()[0])
+                self._handle(task)
+            case (
+                ("task" | "tasks") as kind,
+                int(tag),
+                int(batch),
+                index,
+                list(freed),
+                int(step),
+                bytes(ids),
+                seeds,
+            ):
+                self._outbox.give_back(freed)
+                if self._seeded is not None and isinstance(seeds, BatchSeeds):
+                    self._seeded.begin(seeds)
+                if tag >= self._words.void:
+                    if kind == "tasks" and isinstance(index, bytes):
+                        index = np.frombuffer(index, np.int64).tolist()
+                    self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
+            case ("freed", list(freed)):
+                self._outbox.give_back(freed)
+            case ("quit",):
+                raise EOFError("the trainer needs no more batches")
+            case _:
+                self._obey(message)
+                self._obeyed += 1
+
+    def _obey(self, message: tuple[object, ...]) -> None:
+        match message:
+            case ("bind", str(digest)):
+                self._bind(digest)
+            case ("join", str(name), str(token), int(session)):
+                self._join(name, token, session)
+            case ("again", _, dict(bad)):
+                self._tolerance.known.update(bad)
+                self._new_fetcher()
 
     def _bind(self, digest: str) -> None:
         """Bind the dataset from its trace, if its objects are the trainer's."""
@@ -258,12 +311,14 @@ class _Worker(StepReader):
         binding, session = self._binding, self._session
         gather = binding.gather() if binding is not None and self._plain else None
         self._gatherer = None
+        if gather is not None and gather.has_code and self._seeded is not None:
+            return  # samples are seeded one by one
         if gather is not None and session is not None:
             how = self._outbox.memory, self._fetcher.collate_fn
             self._gatherer = Gatherer(gather, session, *how)
 
     def _task(self, tag: int, batch: int, index: object, claim: Claim) -> None:
-        self._batch, self._direct_ns, self._lost = batch, 0, False
+        self._tag, self._batch, self._direct_ns, self._lost = tag, batch, 0, False
         self._began = self._ready = self._enter(READING)
         self._collating = 0  # 0 until collation begins: reading may fail before
         data: object = self._init_failure
@@ -322,6 +377,7 @@ class _Worker(StepReader):
                 direct_nbytes=lease.direct_nbytes,
                 decoded_hits=lease.decoded_hits,
                 decoded_misses=lease.decoded_misses,
+                **worth.counts(lease),
             )
 
     def copying(self, *, decodes: bool) -> None:
@@ -337,7 +393,7 @@ class _Worker(StepReader):
 
     def _enter(self, stage: int) -> int:
         now, row = time.monotonic_ns(), self._row
-        row[STAGE], row[BATCH], row[SINCE_NS] = stage, self._batch, now
+        row[TAG], row[BATCH], row[SINCE_NS], row[STAGE] = self._tag, self._batch, now, stage
         return now
 
     def _send(self, tag: int, batch: int, data: object) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from creel.cache.memory.memfd import mapped
 from creel.counters import OF_WORKERS
 
-#: The word of a row that says what a worker does (`stages`), for which batch, and since when (ns).
-STAGE, BATCH, SINCE_NS = range(3)
+#: The word of a row that says what a worker does (`stages`), for which batch, since when (ns), and
+#: the tag of that batch.
+STAGE, BATCH, SINCE_NS, TAG = range(4)
 #: The word of each counter by name.
-COUNTER = {name: SINCE_NS + 1 + i for i, name in enumerate(OF_WORKERS)}
-_ROW = 16
+COUNTER = {name: TAG + 1 + i for i, name in enumerate(OF_WORKERS)}
+_ROW = 32
 _VOID = 0
 _FIRST = 8  # word of the first row
 assert max(COUNTER.values()) < _ROW  # noqa: S101

@@ -79,7 +79,7 @@ def kept(offered: Offered, budget: int | None, seed: int) -> NDArray[np.intp]:
     """
     uids, classes, keys = offered
     if budget is None or budget >= len(uids):
-        return np.argsort(uids)
+        return np.argsort(uids, kind="stable")  # of two ascending runs it takes linear time
     order = np.lexsort((uids, keys, classes))
     ordered = classes[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

@@ -27,14 +27,19 @@ class Growth(NamedTuple):
     budget: int | None
     seed: int
 
-    def after(self, items: NDArray[np.integer], first_row: int) -> Ints:
-        """Return the (m,) numbers of what is kept after these new samples were offered.
+    def grown(self, held: Offered, items: NDArray[np.integer]) -> Offered:
+        """Return what is kept, by ascending uid, once new samples were offered to `held`.
 
-        Those of the memory's rows are `first_row` and up.
+        items: (n,) their numbers, some perhaps offered before.
         """
-        new = unique(items.astype(np.int64))
-        uids = self.offered + new
-        classes = np.full(len(new), UNLABELLED)
-        both = merged(self.kept, Offered(uids, classes, mixed(uids, self.seed)))
-        numbers = np.concatenate([first_row + np.arange(len(self.kept.uids)), new])
-        return numbers[kept(both, self.budget, self.seed + 1)]
+        uids = self.offered + unique(items.astype(np.int64))
+        uids = uids[~np.isin(uids, held.uids, assume_unique=True)]
+        classes = np.full(len(uids), UNLABELLED)
+        both = merged(held, Offered(uids, classes, mixed(uids, self.seed)))
+        return both.take(kept(both, self.budget, self.seed + 1))
+
+    def numbers(self, held: Offered, first_row: int) -> Ints:
+        """Return the (m,) numbers of what is kept; those of the memory's rows begin at a number."""
+        new = held.uids - self.offered
+        rows = first_row + np.searchsorted(self.kept.uids, held.uids)
+        return np.where(new >= 0, new, rows)

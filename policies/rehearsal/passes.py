@@ -50,11 +50,11 @@ class Passes(NamedTuple):
         return max(self.kept // self.step_rows, 1)
 
     def seed_of(self, number: int) -> int:
-        """Return the seed of torch's generator for a pass."""
+        """Return the seed of torch's generator for a pass, which is `torch.randperm(kept)`."""
         return int(mixed(np.array([number]), self.seed)[0]) & 0xFFFFFFFF
 
     def head(self, number: int, k: int) -> NDArray[np.integer]:  # noqa: ARG002  all of them
-        """Return the (kept,) rows of a pass, in order: `torch.randperm(kept)` by its seed."""
+        """Return the (kept,) rows of a pass, in order, where there is no torch: in a daemon."""
         return Shuffle(self.kept, TorchRandom.seeded(self.seed_of(number))).all()
 
     def to_all(self, steps: Ints, head: Head) -> Ints:

@@ -22,7 +22,7 @@ class Counter(NamedTuple):
         writer: "meter" (the loader's `Meter`), "worker" (whoever makes batches; the loader adds
             these to its meter), "delivery" (`BatchStream.count`) or "daemon" (for a session or for
             itself). The counters of all but the daemon, and "failed", have shared words.
-        unit: "s", "bytes" or "" (a number).
+        unit: "s", "bytes", "share" (0 to 1) or "" (a number).
         metric: its Prometheus family.
         help: one sentence about that family.
         column: its heading in `creel stats` and `creel top`; "": no column.
@@ -36,7 +36,7 @@ class Counter(NamedTuple):
     of: Literal["tier", "source", "node", "rank"]
     name: str
     writer: Literal["meter", "worker", "delivery", "daemon"]
-    unit: Literal["", "bytes", "s"]
+    unit: Literal["", "bytes", "s", "share"]
     metric: str
     help: str
     column: str = ""
@@ -147,6 +147,22 @@ COUNTERS = (
         "Samples that were decoded, of those to be kept.",
     ),
     Counter(
+        *("rank", "decoded_calls", "worker", "", "creel_decoder_calls"),
+        "Calls of decoders whose results are not to be kept.",
+    ),
+    Counter(
+        *("rank", "decoded_measured", "worker", "", "creel_decoder_measured"),
+        "Those of these calls that were measured.",
+    ),
+    Counter(
+        *("rank", "decoded_call", "worker", "s", "creel_decoder_seconds"),
+        "Time of the measured calls.",
+    ),
+    Counter(
+        *("rank", "decoded_call_nbytes", "worker", "bytes", "creel_decoder_bytes"),
+        "Bytes of their results, as they would be kept.",
+    ),
+    Counter(
         *("rank", "decoded_samples", "meter", "", "creel_decoded_samples"),
         "Decoded samples in the stores that this rank made.",
         kind="gauge",
@@ -164,6 +180,11 @@ COUNTERS = (
     Counter(
         *("rank", "lead_now", "daemon", "s", "creel_prefetch_lead_seconds"),
         *("How far ahead of use samples are ready.", "lead"),
+        kind="gauge",
+    ),
+    Counter(
+        *("rank", "utilisation", "daemon", "share", "creel_accelerator_utilisation"),
+        *("Share of the recent time in which training did not wait for data.", "fed"),
         kind="gauge",
     ),
 )

@@ -206,13 +206,17 @@ class WithdrawJournal(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to `Hello`, with the arena's descriptor (read-only)."""
+    """Answer to `Hello`, with the arena's descriptor (read-only).
+
+    `returns`: whether a service manager starts the daemon again after its end.
+    """
 
     protocol: int
     token: str
     request_address: str
     arena_nbytes: int
     pid: int
+    returns: bool
 
 
 class Registered(Message, frozen=True):

@@ -8,7 +8,10 @@ import itertools
 import logging
 import pickle
 import runpy
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -121,6 +126,39 @@ def test_over_may_be_given_to_creels_loader_too() -> None:
     assert len(loader.replayed) == 4
     with pytest.raises(ConfigError, match="has rows of a memory already"):
         creel.DataLoader(over, batch_sampler=batches, rehearsal=rows)
+
+
+class Epochs(BatchSampler):
+    """A person's batch sampler around one of torch's, which is told the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_set_epoch_reaches_a_persons_batch_sampler_below_over() -> None:
+    inner: DistributedSampler[Any] = DistributedSampler(Noisy(NEW), 1, 0)
+    own = Epochs(inner, 8, False)
+    over, batches = memory().over(Noisy(NEW), own, None)
+    loader = creel.DataLoader(over, batch_sampler=batches, creel=False)
+    loader.set_epoch(3)
+    assert own.epoch == inner.epoch == 3
+
+
+class Grouped(Sampler[list[int]]):
+    """A batch sampler that names no size, as some do."""
+
+    batch_size = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3, 4])
+
+
+def test_batches_of_no_one_size_have_rows_too() -> None:
+    over, batches = memory().over(Noisy(NEW), Grouped(), None)
+    loader: Any = creel.DataLoader(over, batch_sampler=batches, creel=False)
+    assert [len(batch[0]) for batch in loader] == [6, 7]
 
 
 def test_the_memory_is_taken_as_it_is_when_the_loader_is_made() -> None:
@@ -298,6 +336,31 @@ def test_indices_fit_batches_that_come_as_they_are_ready(
         assert [old[k][0] for k in loader.replayed.tolist()] == batch[0][-2:].tolist()
 
 
+class Meeting(BatchSampler):
+    """Its iterators are begun by three threads at the same time."""
+
+    barrier = threading.Barrier(3)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.barrier.wait(30)
+        return super().__iter__()
+
+
+def test_a_loader_that_is_switched_off_counts_and_serves_threads_as_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = switched_off(monkeypatch, "disabled")
+    batches = Meeting(SequentialSampler(range(NEW)), 4, False)
+    loader: Any = creel.DataLoader(Noisy(NEW), batch_sampler=batches, **options)
+    with ThreadPoolExecutor(3) as pool:
+        iterators = [found.result(30) for found in [pool.submit(iter, loader) for _ in range(3)]]
+    assert [len(it) for it in iterators] == [len(loader)] * 3
+    for it in iterators:
+        assert [loader.indices.tolist() for batch in it] == [
+            list(range(first, min(first + 4, NEW))) for first in range(0, NEW, 4)
+        ]
+
+
 class Keyed(Dataset[Any]):
     def __getitem__(self, key: str) -> str:
         if key == "b":
@@ -373,6 +436,8 @@ def test_a_memory_that_grows_replays_what_was_just_read() -> None:
     data = Noisy(40, 500)
     loader: Any = creel.DataLoader(data, 5, True, rehearsal=rows, creel=False)
     assert loader.dataset is data
+    next(iter(loader))
+    loader.set_epoch(1)
     read: list[int] = []
     for step, batch in enumerate(loader):
         assert loader.indices.tolist() == [x - 500 for x in batch[0].tolist()]
@@ -469,7 +534,9 @@ def test_rows_of_tensors_are_read_like_any() -> None:
     rows.add(TensorDataset(torch.arange(100, 110)))
     data = TensorDataset(torch.arange(4))
     loader: Any = creel.DataLoader(data, 2, sampler=SequentialSampler(data), rehearsal=rows)
-    assert [batch[0][:2].tolist() for batch in loader] == [[0, 1], [2, 3]]
+    found = [(batch[0].tolist(), (100 + loader.replayed).tolist()) for batch in loader]
+    assert found == [([0, 1, *found[0][1]], found[0][1]), ([2, 3, *found[1][1]], found[1][1])]
+    assert len({*found[0][1], *found[1][1]}) == 4
 
 
 # --- ranks --------------------------------------------------------------------------------------
@@ -507,11 +574,32 @@ def test_ranks_of_a_group_replay_alike_and_other_groups_other_rows(
 # --- the example --------------------------------------------------------------------------------
 
 
+EXAMPLE = Path(__file__).parent.parent.parent / "examples/continual.py"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the example: for so small a network, more threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_memory_keeps_the_examples_network_from_forgetting() -> None:
     """One seed; `examples/continual.py --check` has ten, and more ways."""
     pytest.importorskip("sklearn")
-    path = Path(__file__).parent.parent.parent / "examples/continual.py"
-    found = runpy.run_path(str(path))
+    found = runpy.run_path(str(EXAMPLE))
     ways, final = found["WAYS"], found["final"]
     assert final(ways["incremental"], 0) <= 25
     assert final(ways["rehearsal, 20 %"], 0) >= 80
+
+
+def test_the_examples_check_fails_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # cannot be imported
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    monkeypatch.setattr(sys, "argv", ["continual.py"])
+    assert main() == 0
+    monkeypatch.setattr(sys, "argv", ["continual.py", "--check"])
+    assert main() == 1

@@ -1,9 +1,4 @@
 """Tools that search for differences and leftovers; `make stress` runs random programs and chaos.
 
-Started as `python -m tests.stress.NAME`, they find the tests' own modules as pytest does.
+Start them as `python -m stress.NAME` in the folder `tests`.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -1,6 +1,6 @@
 """Kill and stop daemons at random moments of trainings, and compare all batches with torch's.
 
-    python -m tests.stress.chaos --kills 160
+    python -m stress.chaos --kills 160
 
 Each run is a process that trains for several epochs with a daemon of its own, which it starts again
 whenever it finds none. Two thirds of the faults are kills of the daemon, the others stops of up to

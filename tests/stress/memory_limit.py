@@ -1,6 +1,6 @@
 """Train in a memory cgroup, and grow until little of its limit is left: who is killed?
 
-    sudo python -m tests.stress.memory_limit [--limit 950M] [--growth 600M] [--pause .05]
+    sudo python -m stress.memory_limit [--limit 950M] [--growth 600M] [--pause .05]
 
 The trainer grows by 30 MB a step in its second epoch. torch's loader finishes, as the kernel
 reclaims the page cache. The arena cannot be reclaimed: creel finishes because the daemon gives it

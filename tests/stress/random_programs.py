@@ -1,9 +1,9 @@
 """Run random training programs with torch's DataLoader and with creel's; compare all they show.
 
-    python -m tests.stress.random_programs --first 0 --count 1000 --jobs 2
-    python -m tests.stress.random_programs --show 17
-    python -m tests.stress.random_programs --wrapped   # copies, changes and classes of datasets
-    CREEL_LOADER__RECHECK=never python -m tests.stress.random_programs  # shows differences
+    python -m stress.random_programs --first 0 --count 1000 --jobs 2
+    python -m stress.random_programs --show 17
+    python -m stress.random_programs --wrapped   # copies, changes and classes of datasets
+    CREEL_LOADER__RECHECK=never python -m stress.random_programs  # shows differences
 
 Prints a line for each program that differs, with its first difference; exit status 1 if there is
 one. Each run is a process, forked from one that has imported all modules. One daemon serves all

@@ -1,7 +1,7 @@
 """Run random continual trainings with torch's DataLoader over `memory.over` and with creel's.
 
-    python -m tests.stress.rehearsal_programs --first 0 --count 500 --jobs 2
-    python -m tests.stress.rehearsal_programs --show 17
+    python -m stress.rehearsal_programs --first 0 --count 500 --jobs 2
+    python -m stress.rehearsal_programs --show 17
 
 Tasks are files, records or wrapped datasets, each of its own or a Subset of one; the memory is
 balanced, a reservoir, or ordered. In a third of the programs the daemon is killed in some epoch,

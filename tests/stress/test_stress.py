@@ -13,13 +13,13 @@ from kit import seeds
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-ROOT = Path(__file__).parent.parent.parent
+TESTS = Path(__file__).parent.parent
 
 
 def said(tool: str, *arguments: str) -> str:
     """Return the output of a tool, which must find nothing wrong."""
-    command = [sys.executable, "-m", f"tests.stress.{tool}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", f"stress.{tool}", *arguments]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import creel
 from creel.cli import main
 from creel.errors import ConfigError, TooManyBadSamplesError
-from creel.loader.reading.bad_samples import replacement
+from creel.loader.reading.bad_samples import Tolerance, replacement
 
 pytestmark = pytest.mark.system
 
@@ -252,3 +252,10 @@ def test_an_index_may_be_a_tensor(tmp_path: Path) -> None:
     more: dict[str, Any] = {"on_error": "skip", "creel": False}
     loader: Any = creel.DataLoader(Files(tmp_path), BATCH, sampler=torch.arange(N), **more)
     assert sum(len(batch) for batch in loader) == N - len(BAD)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+def test_an_epoch_goes_on_when_samples_of_its_batches_have_turned_bad(on_error: Any) -> None:
+    """No sample is known to be good that this batch could have."""
+    tolerance = Tolerance(on_error, 9, known=dict.fromkeys(range(3), "it raised elsewhere"))
+    assert tolerance.delivered([1], range(3)) == [1]

@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 import creel
 from creel.loader.iterators.gather_iter import GatherIter
+from creel.loader.iterators.inline_iter import InlineIter
+from creel.loader.iterators.worker_iter import WorkerIter
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -95,3 +97,34 @@ def test_a_batch_of_bytes_in_memory_passes_few_calls(files: list[str]) -> None:
     made = [calls_of(batches) for _ in range(FILES // BATCH // 2)]
     fewest = min(made, key=lambda calls: sum(calls.values()))  # others wait, or publish a piece
     assert sum(fewest.values()) <= MOST_CALLS, fewest
+
+
+RAISED = object()
+
+
+def tried(batches: Iterator[object]) -> Iterator[object]:
+    """Yield the next batch, or RAISED; nothing at the end."""
+    try:
+        yield next(batches)
+    except StopIteration:
+        return
+    except OSError:
+        yield RAISED
+
+
+@pytest.mark.parametrize("workers, kind", [(0, InlineIter), (1, GatherIter), (1, WorkerIter)])
+@pytest.mark.usefixtures("served")
+def test_a_batch_that_raised_leaves_nothing_behind(
+    workers: int, kind: type, files: list[str]
+) -> None:
+    data = creel.FileDataset(files, nbytes=[100] * FILES)
+    for lost in files[:: 2 * BATCH]:
+        Path(lost).unlink()
+    init = print if kind is WorkerIter else None
+    it = iter(creel.DataLoader(data, BATCH, num_workers=workers, worker_init_fn=init))
+    assert type(it) is kind
+    raised = 0
+    while (batch := next(tried(it), None)) is not None:
+        raised += batch is RAISED
+    assert raised == FILES // BATCH // 2
+    assert not it._run._pulled  # type: ignore[attr-defined]  # creel's

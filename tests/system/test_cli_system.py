@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import warnings
@@ -204,6 +206,21 @@ class Own(Dataset):
 
 own = Own()
 
+class Files(Dataset):
+    def __len__(self):
+        return 5
+    def __getitem__(self, index):
+        with open(f"file{index}", "rb") as f:
+            return f.read()
+
+files = Files()
+
+class Broken(Files):
+    def __getitem__(self, index):
+        raise ValueError("cannot")
+
+broken = Broken()
+
 def failing():
     raise ValueError("no, thanks")
 """
@@ -231,9 +248,76 @@ def test_data_of_a_program_is_found_in_memory_by_its_training(name: str, tmp_pat
     env = os.environ | {"CREEL_SOCKET": name, "CREEL_LOADER__DIRECT": "never"}
     subprocess.run([sys.executable, "-c", training], cwd=tmp_path, env=env, check=True, timeout=120)
     assert told() == (reads, paths)
-    assert "creel.wrap(dataset)" in warm("mydata:own", code=2)
+    assert "cannot be read by number" in warm("mydata:own", code=2)
+    assert "ValueError: cannot" in warm("mydata:broken", code=1)
     assert "raised ValueError: no, thanks" in warm("mydata:failing", code=1)
     assert "no module" in warm("nomodule:x", code=2).lower()
+
+
+def reads(name: str) -> int:
+    return sum(s["reads"] for s in json.loads(creel("--name", name, "stats", "--json"))["sources"])
+
+
+def train(name: str, program: str, folder: Path) -> None:
+    env = os.environ | {"CREEL_SOCKET": name, "CREEL_LOADER__DIRECT": "never"}
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, cwd=folder, env=env, check=True, timeout=120)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_files_that_a_dataset_opens_itself_are_read_and_warmed(name: str, tmp_path: Path) -> None:
+    """Its training records them in the first epoch and finds them in memory from the second on."""
+    (tmp_path / "mydata.py").write_text(_PROGRAM)
+    (tmp_path / "records.bin").write_bytes(bytes(60_000))
+    for i in range(5):
+        (tmp_path / f"file{i}").write_bytes(bytes(1000))
+    told = json.loads(creel("--name", name, "warm", "mydata:files", "--json", cwd=tmp_path))
+    assert (told["objects"], told["resident"], told["ended"]) == (5, 5, "complete")
+    before = reads(name)
+    loop = "loader = creel.DataLoader(creel.wrap(mydata.files), collate_fn=len, shuffle=True)"
+    train(name, f"import creel, mydata; {loop}; [list(loader) for _ in range(3)]", tmp_path)
+    assert reads(name) == before
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("target", ["s{0..1}.tar", "."])
+def test_shards_are_warmed_as_training_reads_them(name: str, tmp_path: Path, target: str) -> None:
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"s{shard}.tar", "w") as tar:
+            for i in range(10):
+                member = tarfile.TarInfo(f"{shard}{i}.bin")
+                member.size = 1000
+                tar.addfile(member, io.BytesIO(bytes(1000)))
+    told = json.loads(creel("--name", name, "warm", target, "--json", cwd=tmp_path))
+    assert (told["objects"], told["resident"], told["nbytes"]) == (20, 20, 20_000)
+    before = reads(name)
+    loop = "creel.DataLoader(creel.TarDataset('s{0..1}.tar'), 5, collate_fn=len, shuffle=True)"
+    train(name, f"import creel; list({loop})", tmp_path)
+    assert reads(name) == before
+
+
+def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "64MiB")
+    told = json.loads(creel("--name", name, "warm", str(folder), "--background", "--json"))
+    assert (told["objects"], told["ended"], told["path"]) == (60, "background", str(folder))
+    try:
+        status = json.loads(creel("--name", name, "status", "--json"))
+        assert status["embedded"]
+
+        def loaded() -> bool:
+            (row,) = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
+            return bool(row["resident_objects"] == 60)
+
+        until(loaded, what="all is in memory, though nobody waits for it")
+    finally:
+        creel("--name", name, "stop", "--now")
+    until(lambda: forked("--name", name, "status")[0] == 3, what="the daemon has ended")
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    creel("--name", name, "warm", str(folder), code=3)
+    creel("--name", name, "warm", str(folder), "--time", "soon", code=2)
+    creel("--name", name, "warm", str(folder), "--time", "1s", "--background", code=2)
 
 
 @pytest.mark.usefixtures("daemon")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 import signal
+import time
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,13 +24,18 @@ from torch.utils.data import DataLoader, DistributedSampler
 import creel
 from creel.addresses import first_address
 from creel.cache.memory.memfd import Descriptor
+from creel.config import Config
 from creel.errors import UnavailableError
+from creel.loader.binding.wrapped import AS_IT_IS
 from creel.loader.client.client import Client
+from creel.loader.tracing import recording, wrapped_reads
 from creel.loader.tracing.journal import new_journal
+from creel.loader.tracing.recorder import AccessRecorder
+from creel.loader.tracing.recording import RanksJournal
 from creel.messages import WithdrawJournal
 from creel.system.unix_peers import listener_at
 from daemons import Running
-from kit import until
+from kit import descriptors, until
 from testbed.ranks import ranks
 from testbed.same import needs_fuse, same
 from testbed.slow_files import N, OpaqueFiles, SlowFiles
@@ -195,27 +206,149 @@ def test_a_journal_is_given_on_as_long_as_the_client_that_offered_it(daemon: Run
     inodes = [os.fstat(one.fd).st_ino for one in own]
     with daemon.client() as other:
         with daemon.client() as first:
-            before = daemon.fds()
             assert [joint(first, 0), joint(other, 1)] == [inodes[0]] * 2
             other.notify(WithdrawJournal("name"))  # not its own
             assert joint(other, 1) == inodes[0]
-            assert daemon.fds() == before + 1
-        until(lambda: daemon.fds() == before - 1)  # nor the connection of the first
+            # what a client offers is closed after the answer to it
+            until(lambda: daemon.journals() == 1)
+        until(lambda: daemon.journals() == 0)
         assert joint(other, 2) == inodes[2]
         other.notify(WithdrawJournal("name"))
         assert joint(other, 1) == inodes[1]
+
+
+def test_a_journal_goes_with_the_dataset_that_is_recorded_there(
+    slow: SlowFiles, daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a daemon would keep its memory as long as the process trains, and refuse the ninth."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for _ in range(9):
+        dataset: Any = creel.wrap(OpaqueFiles(slow.folder, "npy"))
+        _ = dataset[0]
+        assert daemon.journals() == 1
+        del dataset
+        gc.collect()
+        until(lambda: not daemon.journals())
+
+
+@pytest.mark.usefixtures("daemon")
+def test_ranks_count_their_datasets_alike_also_while_no_daemon_answers(
+    slow: SlowFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first dataset of one rank would be the second of another."""
+    dataset, config = OpaqueFiles(slow.folder, "npy"), Config.load()[0]
+
+    def journals(*answers: bool) -> list[RanksJournal | None]:
+        """Return those of a rank's datasets; `answers`: whether a daemon answers then."""
+        monkeypatch.setattr(recording, "_begun", Counter())
+        found = []
+        for one in answers:
+            with monkeypatch.context() as patch:
+                if not one:
+                    patch.setattr(recording, "client_of", lambda _: None)
+                found.append(recording.journal_of_ranks(dataset, config, AS_IT_IS))
+        return found
+
+    one, other = journals(False, True), journals(True, True)
+    inodes = [journal and os.fstat(journal.place.file.own.fd).st_ino for journal in one + other]
+    assert inodes[0] is None
+    assert inodes[1] == inodes[3] != inodes[2]
+
+
+def test_a_rank_asks_seldom_whether_a_daemon_answers(
+    slow: SlowFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question takes as long as many short reads."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    asked = mock.Mock(return_value=True)
+    monkeypatch.setattr(wrapped_reads, "startable", asked)
+    monkeypatch.setattr(wrapped_reads, "daemon_starting", lambda _: True)
+    dataset: Any = creel.wrap(OpaqueFiles(slow.folder, "npy"))
+    began = time.monotonic()
+    for _ in range(100):
+        _ = dataset[0]
+    assert 1 <= asked.call_count <= 1 + (time.monotonic() - began) / 0.1
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_rank_that_cannot_meet_the_others_records_no_longer(
+    slow: SlowFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its journal would grow as long as it trains."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    files = OpaqueFiles(slow.folder, "npy")
+    recorder = AccessRecorder(files, seals=False)
+    monkeypatch.setattr(wrapped_reads, "recorder_on", mock.Mock(side_effect=[recorder, None]))
+    dataset: Any = creel.wrap(files)
+    with mock.patch.object(wrapped_reads, "_none_answers", return_value=True):
+        _ = dataset[0]
+    assert not recorder.place.empty
+    until(lambda: dataset[1] is not None and recorder.over)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_rank_waits_for_the_others_once(slow: SlowFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here no other one ever comes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    sleep = time.sleep
+    waits: list[int] = []  # in each epoch
+
+    def counted(seconds: float) -> None:
+        if seconds == wrapped_reads._LOOK_S:
+            waits[-1] += 1
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", counted)
+    loader: Any = creel.DataLoader(
+        creel.wrap(OpaqueFiles(slow.folder, "npy")),
+        4,
+        sampler=DistributedSampler(range(N), 4, 0),  # type: ignore[arg-type]  # it has a length
+        num_workers=1,
+        persistent_workers=True,
+    )
+    later = Later(loader, pytest.MonkeyPatch())
+    for epoch in (later, loader, loader, loader, loader):
+        waits.append(0)
+        for _ in epoch:
+            pass
+    # In the second epoch, or later after one of less than 0.1 s; not if the machine is too busy.
+    assert sum(map(bool, waits)) <= 1
 
 
 def test_a_client_that_offers_something_else_loses_its_connection(
     daemon: Running, tmp_path: Path
 ) -> None:
     own, file = new_journal(), (tmp_path / "file").open("w+b")
-    before = daemon.fds()
     for name, fd in (("file", file.fileno()), ("n" * 65, own.fd)):
         with daemon.client() as client, pytest.raises(UnavailableError):
             client.join_journal(name, fd)
-    until(lambda: daemon.fds() == before)
+    until(lambda: daemon.journals() == 0)
     file.close()
+
+
+def test_a_daemon_that_can_open_little_more_keeps_its_clients(daemon: Running) -> None:
+    own = new_journal()
+    with daemon.client() as client:
+        taken = {int(number) for number, _ in descriptors(daemon.pid, eventfds=True)}
+        free = (number for number in count() if number not in taken)
+        limit = [next(free), next(free)][1]  # below it is one number
+        _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (limit, hard))
+
+        def joined(name: str) -> bool:
+            try:
+                Descriptor(client.join_journal(name, own.fd))
+            except UnavailableError:
+                assert client.alive
+                return False
+            return True
+
+        until(lambda: joined("first"))  # a daemon opens files for a moment
+        assert [joined(name) for name in ("second", "third", "fourth")][-1] is False
 
 
 @pytest.mark.usefixtures("daemon")

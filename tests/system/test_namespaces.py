@@ -21,6 +21,7 @@ import pytest
 
 from creel.addresses import elsewhere, first_address, second_address
 from creel.cli import doctor
+from creel.cli.checks.finding import Finding
 from creel.config import Config
 from creel.daemon.service.node import Node
 from creel.daemon.service.sockets.control_socket import ControlSocket
@@ -265,7 +266,7 @@ def config(name: str) -> Config:
     return Config.load(settings)[0]
 
 
-def doctors_view(name: str) -> doctor.Finding:
+def doctors_view(name: str) -> Finding:
     """Return the finding of `creel doctor` about a daemon's address."""
     found = doctor.checks(config(name), lambda _: {"name": "", "pid": 0, "version": ""})
     return next(one for one in found if one.name == "address")

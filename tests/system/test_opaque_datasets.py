@@ -62,6 +62,19 @@ def test_each_call_gives_what_it_gives_and_is_served_from_the_cache(
 
 
 @pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_file_among_others_is_empty_from_the_cache_too(
+    workers: int, tmp_path: Path
+) -> None:
+    bare = Opaque(tmp_path, "open.read")
+    for path in bare.paths[::3]:
+        Path(path).write_bytes(b"")
+    ours, theirs = loader(creel.wrap(bare), workers=workers), loader(bare, DataLoader, workers)
+    for _ in range(4):
+        assert same(list(ours), list(theirs))
+
+
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("read", [CALLS["np.memmap"][2], read_mapped, read_directly])
 @pytest.mark.parametrize("tree", [False, True])
 def test_whole_files_are_cached_where_the_person_says_so(

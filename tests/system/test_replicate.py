@@ -107,6 +107,24 @@ def test_a_group_has_torchs_batches_and_makes_each_once(how: Any, tmp_path: Path
         assert Augmented(folders[0]).made() <= 2 * Augmented(folders[1]).made() + 8 * BATCH
 
 
+def test_workers_that_share_a_socket_make_a_groups_batches(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("shared", "own", "shareds", "owns")]
+    for folder in folders:
+        folder.mkdir()
+
+    def run(rank: int, folder: Path, **more: Any) -> list[str]:
+        torch.manual_seed(3)
+        given: Any = DistributedSampler(Augmented(folder), 2, rank // GROUP, seed=7)
+        made = creel.DataLoader(given.dataset, BATCH, sampler=given, creel=False, **more)
+        return list(epochs(made))
+
+    shared = {"num_workers": 3, "workers": "shared", "replicate": GROUP}
+    ours = ranks(lambda rank: run(rank, folders[0], **shared), folders[2], 4)
+    alone = ranks(lambda rank: run(rank, folders[1], seeding="sample"), folders[3], 1)
+    assert ours[0] == ours[1] == alone[0]
+    assert ours[2] == ours[3] != ours[0]
+
+
 class Pinnable:
     """A batch that records in which thread its memory was pinned."""
 

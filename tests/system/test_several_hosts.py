@@ -53,8 +53,7 @@ def test_files_that_one_host_holds_no_other_reads_again() -> None:
             stats = finished(ranks, epochs)
             totals = storage.totals()  # before one host ends, whose part the others would read
     opens = totals["opens"]
-    if not cores.spare():
-        return
+    cores.skip_unless_spare()
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
     # Each host alone would read a third of its part of each later epoch, twice as much in all.
     # Reads above 1 (none on an idle machine) come from hosts that learn late of each other.
@@ -87,8 +86,7 @@ def test_of_what_lies_in_remote_storage_one_host_asks_for_all() -> None:
             told = cluster.run("store", ["curl", "-s", f"http://127.0.0.1:{port}/stats"]).stdout
         store.stdin.close()
     asked = json.loads(told)
-    if not cores.spare():
-        return
+    cores.skip_unless_spare()
     assert sum(said["tiers"]["peers"]["hits"] for said in stats) > FILES / 2
     assert asked["gets"] <= 1.05 * FILES
     assert asked["heads"] <= 0.1 * FILES
@@ -108,8 +106,7 @@ def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_at_home()
                 assert together == jobs.global_batches(FILES, batch, world, epoch)
             peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
         opens = storage.totals()["opens"]
-    if not cores.spare():
-        return
+    cores.skip_unless_spare()
     # At most 3 % of an epoch are not at home; they are read twice if hosts find each other late.
     assert opens <= 1.15 * FILES
     # It would be a third of all later reads without the exchange.
@@ -137,8 +134,7 @@ def test_memories_and_disks_of_all_hosts_are_one_capacity() -> None:
             first = int(storage.totals()["opens"])
             said = [one.next("stats")["stats"]["tiers"] for one in ranks]
         later = int(storage.totals()["opens"]) - first
-    if not cores.spare():
-        return
+    cores.skip_unless_spare()
     assert first <= 1.1 * FILES
     # 0 on an idle machine.
     assert later <= 0.03 * FILES
@@ -162,8 +158,7 @@ def test_nodes_share_what_they_read_by_samplers_of_which_they_know_nothing(kind:
                     assert said["digest"] == said["expected"]
                 reads.append(storage.totals()["opens"])
             peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
-    if not cores.spare():
-        return
+    cores.skip_unless_spare()
     assert min(peer["hits"] for peer in peers) > 0
     # Alone, each reads .35 ("random": of all files, else of its half) again in each epoch, or more.
     # Objects read before the nodes found each other are not in their places until epoch 2.
@@ -186,8 +181,8 @@ def test_hosts_plan_together_for_a_part_of_a_dataset() -> None:
                 reads.append(storage.totals()["opens"])
             told = [one.next("stats")["stats"]["core"]["datasets"] for one in ranks]
     assert [[one["policy"] for one in datasets.values()] for datasets in told] == [["cluster"]] * 2
-    if cores.spare():
-        assert reads[2] - reads[1] <= 0.15 * part
+    cores.skip_unless_spare()
+    assert reads[2] - reads[1] <= 0.15 * part
 
 
 def test_hosts_that_rehearse_read_each_file_once() -> None:
@@ -236,8 +231,7 @@ def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
                 assert said["digest"] == said["expected"]
             reads.append(storage.totals()["opens"])
         stats = [one.next("stats")["stats"] for one in ranks]
-    if not cores.spare():
-        return
+    cores.skip_unless_spare()
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
     # Each alone: 2, and .4 in each later epoch. Measured: 1.3 to 1.4, and .14 (.75 if each job
     # followed a plan for its own nodes).
@@ -264,4 +258,5 @@ def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough() -> Non
         with jobs.job(cluster, world, words, memory, more=more) as ranks:
             stats = finished(ranks, epochs)
         errors = [one.errors for one in ranks]
-    assert not cores.spare() or min(said["tiers"]["peers"]["hits"] for said in stats) > 0, errors
+    cores.skip_unless_spare()
+    assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0, errors

@@ -66,7 +66,10 @@ def expected(n: int, b: int, shuffle: int) -> list[list[int]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """Where a stream may be: also in Redis, if the test has all kinds of `source`."""
+    if "source" in request.fixturenames and request.getfixturevalue("source") == "redis":
+        return request.getfixturevalue("redis") / unique_name()
     return tmp_path / "stream"
 
 
@@ -86,10 +89,12 @@ def producing() -> Iterator[Any]:
         assert not thread.is_alive()
 
 
-@pytest.fixture(params=["daemon", "folder"])
+@pytest.fixture(params=["shared folder", "local folder", "redis"])
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where loaders read: from the daemon's memory, or from a local folder itself, the default."""
-    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never" if request.param == "daemon" else "auto")
+    """Where the stream is. Loaders read a local folder themselves, else the daemon's memory."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    if request.param == "shared folder":
+        monkeypatch.setattr("creel.loader.streams.stream.local", lambda _: False)
     return str(request.param)
 
 
@@ -114,7 +119,7 @@ def test_a_finished_stream_has_torchs_batches(
         parts = [(a[k], b[k]) for k in (a if isinstance(a, dict) else range(len(a)))]
         assert all(torch.equal(p, q) and p.dtype == q.dtype for p, q in parts)
         assert all(p.stride() == q.stride() for p, q in parts)
-    assert (reads(daemon) > 0) == (source == "daemon")
+    assert (reads(daemon) > 0) == (source != "local folder")
 
 
 def reads(daemon: Running) -> int:
@@ -140,7 +145,7 @@ def test_batches_are_the_same_whatever_the_pace(folder: Path, producing: Any) ->
 def test_a_batch_does_not_wait_for_later_ones(folder: Path) -> None:
     """torch's loader asks its sampler for 2 x num_workers batches before it returns the first."""
     for workers, transform in ((0, None), (2, None), (2, lambda r: r)):
-        path = folder / f"{workers} {transform}"
+        path = folder / f"{workers}{transform is None}"
         producer = creel.Producer(path, FIELDS, chunk=1)
         data = stream(path, "a", transform=transform)
         batches = iter(creel.DataLoader(data, batch_size=2, num_workers=workers))

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from creel.cli.shipped import EXAMPLES
 from creel.loader.client.client import Client
 from kit import until
 
@@ -73,8 +74,9 @@ def test_it_has_what_a_person_looks_for_and_nothing_of_ours(wheel: Path) -> None
     assert set(texts) >= {
         "creel/py.typed",
         "creel/deploy/creeld.service",
+        "creel/deploy/creeld@.service",
         *(f"creel/deploy/slurm/{n}.sh" for n in ("prolog", "task-prolog", "epilog", "job")),
-        *(f"creel/examples/{n}.py" for n in ("train", "train_ddp")),
+        *(f"creel/examples/{n}.py" for n in EXAMPLES),
     }
     folders = {"/".join(name.split("/")[:2]) for name in texts if name.count("/") > 1}
     rooms = {
@@ -82,7 +84,7 @@ def test_it_has_what_a_person_looks_for_and_nothing_of_ours(wheel: Path) -> None
     }
     information = {f for f in folders if ".dist-info/" in f}
     assert folders - information == rooms | {"creel/deploy", "creel/examples"}
-    of_this_machine = {str(ROOT), str(Path.home()) + "/", sys.prefix}
+    of_this_machine = {str(ROOT), f"{Path.home()}/", sys.prefix} - {"//"}  # a home of "/"
     for name, text in texts.items():
         assert not [path for path in of_this_machine if path in text], name
 
@@ -97,7 +99,16 @@ def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Pat
     described = str(told.get_payload())
     assert "](docs/" not in described
     assert f"]({REPOSITORY}/blob/v{told['Version']}/docs/cli.md)" in described
-    assert set(extras) == {"all", "encryption", "gcs", "http", "prometheus", "s3", "torch"}
+    assert set(extras) == {
+        "all",
+        "encryption",
+        "gcs",
+        "http",
+        "images",
+        "prometheus",
+        "s3",
+        "torch",
+    }
 
 
 def test_what_comes_with_it_is_written_out(installed: Path, tmp_path: Path) -> None:
@@ -107,11 +118,17 @@ def test_what_comes_with_it_is_written_out(installed: Path, tmp_path: Path) -> N
     )
     unit = _output(creel, "service", "show", cwd=tmp_path)
     assert f"\nExecStart={installed / 'creeld'}\n" in unit
+    template = _output(creel, "service", "show", "--system", cwd=tmp_path)
+    assert f"\nExecStart={installed / 'creeld'}\n" in template
+    own = {line for line in unit.splitlines() if "=" in line and line[0] != "#"}
+    more = {line for line in template.splitlines() if "=" in line and line[0] != "#"} - own
+    names = ("User", "CapabilityBoundingSet", "Description", "After", "Wants", "WantedBy")
+    assert {line.partition("=")[0] for line in more} == set(names), "else both units are the same"
     for name in ("prolog", "task-prolog", "epilog", "job"):
         script = _output(creel, "slurm", "show", name, cwd=tmp_path)
         assert f"\nbin={installed}\n" in script
         subprocess.run(["sh", "-n"], input=script, text=True, check=True, timeout=60)
-    for name in ("train", "train_ddp"):
+    for name in EXAMPLES:
         compile(_output(creel, "example", name, cwd=tmp_path), name, "exec")
 
 

@@ -44,6 +44,8 @@ SESSION: dict[str, Any] = {
     "failed": 1,
     "lead_s": 300.0,
     "lead_now_s": 4.0,
+    "utilisation": 0.87,
+    "made": 3,
 }
 STATS: dict[str, Any] = {
     "memory": STATUS["memory"],
@@ -52,6 +54,10 @@ STATS: dict[str, Any] = {
     "sessions": [SESSION],
     "ranks": [SESSION],
 }
+
+
+#: The last batches of that session: none is recorded.
+BATCHES: dict[str, Any] = {"session": 1, "rows": []}
 
 
 class FakeClient:
@@ -65,7 +71,8 @@ class FakeClient:
 
     def ask(self, what: str, **args: object) -> dict[str, Any]:
         self.asked.append((what, args))
-        return {"status": STATUS, "stats": STATS, "stop": {}}[what]
+        answers = {"status": STATUS, "stats": STATS, "datasets": {"datasets": []}, "stop": {}}
+        return (answers | {"batches": BATCHES})[what]
 
     def close(self) -> None:
         self.closed = True

@@ -20,7 +20,7 @@ def record(i: int) -> dict[str, Any]:
     return {"x": np.full((3, 2), i / 2, np.float32), "i": i}
 
 
-def filled(folder: Path, counts: list[int], chunk: int = 8, **limits: Any) -> Log:
+def filled(folder: str | Path, counts: list[int], chunk: int = 8, **limits: Any) -> Log:
     """Make a finished log whose chunks have these numbers of records."""
     with Producer(folder, FIELDS, chunk=chunk, linger_s=1e9, **limits) as producer:
         i = 0
@@ -36,7 +36,7 @@ def taken(batches: StreamBatches) -> list[list[int]]:
     return list(batches)
 
 
-def samples(folder: Path, numbers: list[list[int]]) -> list[list[int]]:
+def samples(folder: str | Path, numbers: list[list[int]]) -> list[list[int]]:
     """Return field i of the samples of each batch."""
     stream = Stream(folder, None)
     return [[int(stream[n]["i"]) for n in batch] for batch in numbers]

@@ -7,6 +7,7 @@ import io
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,17 @@ from creel.loader.binding.bind import bound
 from creel.loader.binding.wrapped import AS_IT_IS
 from creel.loader.datasets.base import CreelDataset, fetch_many
 from creel.loader.reading.file_objects import in_memory
+from creel.loader.reading.read_counts import PartialRead
 from creel.loader.tracing.journal import (
     EndOfTrace,
     JournalFile,
+    JournalPlace,
+    Reads,
     TraceJournal,
     joined,
     new_journal,
-    reads_of,
+    own_place,
+    record_of,
 )
 from creel.loader.tracing.observed import ObservedReads
 from creel.loader.tracing.recorder import AccessRecorder
@@ -74,7 +79,7 @@ def test_each_sample_has_the_objects_that_were_heard_first(
 ) -> None:
     parts: list[CreelDataset] = [Part(5), Part(7)]
     known = dict(reversed(heard))
-    recorded = joined([reads_of([(i, [(item, 7) for item in items])]) for i, items in heard])
+    recorded = joined([record_of([(i, [(item, 7) for item in items])]) for i, items in heard])
     binding = bound(Holder(), AccessTrace(12, recorded, parts))
     names: list[Any] = []
     for leaf in binding.leaves:
@@ -265,7 +270,7 @@ def test_a_batch_calls_the_persons_code_in_torchs_order(
         # reads are assigned to samples within a batch, too
         for each in (learner, alone):
             each.write()
-            TraceJournal(*each.place).append(EndOfTrace())
+            TraceJournal(each.place).append(EndOfTrace())
             each.write()
         ours, theirs = learner.trace(), alone.trace()
         assert (ours is None) == (theirs is None) == (not indices)
@@ -287,10 +292,10 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     full = AccessRecorder(Numbered(files=files, hidden=lambda: files))
     with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert [sample(full) for _ in range(3)] == [b"00"] * 3
-    place = JournalFile(new_journal()), 1
+    place = JournalPlace(JournalFile(new_journal()))
     torn = AccessRecorder(Numbered(files=files, hidden=lambda: files), place)
     with mock.patch("os.write", side_effect=lambda fd, data: os.pwrite(fd, data[:-1], 0)):
-        TraceJournal(*torn.place).append(reads_of([(1, [("/a/file", 7)])]))
+        TraceJournal(torn.place).append(record_of([(1, [("/a/file", 7)])]))
     assert [sample(torn) for _ in range(3)] == [b"00"] * 3
     assert full.trace() is None
     assert torn.trace() is None
@@ -298,11 +303,11 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
 
 def pair(one: Dataset[Any], other: Dataset[Any]) -> tuple[AccessRecorder, AccessRecorder]:
     """Return the recorders of two ranks."""
-    first = AccessRecorder(one, joint=True)
-    file, number = first.place
+    file, number, _ = own_place()
     journal = os.open(f"/proc/self/fd/{file.own.fd}", os.O_RDWR | os.O_APPEND)
-    theirs = JournalFile(Descriptor(journal)), number
-    return first, AccessRecorder(other, theirs, joint=True)
+    files = file, JournalFile(Descriptor(journal))
+    places = (JournalPlace(each, number, joint=True) for each in files)
+    return AccessRecorder(one, next(places)), AccessRecorder(other, next(places))
 
 
 def numbered(folder: Path) -> Numbered:
@@ -370,6 +375,111 @@ def test_what_a_rank_reads_beside_its_samples_makes_no_other_dataset(tmp_path: P
             _ = rank[i]
             rank.write()
     assert [rank.trace() is None for rank in ranks] == [False, False]
+
+
+class Pieces(Opening):
+    """Each sample also reads a 64th of a large file, which is not worth caching for 12 samples."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        (home / "large").write_bytes(bytes(1 << 20))
+
+    def __getitem__(self, i: int) -> bytes:
+        with creel.open(self.home / "large") as file:
+            return super().__getitem__(i) + file.read(1 << 14)
+
+
+@pytest.fixture
+def slow_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record parts of files, as if the storage made each open wait."""
+    monkeypatch.setattr(PartialRead, "copied_sooner", True)
+
+
+def same_traces(dataset: Dataset[Any], recorders: Sequence[AccessRecorder]) -> bool:
+    """Whether all have a trace, and workers and trainer bind the dataset by it in the same way."""
+    traces = [recorder.trace() for recorder in recorders]
+    bindings = [trace and bound(dataset, trace) for trace in traces]
+    return len({binding and binding.digest() for binding in bindings} | {None}) == 2
+
+
+@pytest.mark.usefixtures("slow_opens")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_worker_and_its_trainer_have_one_trace_after_the_ranks_have_met(
+    tmp_path: Path, *, late: bool
+) -> None:
+    """`late`: the other one, which read its samples twice, has ended the recording before."""
+    dataset = Pieces(tmp_path)
+    worker = AccessRecorder(dataset, seals=False)
+    trainer, other = pair(dataset, dataset)
+    for i in (0, 2, 4, 6, 8, 10):
+        _ = worker[i]
+        worker.write()
+    workers = TraceJournal(worker.place)
+    if not late:
+        assert trainer.take_over(workers)
+    for i in (1, 3, 5, 7, 9, 11) * (1 + late):
+        _ = other[i]
+        other.write()
+    if late:
+        trainer.take_over(workers)
+    trainer.give(workers)
+    assert same_traces(dataset, [worker, trainer, other])
+
+
+@pytest.mark.usefixtures("slow_opens")
+def test_a_sample_that_was_recorded_twice_counts_once(tmp_path: Path) -> None:
+    dataset = Pieces(tmp_path)
+    once, five_times = AccessRecorder(dataset), AccessRecorder(dataset, seals=False)
+    for i in range(12):
+        _ = once[i]
+        once.write()
+    records = [one for one in TraceJournal(once.place).new() if isinstance(one, Reads)]
+    for record in 5 * records:
+        TraceJournal(five_times.place).append(record)
+    TraceJournal(five_times.place).append(EndOfTrace())
+    assert same_traces(dataset, [once, five_times])
+
+
+def test_a_record_of_another_version_ends_the_learning_and_nothing_else(tmp_path: Path) -> None:
+    dataset = Opening(tmp_path)
+    for taken_over in (False, True):
+        recorder, other = AccessRecorder(dataset), AccessRecorder(dataset)
+        odd = Reads(0, b"odd", b"", b"", "")
+        TraceJournal((other if taken_over else recorder).place).append(odd)
+        assert not recorder.take_over(TraceJournal(other.place))
+        for i in range(12):
+            assert recorder[i] == dataset[i]
+            recorder.write()
+        recorder.give(TraceJournal(other.place))
+        assert (recorder.trace() is None) == (not taken_over)
+
+
+def test_samples_that_only_another_process_has_are_left_out(tmp_path: Path) -> None:
+    dataset = Opening(tmp_path)
+    recorder = AccessRecorder(dataset)
+    beyond = [(i, [(str(tmp_path / "00"), 7)]) for i in (12, 1 << 40)]
+    assert TraceJournal(recorder.place).append(record_of(beyond))
+    for i in range(12):
+        assert recorder[i] == dataset[i]
+        recorder.write()
+    trace = recorder.trace()
+    assert trace is not None
+    assert trace.counts.tolist() == [1] * 12
+
+
+def test_a_forked_child_does_not_write_what_its_parent_has_read(tmp_path: Path) -> None:
+    recorder = AccessRecorder(Opening(tmp_path))
+    _ = recorder[3]
+    pid = os.fork()
+    if pid == 0:
+        try:
+            recorder.write()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert recorder.place.empty
+    recorder.write()
+    assert not recorder.place.empty
 
 
 def test_a_journal_is_closed_where_nothing_can_be_recorded() -> None:

@@ -18,7 +18,7 @@ import pytest
 from cli_rig import STATS, STATUS, FakeClient, answering
 
 from creel.cache.storage.manifest import Manifest
-from creel.cli import main, run, warm
+from creel.cli import main, run, targets, warm
 from creel.cli.watching import stats
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.loader.client.client import Client
@@ -88,8 +88,9 @@ def test_who_reads_no_further_ends_it_well(command: str) -> None:
 @pytest.mark.parametrize("command", ["status", "stats", "stop", "warm ."])
 @pytest.mark.usefixtures("nobody")
 def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(
-    command: str, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # `warm` starts one, if it may
     assert main.main(command.split()) == 3
     said = capsys.readouterr()
     assert "no daemon named 'default' runs for you: start one with `creel run`" in said.err
@@ -165,10 +166,33 @@ def test_json_is_what_the_daemon_said_with_a_schema_number(
 def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(warm, "folder_manifest", lambda _: Manifest.of_files(["/a"]))
+    monkeypatch.setattr(targets, "folder_manifest", lambda _: Manifest.of_files(["/a"]))
     client: Any = mock.Mock(ask=mock.Mock(return_value={"datasets": [{"dataset": "another"}]}))
     with pytest.raises(CreelError, match="dropped"):
-        warm.warm(client, "/", name="any", quiet=True)
+        warm.warm(client, "/", "any", quiet=True)
+
+
+def test_loading_ends_when_its_time_is_over_and_the_daemon_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(targets, "folder_manifest", lambda _: Manifest.of_files(["/a", "/b"]))
+    row = {"dataset": "d", "path": "/", "resident_objects": 1, "resident_nbytes": 5}
+    asked: list[dict[str, Any]] = []
+
+    def ask(what: str, **args: Any) -> dict[str, Any]:
+        if what == "warm":
+            asked.append(args)
+        return {"datasets": [row]} if what == "datasets" else row
+
+    client: Any = mock.Mock(ask=ask, register=lambda _: "d")
+    told = warm.warm(client, "/", "any", quiet=True, time_s=0.0)
+    assert (told["ended"], told["resident"], told["objects"]) == ("time", 1, 2)
+    assert asked == [{"dataset": "d"}, {"dataset": "d", "stop": True}]
+    assert "1 of 2 files (5 B) in memory" in warm.sentence(told)
+    assert "the time is over" in warm.sentence(told)
+    told = warm.warm(client, "/", "any", quiet=True, background=True)
+    assert told["ended"] == "background"
+    assert warm.sentence(told) == "loading 2 files: `creel ls` shows how far it is"
 
 
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
     assert "read from            /data: 100 reads, 100 opens, 10.0 MiB\n" in out
     assert "  trouble there      3 retries\n" in out
     row, *by_stage, title, header, stalls = (line.split() for line in out.splitlines()[-7:])
-    said = "resnet 3 100 64 4.0 s 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 28.0 s 4 12.5 s"
+    said = "resnet 3 100 64 4.0 s 87 % 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 28.0 s 4 12.5 s"
     assert " ".join(row) == said
     assert by_stage[0] == ["busy", "by", "stage"]
     assert by_stage[1] == ["job", "rank", *SESSION["busy_s"]]
@@ -71,6 +71,11 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
         ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "faster data would gain nothing"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "waited 1 min 30 s for 100 batches, 100 % of"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "creel.wrap"),
+        (
+            {"stall_s": CAUSES | {"decode": 90.0}, "own_file": "/data/1"},
+            {},
+            "files that the dataset opens itself (/data/1): creel.wrap(dataset)",
+        ),
         ({"stall_s": CAUSES | {"collate": 90.0}}, {}, "collation"),
         ({"stall_s": CAUSES | {"sampler": 90.0}}, {}, "your sampler"),
         ({"stall_s": CAUSES | {"daemon": 90.0}}, {}, "persistent_workers=True"),
@@ -134,9 +139,16 @@ def test_rates_are_differences_over_time() -> None:
         "busy_s": SESSION["busy_s"] | {"decode": 33.0},
         "cpu_s": SESSION["cpu_s"] + 2.4,
     }
-    row = view.top_row(later, SESSION, 2.0)
+    row = view.top_row(later, SESSION, 2.0, 0.012)
     rates = ("25", "2,500", "25.0 MiB", "2", "293 KiB", "1", "2.0 s", "150 %", "120 %", "4", "25 %")
-    assert row[5:] == (*rates, "source", "25 %", *["0 %"] * 4)  # workers are no rate
+    assert row[5:] == (
+        "87 %",
+        "12 ms",
+        *rates,
+        "source",
+        "25 %",
+        *["0 %"] * 4,
+    )  # workers are no rate
 
 
 def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,15 +212,22 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
     told = STATS | {"sessions": [wide, SESSION]}
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    taken = [("daemon", "1: 3 % of a core, 28.0 MiB not shared")]
-    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width, taken))
+    late = (
+        "200 ms a step, 100 ms of it for data in 40 steps; rank 12 is late: it waits inside"
+        " dataset[i] for something that creel does not see; num_workers=4: 0 ms (last forecast:"
+        " 3 % off)"
+    )
+    taken = [("daemon", "1: 3 % of a core, 28.0 MiB not shared"), ("job a", late)]
+    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width, taken, {1: 0.1}))
     assert "28.0 MiB not shared" in out.getvalue()
+    assert late in " ".join(out.getvalue().split())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
     header, row = (next(i for i in lines if w in i) for w in ("samples/s", "a-rather-lon"))
     assert header.split()[-1] == last
-    assert {"job", "rank", "stall"} <= set(header.split())
+    assert {"job", "rank", "stall", "wait"} <= set(header.split())
+    assert "100 ms" in row
     assert ("4.20 M" in row) == ("step" in header)
 
 

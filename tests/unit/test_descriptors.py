@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from creel.cache.memory.memfd import Descriptor, mapped, memfd, sealed_memfd
-from creel.loader.tracing.journal import EndOfTrace, JournalFile, TraceJournal, new_journal
+from creel.loader.tracing.journal import (
+    EndOfTrace,
+    JournalFile,
+    JournalPlace,
+    TraceJournal,
+    new_journal,
+)
 
 
 def open_fds() -> set[str]:
@@ -41,8 +47,8 @@ def test_a_number_that_a_person_has_closed_is_neither_used_nor_closed(tmp_path: 
     theirs = tmp_path / "theirs"
     journal = JournalFile(new_journal())
     taken = lost(journal.own, theirs)
-    assert not TraceJournal(journal, 1).append(EndOfTrace())
-    assert list(TraceJournal(journal, 1).new()) == []
+    assert not TraceJournal(JournalPlace(journal)).append(EndOfTrace())
+    assert list(TraceJournal(JournalPlace(journal)).new()) == []
     del journal
     assert os.fstat(taken).st_size == 0
     os.close(taken)

@@ -13,8 +13,9 @@ import pytest
 from cli_rig import STATUS, FakeClient, answering
 
 from creel.cli import doctor, main
+from creel.cli.checks.finding import Finding
 from creel.config import Config
-from creel.errors import UnavailableError
+from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 from creel.version import VERSION
 
@@ -24,7 +25,11 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
     yield from answering(monkeypatch)
 
 
-def checked(name: str, ask: Callable[[str], dict[str, object]] = lambda _: STATUS) -> Any:
+def no_daemon(_: str) -> dict[str, Any]:
+    raise NoDaemonError("none listens")
+
+
+def checked(name: str, ask: Callable[[str], dict[str, Any]] = no_daemon) -> Any:
     """Return the doctor's findings of one name."""
     (found,) = (one for one in doctor.checks(Config(), ask) if one.name == name)
     return found
@@ -95,7 +100,7 @@ def test_another_package_that_is_imported_as_creel_is_found(
     assert (check.level, "creel 9.9" in check.found) == ("warn", True)
     assert check.remedy.startswith("pip uninstall creel, then")
     del have["creel"]
-    assert checked("package") == doctor.Finding("package", "ok", f"creel-data {VERSION}")
+    assert checked("package") == Finding("package", "ok", f"creel-data {VERSION}")
 
 
 def test_env_names_versions_and_our_variables(

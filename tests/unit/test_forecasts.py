@@ -52,6 +52,21 @@ def test_the_late_rank_is_named_with_its_cause_and_what_would_help() -> None:
     )
 
 
+def test_a_wait_that_is_to_come_is_told_with_its_beginning() -> None:
+    """Batches take 125 ms, training 100; 8 are finished and last for 40 steps."""
+    now = session(0, 100, 25.0, 0.0) | {"made": 8}
+    ((_, text),) = rows(now)
+    assert text.startswith("125 ms a step, 25 ms of it for data in 40 steps; rank 0 waits: it")
+
+
+def test_each_stream_has_its_own_wait() -> None:
+    told = Forecasts(64.0)
+    rows(session(1, 50, 20.0, 5.0), session(0, 50, 2.0, 0.0), judged=told)
+    assert told.waits_s == pytest.approx({1: 0.0, 2: 0.1})
+    rows(judged=told)
+    assert told.waits_s == {}
+
+
 def test_no_number_of_workers_is_named_where_cores_do_not_suffice() -> None:
     ((_, text),) = rows(session(0, 50, 20.0, 5.0), cores=2.0)
     assert "rank 0 waits" in text

@@ -15,7 +15,7 @@ from kit import descriptors
 def offered(journals: JointJournals, token: str, name: str) -> int:
     """Offer a new memfd; return the inode of what comes back."""
     own = Descriptor(memfd("journal"))
-    return os.fstat(journals.offer(token, name, own.fd)).st_ino
+    return os.fstat(journals.offer(token, name, own).fd).st_ino
 
 
 def test_a_client_holds_few_journals_and_all_of_them_not_many() -> None:
@@ -42,10 +42,8 @@ def test_a_client_holds_few_journals_and_all_of_them_not_many() -> None:
 def test_what_is_no_memfd_is_no_journal() -> None:
     """A rank that writes to it could have to wait."""
     journals = JointJournals()
-    read, write = os.pipe()
-    for fd in read, write:
+    for end in map(Descriptor, os.pipe()):
         with pytest.raises(MalformedError):
-            journals.offer("a", "pipe", fd)
-        os.close(fd)
+            journals.offer("a", "pipe", end)
     with pytest.raises(MalformedError):
         offered(journals, "a", "n" * 65)

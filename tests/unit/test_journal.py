@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
+import msgspec
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
+from creel.errors import MalformedError
 from creel.loader.tracing.journal import (
     ALL,
-    ALONE,
     FILE,
     EndOfTrace,
     Item,
     JournalFile,
+    JournalPlace,
     Reads,
     Record,
     TraceJournal,
     joined,
     new_journal,
-    reads_of,
+    record_of,
 )
 
 Batch = list[tuple[int, list[tuple[Item, int]]]]
@@ -40,7 +46,7 @@ samples = st.tuples(st.integers(0, 1 << 40), st.lists(st.tuples(items, versions)
 def written(records: Sequence[Record]) -> list[Record]:
     """Return what another process reads of a journal with these records."""
     own = new_journal()
-    theirs, ours = (TraceJournal(JournalFile(own), 7) for _ in range(2))
+    theirs, ours = (TraceJournal(JournalPlace(JournalFile(own), 7)) for _ in range(2))
     taken: list[Record] = []
     for record in records:
         assert ours.append(record)
@@ -51,7 +57,7 @@ def written(records: Sequence[Record]) -> list[Record]:
 
 @given(st.lists(st.lists(samples, max_size=4), max_size=4))
 def test_what_samples_read_is_told_as_it_was(batches: list[Batch]) -> None:
-    taken = written([reads_of(batch, again=3) for batch in batches])
+    taken = written([record_of(batch, again=3) for batch in batches])
     reads = [one for one in taken if isinstance(one, Reads)]
     assert [one.again for one in reads] == [3] * len(batches)
     recorded = joined(reads)
@@ -73,9 +79,56 @@ def test_what_samples_read_is_told_as_it_was(batches: list[Batch]) -> None:
     ]
 
 
+SOUND = record_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9), 6)])])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": SOUND.samples[:-8]},
+        {"samples": SOUND.samples[:-1]},
+        {"samples": np.array([0, -1], "<i8").tobytes()},
+        {"counts": SOUND.counts + SOUND.counts},
+        {"counts": np.array([3, 1], "<i8").tobytes()},
+        {"counts": np.array([4, -1], "<i8").tobytes()},
+        {"counts": np.array([2**62, 3 - 2**62], "<i8").tobytes()},
+        {"items": SOUND.items[:-8]},
+        {"items": SOUND.items[:40]},
+        {"items": SOUND.items.replace(np.int64(2).tobytes(), np.int64(-1).tobytes())},
+        {"items": SOUND.items.replace(np.int64(FILE).tobytes(), np.int64(-2).tobytes())},
+        {"addresses": "/a"},
+        {"addresses": ""},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_record_whose_columns_do_not_fit_is_none(wrong: Any, *, sealed: bool) -> None:
+    odd = Reads(**{**msgspec.structs.asdict(SOUND), **wrong})
+    assert odd != SOUND
+    file = JournalFile(new_journal())
+    ours, theirs = (TraceJournal(JournalPlace(file, 7)) for _ in range(2))
+    assert ours.append(SOUND)
+    assert ours.append(EndOfTrace([SOUND, odd]) if sealed else odd)
+    found = theirs.new()
+    assert next(found) == SOUND
+    with pytest.raises(MalformedError):
+        next(found)
+
+
+def test_whether_a_journal_is_empty_is_known_without_reading_it() -> None:
+    file = JournalFile(new_journal())
+    for number in (8, 7):
+        assert not file.has(7)
+        assert TraceJournal(JournalPlace(file, number)).append(SOUND)
+    assert file.has(7)
+    with mock.patch("os.pread", side_effect=AssertionError("it was read again")):
+        assert file.has(7)
+        assert JournalPlace(file, 9).empty
+
+
 def test_a_record_is_longer_than_what_is_read_at_a_time() -> None:
     batch = [(i, [(f"/data/{i:060}", i + 1)]) for i in range(20_000)]
-    long, end = reads_of(batch), EndOfTrace()
+    long, end = record_of(batch), EndOfTrace()
     assert written([end, long, long, end]) == [end, long, long, end]
 
 
@@ -84,33 +137,33 @@ def test_only_the_record_that_was_cut_off_is_lost(data: st.DataObject) -> None:
     """Those of other processes and datasets, before and after it, are read."""
     own = new_journal()
     file = JournalFile(own)
-    one, other = reads_of([(0, [("/a", 5)])]), reads_of([(1, [("/b", 6), ("/c", 7)])])
-    assert TraceJournal(JournalFile(own), 7).append(one)
-    first = os.fstat(own.fd).st_size
-    assert TraceJournal(JournalFile(own), data.draw(st.sampled_from([7, 8]))).append(other)
+    one, other = record_of([(0, [("/a", 5)])]), record_of([(1, [("/b", 6), ("/c", 7)])])
+    assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(one)
+    first, number = os.fstat(own.fd).st_size, data.draw(st.sampled_from([7, 8]))
+    assert TraceJournal(JournalPlace(JournalFile(own), number)).append(other)
     whole = os.fstat(own.fd).st_size
     os.ftruncate(own.fd, data.draw(st.integers(first + 1, whole - 1)))
     look_between = data.draw(st.booleans())
     if look_between:
         assert list(file.records(7, 1)) == list(file.records(8, 0)) == []  # the rest may follow
     for _ in range(3):
-        assert TraceJournal(JournalFile(own), 7).append(one)
-        assert TraceJournal(JournalFile(own), 8).append(other)
-    assert list(TraceJournal(file, 7).new()) == [one] * 4
-    assert list(TraceJournal(JournalFile(own), 8).new()) == [other] * 3
+        assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(one)
+        assert TraceJournal(JournalPlace(JournalFile(own), 8)).append(other)
+    assert list(TraceJournal(JournalPlace(file, 7)).new()) == [one] * 4
+    assert list(TraceJournal(JournalPlace(JournalFile(own), 8)).new()) == [other] * 3
 
 
 @given(st.binary(max_size=200), st.data())
 def test_bytes_that_are_no_records_are_passed_over(junk: bytes, data: st.DataObject) -> None:
     own = new_journal()
-    one = reads_of([(0, [("/a", 5)])])
+    one = record_of([(0, [("/a", 5)])])
     heads = data.draw(st.lists(st.integers(0, len(junk)), max_size=3))
     for at in heads:  # as if they began here
         junk = junk[:at] + b"\xe1\x4e\x0c\x00" + junk[at:]
     os.write(own.fd, junk)
     for _ in range(2):
-        assert TraceJournal(JournalFile(own), 7).append(one)
-    assert list(TraceJournal(JournalFile(own), 7).new()) == [one] * 2
+        assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(one)
+    assert list(TraceJournal(JournalPlace(JournalFile(own), 7)).new()) == [one] * 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), samples), max_size=12))
@@ -119,19 +172,19 @@ def test_the_journals_of_a_file_do_not_mix(
 ) -> None:
     """Each process reads each journal as if it had a file of its own; so does one that is kept."""
     file = JournalFile(new_journal())
-    journals = {number: TraceJournal(file, number) for number in range(1, 5)}
+    journals = {number: TraceJournal(JournalPlace(file, number)) for number in range(1, 5)}
     read: dict[int, list[Record]] = {number: [] for number in journals}
     for number, sample in written:
-        assert journals[number].append(reads_of([sample]))
+        assert journals[number].append(record_of([sample]))
         read[number] += journals[number].new()
     for number, journal in journals.items():
-        expected = [reads_of([sample]) for n, sample in written if n == number]
+        expected = [record_of([sample]) for n, sample in written if n == number]
         assert read[number] == expected
         other_process = JournalFile(file.own)
-        assert list(TraceJournal(other_process, number).new()) == expected
+        assert list(TraceJournal(JournalPlace(other_process, number)).new()) == expected
         alone = Descriptor(memfd("kept"))
         os.write(alone.fd, journal.copy())
-        assert list(TraceJournal(JournalFile(alone), ALONE).new()) == expected
+        assert list(TraceJournal(JournalPlace(JournalFile(alone))).new()) == expected
 
 
 @given(st.lists(st.tuples(addresses, versions), min_size=1, max_size=4), st.data())
@@ -139,7 +192,7 @@ def test_samples_that_have_an_item_in_common_have_a_mark_in_common(
     read: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     shared = data.draw(st.sampled_from(read))
-    recorded = joined([reads_of([(0, read), (1, []), (2, [("/other", 1), shared])])])
+    recorded = joined([record_of([(0, read), (1, []), (2, [("/other", 1), shared])])])
     marks = recorded.marks
     assert marks[0] & marks[2]
     assert marks[1] == 0

@@ -11,8 +11,12 @@ from numpy.typing import NDArray
 from creel.policies.model import (
     RankWindow,
     cause,
+    enough_workers,
+    finished,
     forecast,
+    recent,
     straggler,
+    utilisation,
     with_decoded,
     with_memory,
     with_workers,
@@ -126,9 +130,60 @@ def test_memory_and_decoded_samples_take_their_stages_away() -> None:
     assert (held.wait_s, held.cause) == (0.0, "decode")
     (half,) = forecast([with_memory(one, 0.5)])
     assert half.supply_s == pytest.approx(0.125)
-    kept = with_decoded(one, 1.0, copy_s=0.01)
-    assert sum(kept.busy_s.values()) == pytest.approx(1.0)
-    assert kept.cpu_s == pytest.approx(0.0)
+    kept = with_decoded(one, 1.0, again=0.6, copies=0.1)
+    assert kept.busy_s == pytest.approx({"source": 0.0, "decode": 5.0}), "the rest is transforms"
+    assert kept.cpu_s == pytest.approx(5.0)
+    part = with_decoded(one, 0.4, again=0.6, copies=0.1)
+    assert part.busy_s == pytest.approx({"source": 18.0, "decode": 8.0})
+    assert with_decoded(one, 1.0, again=0.1, copies=0.6).busy_s["decode"] == 10.0
+
+
+@pytest.mark.parametrize("cores, told", [(64.0, 4), (3.0, 3), (2.0, None), (1.0, None)])
+def test_enough_workers_are_the_fewest_that_help_and_no_more_than_cores(
+    cores: float, told: int | None
+) -> None:
+    slow = RankWindow(10.0, 50, 2, {"decode": 20.0}, {"decode": 5.0})
+    assert enough_workers([slow], cores) == told
+    spent = RankWindow(10.0, 50, 2, {"decode": 20.0}, {"decode": 5.0}, cpu_s=20.0)
+    assert enough_workers([spent], 2.0) is None
+    assert enough_workers([slow, slow], cores) == told
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("load", [0.5, 1.1, 2.0])
+def test_utilisation_is_what_did_not_wait(workers: int, load: float) -> None:
+    """Of the last ten seconds, whatever came before."""
+    train_s = 0.05
+    cost = np.full(1024, load * workers * train_s)
+    waits = simulated(cost, workers, train_s)
+    taken = np.cumsum(waits + train_s) - train_s
+    ns = (1e9 * taken).astype(np.int64)
+    began = ns - (1e9 * waits).astype(np.int64)
+    share = utilisation(began, ns)
+    assert share == pytest.approx(min(1 / load, 1.0), rel=0.02)
+    assert len(ns[recent(ns)]) == pytest.approx(10 / (train_s * max(load, 1)), abs=3)
+    assert utilisation(ns[:1], ns[:1]) is None
+    assert utilisation(ns[:0], ns[:0]) is None
+
+
+def test_slow_steps_are_counted_by_number() -> None:
+    taken = np.arange(100, dtype=np.int64) * 10**11
+    assert len(taken[recent(taken)]) == 33
+    assert utilisation(taken - 10**10, taken) == pytest.approx(0.9)
+    # Two loaders of a rank wait at once: no moment counts twice.
+    twice = np.repeat(taken, 2)
+    assert utilisation(twice - 10**10, twice) == pytest.approx(0.9)
+
+
+def test_batches_that_lie_finished_are_counted() -> None:
+    train_s, cost = 0.1, np.full(256, 0.05)
+    waits = simulated(cost, 1, train_s)
+    taken = np.cumsum(waits + train_s) - train_s
+    packed = taken - 0.12  # each lies finished for more than a step
+    assert finished(*((1e9 * t).astype(np.int64) for t in (packed, taken))) == 1
+    assert (
+        finished(*((1e9 * t).astype(np.int64) for t in (taken - waits / 2, taken - waits / 2))) == 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
 from creel.messages import Command, Deal, DealtReplays, DealtSamples, Extend, Open
-from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.settings import MemorySettings
 from kit import cluster_view, until
 
@@ -185,11 +185,19 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
     assert dealt is events[-1]
     expected = JobOrder(5, 2, 3, 1, 3).permutation()
     assert dealt.order.permutation().tolist() == [9 - i for i in expected.tolist()]
+    assert session.among is not None
+    assert session.among.digest == SampleObjects(session.samples).digest
     used = node.quota.used()
     again = node.registry.open("t", Open(manifest.key, "job", 1, 2, "never"))
     node.sampled(again, DealtSamples("t", again.id, 5, 0), np.array([9, 8, 7, 6, 5], np.int32))
     assert again.among is session.among
     assert node.quota.used() == used >= session.samples.nbytes == 20
+    for one in (session, again):
+        node.sampled(one, DealtSamples("t", one.id, 5, 0), np.arange(5, dtype=np.int32))
+    assert node.quota.used() == used + 20  # the order that was dealt refers to the first
+    events.clear()
+    del dealt
+    assert node.quota.used() == used
     node.close()
 
 

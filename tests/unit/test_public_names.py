@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -29,6 +29,14 @@ def test_dir_shows_the_public_names_only() -> None:
 def test_a_misspelt_name_gets_a_suggestion(wrong: str, right: str) -> None:
     with pytest.raises(AttributeError, match=rf"'{wrong}'; did you mean creel\.{right}\?$"):
         getattr(creel, wrong)
+
+
+def test_the_errors_are_there_after_a_plain_import() -> None:
+    program = "import creel; print(creel.errors.ConfigError.__name__, creel.datasets.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "ConfigError creel.loader.datasets\n"
 
 
 def test_a_name_like_no_other_gets_none() -> None:
@@ -69,6 +77,18 @@ def test_the_programs_are_those_beside_the_one_that_runs(
     assert f"\nbin={tmp_path}\n" in shipped.slurm("prolog")
 
 
+def test_the_folder_that_the_terminal_is_in_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may start another by its name alone: `argv[0]` is "creel" then."""
+    (tmp_path / "creeld").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["creel"])
+    assert str(tmp_path) not in shipped.unit()
+    monkeypatch.setattr(sys, "argv", ["./creel"])
+    assert f"\nExecStart={tmp_path}/creeld\n" in shipped.unit()
+
+
 def test_a_checkout_without_programs_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,14 +99,13 @@ def test_a_checkout_without_programs_says_what_to_install(
         shipped.unit()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_named(
+def test_a_folder_that_cannot_be_made_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tmp_path.chmod(0o500)
+    (tmp_path / "systemd").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main.main(["service", "install"]) == 2
-    assert "cannot be written: Permission denied" in capsys.readouterr().err
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
 
 
 def test_all_that_can_be_shown_is_there(capsys: pytest.CaptureFixture[str]) -> None:

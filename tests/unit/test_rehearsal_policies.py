@@ -11,8 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Ints
-from creel.policies.rehearsal.content import Offered, ascending, kept, merged, mixed
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.content import (
+    UNLABELLED,
+    Offered,
+    ascending,
+    kept,
+    merged,
+    mixed,
+)
+from creel.policies.rehearsal.growth import Growth
+from creel.policies.rehearsal.passes import Head, Passes
 from kit import seeds
 
 SEED = 5
@@ -74,6 +82,27 @@ def test_a_sample_that_has_left_never_comes_back(case: int) -> None:
         before = now
 
 
+@pytest.mark.parametrize("case", seeds(60))
+def test_a_memory_that_grew_piece_by_piece_keeps_what_it_keeps_of_all(case: int) -> None:
+    """Also where samples are offered again, as by a sampler with replacement."""
+    rng = random.Random(case)
+    old, n, budget = any_classes(rng), rng.randrange(1, 200), rng.choice([None, 1, 20, 300])
+    before = chosen(offered(old), budget, SEED + 1)
+    growth = Growth(1, before, len(old), budget, SEED)
+    held, seen = before, set[int]()
+    for _ in range(rng.randrange(1, 9)):
+        items = np.array([rng.randrange(n) for _ in range(rng.randrange(60))], np.int32)
+        held = growth.grown(held, items)
+        seen |= set(items.tolist())
+        new = offered(np.full(n, UNLABELLED), len(old)).take(np.array(sorted(seen), np.intp))
+        wanted = chosen(merged(before, new), budget, SEED + 1)
+        for ours, theirs in zip(held, wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+        rows = {uid: n + row for row, uid in enumerate(before.uids.tolist())}
+        numbers = [rows.get(uid, uid - len(old)) for uid in held.uids.tolist()]
+        assert growth.numbers(held, n).tolist() == numbers
+
+
 def test_each_sample_of_a_class_is_kept_as_often_as_the_others() -> None:
     """Chi-square below its 1 - 1e-5 quantile, and no drift from the first to the last."""
     sizes, budget, times = (400, 200, 60), 100, 2000
@@ -106,16 +135,25 @@ def test_no_budget_keeps_everything() -> None:
 # --- passes -----------------------------------------------------------------------------------
 
 
+def head_of(passes: Passes) -> Head:
+    """Return what draws a pass with torch itself."""
+
+    def head(number: int, k: int) -> Ints:
+        generator = torch.Generator().manual_seed(passes.seed_of(number))
+        return torch.randperm(passes.kept, generator=generator).numpy()[:k]
+
+    return head
+
+
 @pytest.mark.parametrize("case", seeds(30))
-def test_a_pass_is_torchs_permutation_and_its_steps_repeat_no_row(case: int) -> None:
+def test_the_steps_of_a_pass_take_its_rows_in_order_and_repeat_none(case: int) -> None:
     rng = random.Random(case)
     each, world = rng.randrange(1, 20), rng.choice([1, 2, 4, 8])
     passes = Passes(each * world + rng.randrange(300), each, world, rng.getrandbits(64))
     first = rng.randrange(1 << 40)
-    rows = passes.to_all(np.arange(first, first + 3 * passes.steps), passes.head)
+    rows = passes.to_all(np.arange(first, first + 3 * passes.steps), head_of(passes))
     for number in range(first // passes.steps + 1, first // passes.steps + 3):
-        generator = torch.Generator().manual_seed(passes.seed_of(number))
-        drawn = torch.randperm(passes.kept, generator=generator).numpy()
+        drawn = head_of(passes)(number, passes.kept)
         at = number * passes.steps - first
         mine = rows[at : at + passes.steps].ravel()
         assert np.array_equal(mine, drawn[: len(mine)])
@@ -131,7 +169,7 @@ def test_the_number_of_ranks_changes_no_global_batch(case: int) -> None:
     found = []
     for world in (1, 2, 4, 8):
         passes = Passes(kept_rows, every // world, world, seed)
-        ranks = [passes.to_rank(rank, steps, passes.head) for rank in range(world)]
+        ranks = [passes.to_rank(rank, steps, head_of(passes)) for rank in range(world)]
         assert all(part.shape == (20, every // world) for part in ranks)
         assert all(np.all(np.diff(part, axis=1) >= 0) for part in ranks)
         found.append(np.sort(np.concatenate(ranks, axis=1), axis=1))
@@ -141,13 +179,13 @@ def test_the_number_of_ranks_changes_no_global_batch(case: int) -> None:
 @pytest.mark.parametrize("kept_rows", [1, 3, 7])
 def test_a_memory_smaller_than_a_step_is_repeated_evenly(kept_rows: int) -> None:
     passes = Passes(kept_rows, 5, 2, 0)
-    for step in passes.to_all(np.arange(9), passes.head):
+    for step in passes.to_all(np.arange(9), head_of(passes)):
         counts = np.bincount(step, minlength=kept_rows)
         assert counts.max() - counts.min() <= 1
 
 
 def test_other_passes_and_other_memories_have_other_orders() -> None:
     passes = Passes(50, 5, 1, 1)
-    heads = [passes.head(n, 50).tolist() for n in range(20)]
-    heads += [passes._replace(seed=2).head(n, 50).tolist() for n in range(20)]
+    heads = [head_of(passes)(n, 50).tolist() for n in range(20)]
+    heads += [head_of(passes._replace(seed=2))(n, 50).tolist() for n in range(20)]
     assert len(set(map(tuple, heads))) == 40

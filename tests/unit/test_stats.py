@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from creel.cache.memory.shared_words import WORDS_NBYTES, SharedWords
 from creel.daemon.reporting.prometheus import serve_page
 from creel.daemon.reporting.stats import Ranks
 from creel.messages import Open
+from kit import seeds
 
 CAUSES = ("source", "decode", "collate", "daemon", "sampler")
 STAGES = ("source", "decode", "collate", "handover")
@@ -65,6 +67,7 @@ class Session:
 
     opened: Open
     words: SharedWords
+    own_file: str = ""
 
     def count(self, **counters: int) -> None:
         """Count as a trainer does."""
@@ -120,6 +123,41 @@ def test_a_client_that_lies_takes_nothing_from_its_rank(session: Callable[..., A
     ranks.add_closed(session("a", 0, samples=7))
     (told,) = ranks.reports([session("a", 0, samples=-1000)])
     assert told["samples"] == 7
+
+
+def test_the_loaders_of_a_rank_are_one_timeline(session: Callable[..., Any]) -> None:
+    """Two loaders in turn: training waits half of each second, whichever it waits for."""
+    ranks, loaders = Ranks(), [session("a", 0), session("a", 0)]
+    second = 10**9
+    for i in range(1, 41):
+        moments = i * second - second // 2, i * second
+        loaders[i % 2].words.log.add(0, 0, 0, 0, *moments, 0)
+    (told,) = ranks.reports(loaders)
+    assert told["utilisation"] == pytest.approx(0.5)
+    (told,) = ranks.reports(loaders[:1])
+    assert told["utilisation"] == pytest.approx(0.75)
+    assert "utilisation" not in ranks.reports([session("a", 0)])[0]
+
+
+@pytest.mark.parametrize("seed", seeds(5))
+def test_whatever_a_client_records_its_utilisation_is_a_share(
+    seed: int, session: Callable[..., Any]
+) -> None:
+    rng, one = random.Random(seed), session("a", 0)
+    for _ in range(50):
+        one.words.log.add(*(rng.choice([0, -1, 2**63 - 1, -(2**63), 5]) for _ in range(7)))
+    (told,) = Ranks().reports([one])
+    assert 0 <= told.get("utilisation", 0) <= 1
+
+
+def test_a_file_that_a_dataset_opens_itself_is_told_of_its_rank_after_the_end(
+    session: Callable[..., Any],
+) -> None:
+    ranks, one, other = Ranks(), session("a", 0), session("a", 1)
+    one.own_file = "/data/1"
+    assert [r["own_file"] for r in ranks.reports([one, other])] == ["/data/1", ""]
+    ranks.add_closed(one)
+    assert [r["own_file"] for r in ranks.reports([])] == ["/data/1"]
 
 
 def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> None:

@@ -12,10 +12,13 @@ import pytest
 
 from creel.cli import main
 from creel.cli.watching import stream as shown
+from creel.errors import ConfigError, SourceError
 from creel.streams import cursors
 from creel.streams.cursors import Cursor
-from creel.streams.log import Log
+from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
+from kit import unique_name
+from testbed.redis_server import LACKING, Address
 
 
 @pytest.fixture
@@ -30,8 +33,8 @@ def folder(tmp_path: Path) -> Path:
     now = time.time()
     for number in range(10):
         os.utime(path / f"{number:09}", (0, now - 2 - 9 + number))
-    cursors.write(str(path), "a", 0, Cursor(7, 1, 96, ranks=2))
-    cursors.write(str(path), "a", 1, Cursor(8, 0, 96, ranks=2))
+    cursors.write(medium_of(path), "a", 0, Cursor(7, 1, 96, ranks=2))
+    cursors.write(medium_of(path), "a", 1, Cursor(8, 0, 96, ranks=2))
     return path
 
 
@@ -100,3 +103,29 @@ def test_a_chunk_that_is_deleted_meanwhile_does_no_harm(
 
     monkeypatch.setattr(Log, "numbers", then_delete)
     assert shown.state(str(folder))["oldest"] == 1
+
+
+def test_a_stream_in_redis_is_shown_alike(
+    redis: Address, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = redis / unique_name()
+    with Producer(place, {"x": "int32"}, chunk=4) as producer:
+        for i in range(10):
+            producer.put(x=i)
+    assert main.main(["stream", place, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["chunks"], said["records"], said["nbytes"], said["ended"]) == (3, 10, 40, 1)
+    assert said["path"] == place
+    assert said["idle_s"] < 60
+    assert main.main(["stream", redis / "none"]) == 2
+
+
+@pytest.mark.skipif(LACKING != "", reason=f"no Redis: {LACKING}")
+def test_a_password_is_never_shown() -> None:
+    address = "redis://me:secret@localhost:1/sim"
+    with pytest.raises(SourceError) as failed:
+        Log.open(address)
+    assert "secret" not in str(failed.value)
+    for wrong in ("redis://localhost", "redis:///sim", "redis://localhost/a/b"):
+        with pytest.raises(ConfigError, match="is not redis://host:port/key"):
+            Log.open(wrong)

@@ -1,4 +1,4 @@
-"""The folder of a stream: what producers write, how far they may run ahead, what is deleted."""
+"""The log of a stream, in a folder or in Redis: what is written, how far ahead, what is deleted."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ from creel.loader.streams import arrival_iter
 from creel.loader.streams.stream import Stream
 from creel.streams import cursors
 from creel.streams.cursors import Cursor
-from creel.streams.log import Log
+from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
-from kit import until
+from kit import unique_name, until
+from testbed.redis_server import Address
+
+Place = Path | Address
 
 
 @pytest.fixture
@@ -95,11 +98,11 @@ def test_the_manuals_lines_of_c_write_a_stream(folder: Path, tmp_path: Path) -> 
     assert batch["x"][:, 2, 1].tolist() == [0, 1, 0, 3, 0, 5]
 
 
-def test_producers_at_once_append_whole_chunks_with_dense_numbers(folder: Path) -> None:
+def test_producers_at_once_append_whole_chunks_with_dense_numbers(place: Place) -> None:
     producers, each = 5, 200
 
     def produce(k: int) -> None:
-        with Producer(folder, FIELDS, chunk=3, producers=producers) as producer:
+        with Producer(place, FIELDS, chunk=3, producers=producers) as producer:
             for i in range(each):
                 producer.put(**record(k * each + i))
 
@@ -108,29 +111,29 @@ def test_producers_at_once_append_whole_chunks_with_dense_numbers(folder: Path) 
         thread.start()
     for thread in threads:
         thread.join(60)
-    log = Log.open(folder)
+    log = Log.open(place)
     assert log.ended()
     assert log.numbers() == list(range(len(log.numbers())))
-    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
-    numbers = taken(Stream(folder, None).batches(10))
-    found = [i for batch in samples(folder, numbers) for i in batch]
+    assert not isinstance(place, Path) or not list(place.glob(".*"))
+    numbers = taken(Stream(place, None).batches(10))
+    found = [i for batch in samples(place, numbers) for i in batch]
     assert sorted(found) == list(range(producers * each))
     of_each = [[i for i in found if i // each == k] for k in range(producers)]
     assert of_each == [sorted(own) for own in of_each]
 
 
-def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(folder: Path) -> None:
+def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(place: Place) -> None:
     limits: dict[str, Any] = {"chunk": 1, "keep": 0, "producers": 2}
-    stalled, other = (Producer(folder, FIELDS, **limits) for _ in range(2))
+    stalled, other = (Producer(place, FIELDS, **limits) for _ in range(2))
     for i in range(20):
         other.put(**record(i))
-    cursors.write(str(folder), "a", 0, Cursor(15, 0, NBYTES))
+    cursors.write(medium_of(place), "a", 0, Cursor(15, 0, NBYTES))
     other.put(**record(20))
-    log = Log.open(folder)
+    log = Log.open(place)
     assert log.numbers() == list(range(15, 21))
     stalled.put(**record(100))  # thinks that chunk 0 is the first free one
     assert log.numbers() == list(range(15, 22))
-    assert int(Stream(folder, None)[21]["i"]) == 100
+    assert int(Stream(place, None)[21]["i"]) == 100
     stalled.put(**record(101))
     assert log.numbers()[-1] == 22
 
@@ -174,6 +177,18 @@ def test_a_chunk_that_was_appended_is_not_written_again(
     assert samples(folder, taken(Stream(folder, None).batches(1))) == [[0], [1]]
 
 
+def test_an_answer_of_redis_that_is_lost_does_not_append_twice(redis: Address) -> None:
+    place = redis / unique_name()
+    Producer(place, FIELDS)
+    medium: Any = medium_of(place)
+    data = memoryview(bytes(NBYTES))
+    assert [medium.append(data, 0), medium.append(data, 0)] == [0, 1]
+    medium._appended -= 1  # the client sends the same command again
+    assert medium.append(data, 0) == 1
+    assert [medium_of(place).append(data, 0), medium.append(data, 0)] == [2, 3]
+    assert medium.numbers() == [0, 1, 2, 3]
+
+
 def test_two_streams_in_one_folder_are_refused(folder: Path) -> None:
     Producer(folder, FIELDS)
     with pytest.raises(ConfigError, match="another stream, with fields"):
@@ -186,10 +201,10 @@ def test_two_streams_in_one_folder_are_refused(folder: Path) -> None:
         Producer(folder, FIELDS)
 
 
-def test_a_stream_that_has_ended_takes_no_records(folder: Path) -> None:
-    filled(folder, [2])
+def test_a_stream_that_has_ended_takes_no_records(place: Place) -> None:
+    filled(place, [2])
     with pytest.raises(ConfigError, match="has ended"):
-        Producer(folder, FIELDS, chunk=8)
+        Producer(place, FIELDS, chunk=8)
 
 
 @pytest.mark.parametrize(
@@ -206,19 +221,19 @@ def test_fields_without_numbers_are_refused(folder: Path, fields: dict[str, Any]
     "wrong",
     [{"i": 1}, {**record(1), "z": 1}, {**record(1), "i": 0.5}, {**record(1), "x": np.zeros(6)}],
 )
-def test_a_wrong_record_is_refused_and_not_appended(folder: Path, wrong: dict[str, Any]) -> None:
-    with Producer(folder, FIELDS, chunk=2) as producer:
+def test_a_wrong_record_is_refused_and_not_appended(place: Place, wrong: dict[str, Any]) -> None:
+    with Producer(place, FIELDS, chunk=2) as producer:
         with pytest.raises(ConfigError):
             producer.put(**wrong)
         producer.put(**record(7))
-    assert samples(folder, [[0]]) == [[7]]
-    assert Log.open(folder).size(0) == NBYTES
+    assert samples(place, [[0]]) == [[7]]
+    assert Log.open(place).size(0) == NBYTES
 
 
-def test_numbers_are_cast_within_their_kind(folder: Path) -> None:
-    with Producer(folder, {"x": "float32", "n": "int16"}) as producer:
+def test_numbers_are_cast_within_their_kind(place: Place) -> None:
+    with Producer(place, {"x": "float32", "n": "int16"}) as producer:
         producer.put(x=np.float64(0.1), n=np.int64(7))
-    found = Stream(folder, None)[0]
+    found = Stream(place, None)[0]
     assert found == {"x": torch.tensor(0.1), "n": torch.tensor(7, dtype=torch.int16)}
 
 
@@ -273,23 +288,26 @@ def test_a_description_that_is_none_is_refused(folder: Path) -> None:
 # --- back-pressure and retention ------------------------------------------------------------------
 
 
-def held(folder: Path) -> int:
-    """Bytes of the chunks in a folder, and of files that are being written."""
+def held(place: Place) -> int:
+    """Bytes of the chunks of a stream, and of files that are being written."""
+    if not isinstance(place, Path):
+        log = Log.open(place)
+        return sum(max(log.size(number), 0) for number in log.numbers())
     total = 0
-    for path in folder.iterdir():
+    for path in place.iterdir():
         with suppress(FileNotFoundError):  # deleted or linked meanwhile
             total += path.stat().st_size if path.name[0] in ".0" else 0
     return total
 
 
 @pytest.fixture
-def consumer(folder: Path) -> Iterator[Any]:
+def consumer(place: Place) -> Iterator[Any]:
     """A function that begins to read a stream in a thread; what was read is appended to a list."""
     threads = []
 
     def begin(name: str, batch: int, out: list[int], **how: Any) -> threading.Thread:
         def read() -> None:
-            stream = Stream(folder, name, timeout_s=30, **how)
+            stream = Stream(place, name, timeout_s=30, **how)
             for b in creel.DataLoader(stream, batch, creel=False):
                 out.extend(b["i"].tolist())
 
@@ -304,24 +322,24 @@ def consumer(folder: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("ahead, keep, batch", [(20, 30, 4), (20, 0, 4), (8, 0, 30), (0, 5, 1)])
 def test_the_folder_never_holds_more_than_ahead_and_keep_and_a_chunk(
-    folder: Path, consumer: Any, ahead: int, keep: int, batch: int
+    place: Place, consumer: Any, ahead: int, keep: int, batch: int
 ) -> None:
     """Also with less `ahead` than a batch needs: then the reader gets a batch and a chunk."""
     n, chunk, got = 300, 5, list[int]()
     most = 0
     with Producer(
-        folder, FIELDS, ahead=ahead * NBYTES, keep=keep * NBYTES, chunk=chunk, timeout_s=30
+        place, FIELDS, ahead=ahead * NBYTES, keep=keep * NBYTES, chunk=chunk, timeout_s=30
     ) as producer:
         consumer("a", batch, got)
         for i in range(n):
             producer.put(**record(i))
-            most = max(most, held(folder))
+            most = max(most, held(place))
     assert most <= (max(ahead, batch + chunk) + keep + chunk) * NBYTES
     until(lambda: len(got) == n // batch * batch, what="all is read")
     assert got == list(range(len(got)))
 
 
-def test_producers_and_readers_at_once_lose_nothing(folder: Path, consumer: Any) -> None:
+def test_producers_and_readers_at_once_lose_nothing(place: Place, consumer: Any) -> None:
     """Numbers of chunks that are read and deleted are not used again (see `Log.append`)."""
     each, producers = 150, 3
     got: tuple[list[int], list[int]] = [], []
@@ -329,7 +347,7 @@ def test_producers_and_readers_at_once_lose_nothing(folder: Path, consumer: Any)
 
     def produce(k: int) -> None:
         with Producer(
-            folder, FIELDS, chunk=2, producers=producers, readers=("a", "b"), **limits
+            place, FIELDS, chunk=2, producers=producers, readers=("a", "b"), **limits
         ) as producer:
             for i in range(each):
                 producer.put(**record(k * each + i))
@@ -345,28 +363,28 @@ def test_producers_and_readers_at_once_lose_nothing(folder: Path, consumer: Any)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_loader_finds_what_it_asked_for_long_before(folder: Path, workers: int) -> None:
+def test_torchs_loader_finds_what_it_asked_for_long_before(place: Place, workers: int) -> None:
     """It does not say which batches its workers have read."""
     n, got = 400, list[int]()
 
     def read() -> None:
-        data = Stream(folder, "a", timeout_s=30)
+        data = Stream(place, "a", timeout_s=30)
         for b in DataLoader(data, batch_sampler=data.batches(2), num_workers=workers):
             got.extend(b["i"].tolist())
 
     reader = threading.Thread(target=read)
-    with Producer(folder, FIELDS, ahead=0, keep=0, chunk=3, timeout_s=30) as producer:
+    with Producer(place, FIELDS, ahead=0, keep=0, chunk=3, timeout_s=30) as producer:
         reader.start()
         for i in range(n):
             producer.put(**record(i))
-        assert held(folder) < n * NBYTES / 2
+        assert held(place) < n * NBYTES / 2
     reader.join(60)
     assert got == list(range(n))
 
 
-def test_a_shuffled_reader_gets_a_whole_window(folder: Path, consumer: Any) -> None:
+def test_a_shuffled_reader_gets_a_whole_window(place: Place, consumer: Any) -> None:
     got: list[int] = []
-    with Producer(folder, FIELDS, ahead=NBYTES, keep=0, chunk=3, timeout_s=30) as producer:
+    with Producer(place, FIELDS, ahead=NBYTES, keep=0, chunk=3, timeout_s=30) as producer:
         consumer("a", 4, got, shuffle=10)
         for i in range(100):
             producer.put(**record(i))
@@ -374,9 +392,9 @@ def test_a_shuffled_reader_gets_a_whole_window(folder: Path, consumer: Any) -> N
     assert sorted(got) == list(range(100))
 
 
-def test_the_slowest_reader_and_rank_hold_producers_back(folder: Path) -> None:
+def test_the_slowest_reader_and_rank_hold_producers_back(place: Place) -> None:
     limits: dict[str, Any] = {"ahead": 10 * NBYTES, "keep": 0, "chunk": 2, "timeout_s": 0}
-    producer = Producer(folder, FIELDS, readers=("a", "b"), linger_s=1e9, **limits)
+    producer = Producer(place, FIELDS, readers=("a", "b"), linger_s=1e9, **limits)
 
     def fill() -> int:
         """Put until producers must wait; return how many were put."""
@@ -389,23 +407,23 @@ def test_the_slowest_reader_and_rank_hold_producers_back(folder: Path) -> None:
             count += 1
 
     fill()
-    cursors.write(str(folder), "a", 0, Cursor(3, 0, NBYTES))
+    cursors.write(medium_of(place), "a", 0, Cursor(3, 0, NBYTES))
     assert fill() == 0  # b has not begun
-    cursors.write(str(folder), "b", 0, Cursor(4, 0, NBYTES, ranks=2))
+    cursors.write(medium_of(place), "b", 0, Cursor(4, 0, NBYTES, ranks=2))
     assert fill() == 0  # its rank 1 has not
-    cursors.write(str(folder), "b", 1, Cursor(2, 0, NBYTES, ranks=2))
+    cursors.write(medium_of(place), "b", 1, Cursor(2, 0, NBYTES, ranks=2))
     assert fill() == 4
-    assert Log.open(folder).numbers()[0] == 2
-    cursors.write(str(folder), "b", 0, Cursor(5, 0, NBYTES))  # of one rank now
+    assert Log.open(place).numbers()[0] == 2
+    cursors.write(medium_of(place), "b", 0, Cursor(5, 0, NBYTES))  # of one rank now
     assert fill() == 2
-    assert Log.open(folder).numbers()[0] == 3
+    assert Log.open(place).numbers()[0] == 3
 
 
-def test_a_reader_that_leaves_holds_nobody_back(folder: Path) -> None:
+def test_a_reader_that_leaves_holds_nobody_back(place: Place) -> None:
     limits: dict[str, Any] = {"ahead": 4 * NBYTES, "keep": 0, "chunk": 1, "timeout_s": 0}
-    producer = Producer(folder, FIELDS, readers=("a", "b"), **limits)
-    stream = Stream(folder, "b", timeout_s=0)
-    cursors.write(str(folder), "a", 0, Cursor(0, 0, 9 * NBYTES))
+    producer = Producer(place, FIELDS, readers=("a", "b"), **limits)
+    stream = Stream(place, "b", timeout_s=0)
+    cursors.write(medium_of(place), "a", 0, Cursor(0, 0, 9 * NBYTES))
     items: Any = iter(stream.batches(8))
     items.reports = True
     assert not items.arrived()  # now it counts
@@ -414,37 +432,36 @@ def test_a_reader_that_leaves_holds_nobody_back(folder: Path) -> None:
     with pytest.raises(UnavailableError, match="waiting for b"):
         producer.put(**record(8))
     stream.leave()
-    cursors.write(str(folder), "a", 0, Cursor(8, 0, NBYTES))
+    cursors.write(medium_of(place), "a", 0, Cursor(8, 0, NBYTES))
     producer.put(**record(8))
 
 
-def test_a_reader_behind_retention_is_told_so(folder: Path, consumer: Any) -> None:
+def test_a_reader_behind_retention_is_told_so(place: Place, consumer: Any) -> None:
     limits: dict[str, Any] = {"ahead": 10 * NBYTES, "keep": 0}
     got: list[int] = []
-    with Producer(folder, FIELDS, chunk=1, timeout_s=30, **limits) as producer:
+    with Producer(place, FIELDS, chunk=1, timeout_s=30, **limits) as producer:
         consumer("a", 1, got)
         for i in range(60):
             producer.put(**record(i))
-    oldest = Log.open(folder).numbers()[0]
+    oldest = Log.open(place).numbers()[0]
     with pytest.raises(SourceError, match=rf"chunk 0 has been deleted.*begin={oldest}\)"):
-        taken(Stream(folder, "late").batches(1))
-    assert "late" not in cursors.read(str(folder))  # it holds back nobody
+        taken(Stream(place, "late").batches(1))
+    assert "late" not in cursors.read(medium_of(place))  # it holds back nobody
     with pytest.raises(SourceError, match="chunk 0 has been deleted"):
-        Stream(folder, None)[0]
-    late = Stream(folder, "late", begin=oldest)
-    assert samples(folder, taken(late.batches(1))) == [[i] for i in range(oldest, 60)]
+        Stream(place, None)[0]
+    late = Stream(place, "late", begin=oldest)
+    assert samples(place, taken(late.batches(1))) == [[i] for i in range(oldest, 60)]
 
 
-def test_processes_that_read_as_one_rank_do_not_disturb_each_other(folder: Path) -> None:
+def test_processes_that_read_as_one_rank_do_not_disturb_each_other(place: Place) -> None:
     """Whoever wrote last counts."""
-    folder.mkdir()
-    (folder / "readers").mkdir()
+    place.mkdir()
     failed: list[OSError] = []
 
     def write(k: int) -> None:
         try:
             for i in range(200):
-                cursors.write(str(folder), "a", 0, Cursor(i, k, 1))
+                cursors.write(medium_of(place), "a", 0, Cursor(i, k, 1))
         except OSError as e:
             failed.append(e)
 
@@ -454,23 +471,23 @@ def test_processes_that_read_as_one_rank_do_not_disturb_each_other(folder: Path)
     for thread in threads:
         thread.join(60)
     assert not failed
-    assert cursors.read(str(folder))["a"].chunk == 199
-    assert [p.name for p in (folder / "readers").iterdir()] == ["a.0"]
+    assert cursors.read(medium_of(place))["a"].chunk == 199
+    assert list(medium_of(place).notes("readers")) == ["a.0"]
 
 
 def test_a_reader_that_cannot_write_its_cursor_any_more_reads_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    filled(folder, [1] * 100, chunk=1)
+    filled(place, [1] * 100, chunk=1)
     monkeypatch.setattr(arrival_iter, "_CURSOR_S", 0)
 
     def broken(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    items = iter(Stream(folder, "a").batches(1))
+    items = iter(Stream(place, "a").batches(1))
     next(items)
     monkeypatch.setattr(cursors, "write", broken)
     assert len(list(items)) == 99
     assert caplog.text.count("producers are not told") == 1
     with pytest.raises(SourceError, match="No space left"):  # producers would not wait for it
-        next(iter(Stream(folder, "b").batches(1)))
+        next(iter(Stream(place, "b").batches(1)))

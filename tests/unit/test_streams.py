@@ -23,8 +23,8 @@ from kit import seeds
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "stream"
+def folder(place: Any) -> Any:
+    return place
 
 
 # --- the order ------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ objects never move; tests/unit/test_allocator.py measures the number of runs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,14 @@ from creel.cache.memory.pools.fixed_pool import FixedPool
 from creel.cache.memory.pools.free_ranges import NOWHERE, FreeRanges, must
 from creel.cache.memory.pools.paged_pool import PagedPool
 from creel.cache.memory.pools.pool import ObjectPool
+from creel.cache.memory.pools.runs import Runs
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Ints
+
+#: (n,) starts and (n,) sizes, in bytes.
+Ranges: TypeAlias = tuple[Ints, Ints]
+
+NONE: Ints = np.empty(0, np.int64)
 
 _PAGE_SHARE = 512  # pages are at most mean / 512: objects waste half a page, or 0.1 %, on average
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
@@ -76,9 +83,17 @@ class Allocator:
     1000
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, kept: Mapping[str, Ranges] | None = None) -> None:
+        """Begin with all bytes free, except for the ranges `kept` for each of some datasets.
+
+        Raises:
+            IllegalEventError: these overlap, or lie outside.
+        """
         self.nbytes = nbytes
         self.extents = FreeRanges(nbytes)
+        self._kept = dict(kept or {})
+        if self._kept:
+            self.extents = _around(self._kept.values(), nbytes)
         self.withheld = 0  # bytes out of use
         self._withheld: list[tuple[int, int]] = []  # their ranges: start, bytes
         self._pools: list[ObjectPool] = []
@@ -109,7 +124,25 @@ class Allocator:
     @property
     def free_bytes(self) -> int:
         """Bytes that no object occupies; they may be in pieces, or in slabs of a pool."""
-        return self.usable - sum(pool.used for pool in self._pools)
+        kept = sum(int(size.sum()) for _, size in self._kept.values())
+        return self.usable - kept - sum(pool.used for pool in self._pools)
+
+    def adopt(self, name: str, pool: ObjectPool, places: Ints, nbytes: Ints, runs: Runs) -> None:
+        """Make the ranges kept for a dataset the ranges of its empty pool, with objects in them.
+
+        Args:
+            places, nbytes: (k,) of the objects; `runs`: of those that consist of several.
+
+        Raises:
+            IllegalEventError: the ranges are not those of the objects.
+        """
+        pool.adopt(self._kept.pop(name), places, nbytes, runs)
+
+    def abandon(self, name: str) -> None:
+        """Free the ranges kept for a dataset, if there are any."""
+        starts, sizes = self._kept.pop(name, (NONE, NONE))
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            self.extents.put(start, size)
 
     def withhold(self, nbytes: int) -> list[tuple[int, int]]:
         """Take free space out of use, in whole pages of the system; return (start, bytes) of each.
@@ -163,7 +196,7 @@ class Allocator:
         withheld = np.array(self._withheld, np.int64).reshape(-1, 2)
         must(int(withheld[:, 1].sum()) == self.withheld, "withheld bytes do not add up")
         parts = [self.extents.sorted(), (withheld[:, 0], withheld[:, 1])]
-        parts += [pool.ranges() for pool in self._pools]
+        parts += [*(pool.ranges() for pool in self._pools), *self._kept.values()]
         owner = np.repeat(np.arange(len(parts)), [len(p[0]) for p in parts])
         start = np.concatenate([p[0] for p in parts])
         size = np.concatenate([p[1] for p in parts])
@@ -176,6 +209,22 @@ class Allocator:
         must((start + size == end).all(), "ranges overlap or leave a gap")
         for i, pool in enumerate(self._pools, 2):
             pool.check(size[owner == i])
+
+
+def _around(kept: Iterable[Ranges], nbytes: int) -> FreeRanges:
+    """Return [0, nbytes) without these ranges, of which none is empty."""
+    start, size = map(np.concatenate, zip(*kept, strict=True))
+    order = start.argsort()
+    first, end = start[order], (start + size)[order]
+    must(bool((size > 0).all()), "an empty range is kept")
+    must(bool((first >= np.append(0, end)[:-1]).all()), "kept ranges overlap")
+    must(int(end.max(initial=0)) <= nbytes, "a kept range ends beyond the space")
+    free = FreeRanges(0)
+    gap = np.append(0, end), np.append(first, nbytes)
+    some = gap[1] > gap[0]
+    for a, b in zip(gap[0][some].tolist(), gap[1][some].tolist(), strict=True):
+        free.put(a, b - a)
+    return free
 
 
 def page_size(mean: float) -> int:

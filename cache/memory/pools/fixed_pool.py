@@ -83,6 +83,28 @@ class FixedPool:
         self._push(records)
         return len(records) * self.record
 
+    def adopt(
+        self,
+        ranges: tuple[Ints, Ints],
+        places: Ints,
+        nbytes: Ints,  # noqa: ARG002  (as in ObjectPool)
+        runs: Runs,  # noqa: ARG002
+    ) -> None:
+        start, size = ranges
+        first, rest = np.divmod(np.stack((start, size)), self.record)
+        must(not rest.any(), "slabs of records of another length")
+        for record, count in zip(*first.tolist(), strict=True):
+            self._add(record, count)
+        records, rest = np.divmod(places, self.record)
+        must(not rest.any() and bool((self._state[records] == _FREE).all()), "a record in no slab")
+        self._state[records] = _USED
+        free = self._stack[: self._top]
+        free = free[self._state[free] == _FREE]
+        self._top = len(free)
+        self._stack[: self._top] = free
+        self._busy += self._per_slab(records)
+        self.used = len(records) * self.record
+
     def clear(self) -> bool:
         """Free all objects at once: record by record, 14 million would take seconds."""
         self._busy[:] = 0

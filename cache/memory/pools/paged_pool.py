@@ -126,6 +126,17 @@ class PagedPool:
         at, size = np.concatenate(found).T
         return np.concatenate([places[whole], at]), np.concatenate([sizes[whole], size])
 
+    def adopt(self, ranges: tuple[Ints, Ints], places: Ints, nbytes: Ints, runs: Runs) -> None:
+        self._chains = dict(runs)
+        at, size = self.rooms(places, nbytes)
+        kept, order = ranges[0].argsort(), at.argsort()
+        same = np.array_equal(ranges[0][kept], at[order]) and np.array_equal(
+            ranges[1][kept], size[order]
+        )
+        must(same and not (at % self.page).any(), "the objects take other ranges")
+        np.bitwise_or.at(self._begins, *self._bits(at))
+        self.used = int(size.sum())
+
     def clear(self) -> bool:
         """Return whether the pool is empty; it cannot free objects without their lengths."""
         return not self.used

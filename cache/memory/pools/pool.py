@@ -35,6 +35,13 @@ class ObjectPool(Protocol):
     def ranges(self) -> tuple[Ints, Ints]:
         """Return starts and sizes of the pool's ranges (-1: up to the start of the next range)."""
 
+    def adopt(self, ranges: tuple[Ints, Ints], places: Ints, nbytes: Ints, runs: Runs) -> None:
+        """Take over ranges with objects in them, as the result of `ranges` was; the pool is empty.
+
+        Raises:
+            IllegalEventError: the objects do not lie in them.
+        """
+
     def clear(self) -> bool:
         """Free all objects at once, if the pool can; return whether it has."""
 

@@ -160,6 +160,8 @@ def environment_of(scheme: str, options: Mapping[str, Any]) -> dict[str, str]:
         names = [*_starting(_HADOOP), "HOME"]
     elif scheme in {"http", "https"}:
         names = [*_ANY_PROXY] if _trusts_environment(options) else []
+    elif scheme in {"redis", "rediss"}:
+        names = []
     else:
         own = tuple(part.upper() + "_" for part in _protocols(scheme))
         names = [*_starting((*_ANY_LIBRARY, *own)), *_ANY_PROXY, *_FOLDERS]

@@ -1,6 +1,6 @@
-"""Remote stores: s3, gs, hdfs and abfs through `pyarrow.fs`, http(s) and others by fsspec.
+"""Remote stores: s3, gs, hdfs and abfs by `pyarrow.fs`, http(s) and others by fsspec, and Redis.
 
-Both are imported with the first such address (local datasets save 8 and 15 MB), and so is asyncio
+All are imported with the first such address (local datasets save 8 and 15 MB), and so is asyncio
 (16 ms of a daemon's start). Every request ends within a deadline. `cache/storage/source.py` has
 the retries.
 """
@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 
 from creel.cache.storage.stores.access import ARROW
 from creel.cache.storage.stores.arrow_store import ArrowStore, GcsStore
+from creel.cache.storage.stores.redis_store import RedisStore
 from creel.cache.storage.stores.store import Store
+from creel.streams.redis_stream import is_redis
 
 
 def store_key(uri: str) -> tuple[str, str, str]:
@@ -50,6 +52,8 @@ def open_store(
         return GcsStore(uri, deadline_s, options)
     if scheme in ARROW:
         return ArrowStore(uri, deadline_s, options)
+    if is_redis(uri):
+        return RedisStore()
     from creel.cache.storage.stores.fsspec_store import FsspecStore, HttpStore, fsspec_of
 
     system = fsspec_of(uri, deadline_s, options, handed=handed)

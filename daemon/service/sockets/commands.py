@@ -11,11 +11,13 @@ from creel.cache.storage.stores.retry import public
 from creel.daemon.core.events import Dropped, Warm
 from creel.daemon.reporting import stats
 from creel.daemon.service.node import Node
-from creel.daemon.service.registry import DatasetRecord
+from creel.daemon.service.registry import DatasetRecord, SessionRecord
 from creel.errors import ConfigError
 from creel.messages import Command
 
 Args = dict[str, Any]
+
+_MAX_PATH = 4096
 
 
 def answer(node: Node, ask: Command) -> dict[str, Any]:
@@ -50,12 +52,18 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, Any]:
-    """Give the core an event about one dataset; return the dataset's counters."""
+def _warm(node: Node, args: Args) -> dict[str, Any]:
+    """Load a dataset, or with `stop` no more of it; return its counters."""
     dataset = _named(node, args)
-    node.handle_event(event(dataset.key))
-    if event is Dropped:
-        node.disk.forget(dataset.key)
+    node.handle_event(Warm(dataset.key, stop=args.get("stop") is True))
+    return stats.dataset(node.core.snapshot(), dataset)
+
+
+def _drop(node: Node, args: Args) -> dict[str, Any]:
+    """Evict a dataset; return its counters."""
+    dataset = _named(node, args)
+    node.handle_event(Dropped(dataset.key))
+    node.disk.forget(dataset.key)
     return stats.dataset(node.core.snapshot(), dataset)
 
 
@@ -72,6 +80,32 @@ def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
             raise ConfigError("bad samples need an open session")
         node.bad_samples.add(session.opened.job, session.opened.rank, args["rows"])
     return {"bad": node.bad_samples.rows()}
+
+
+def _session_of(node: Node, args: Args) -> SessionRecord:
+    """Return the open session that `args` name."""
+    number = args.get("session")
+    found = node.registry.sessions.get(number) if isinstance(number, int) else None
+    if found is None:
+        raise ConfigError("no such open session")
+    return found
+
+
+def _batches(node: Node, args: Args) -> dict[str, Any]:
+    """Return the last batches of one session, see `stats.batches`."""
+    since_ns = args.get("since_ns", 0)
+    if not isinstance(since_ns, int) or not 0 <= since_ns < 1 << 63:
+        raise ConfigError("batches since which moment, in ns?")
+    return stats.batches(_session_of(node, args), since_ns)
+
+
+def _own_file(node: Node, args: Args) -> dict[str, Any]:
+    """Note a file that a session's dataset opens itself, while its training waits for it."""
+    path = args.get("path")
+    if not isinstance(path, str):
+        raise ConfigError("a file needs a path")
+    _session_of(node, args).own_file = path[:_MAX_PATH]
+    return {}
 
 
 def _named(node: Node, args: Args) -> DatasetRecord:
@@ -96,8 +130,11 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "stats": lambda node, _: stats.stats(node),
     "datasets": lambda node, _: {"datasets": stats.datasets(node, time.monotonic())},
     "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
-    "warm": lambda node, args: _submit(node, Warm, args),
-    "drop": lambda node, args: _submit(node, Dropped, args),
+    "warm": _warm,
+    "drop": _drop,
     "bad_samples": _bad_samples,
+    "batches": _batches,
+    "fetches": lambda node, _: {"parts": [*map(list, node.fetcher.recent.copy())]},
+    "own_file": _own_file,
     "stop": _stop,
 }

@@ -20,7 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE, mapped
+from creel.cache.memory.memfd import (
+    F_GET_SEALS,
+    F_SEAL_SHRINK,
+    F_SEAL_WRITE,
+    Descriptor,
+    mapped,
+)
 from creel.cache.storage.manifest import Manifest
 from creel.daemon.listener import Listener
 from creel.daemon.service.node import Answer, Node
@@ -298,8 +304,8 @@ class ControlSocket:
     def _join_journal(self, connection: _Connection, request: OfferJournal, fds: list[int]) -> None:
         if len(fds) != 1:
             raise MalformedError(f"a journal is one descriptor, not {len(fds)}")
-        joint = self._journals.offer(connection.token, request.name, fds[0])
-        self._send(connection, Answer(JointJournal(), (joint,)))
+        joint = self._journals.offer(connection.token, request.name, Descriptor(fds.pop()))
+        self._send(connection, Answer(JointJournal(), (joint.fd,)))
 
     def _register(self, connection: _Connection, request: Register | Renew, fds: list[int]) -> None:
         if isinstance(request, Renew):
@@ -350,8 +356,10 @@ def released(address: str) -> bool:
 
 
 def _whole(body: bytes, flags: int) -> Any:
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise MalformedError("a packet too long, or too many descriptors")
+    if flags & socket.MSG_TRUNC:
+        raise MalformedError("a packet too long")
+    if flags & socket.MSG_CTRUNC:
+        raise UnavailableError("this daemon can open no more descriptors, or these are too many")
     with contextlib.suppress(MalformedError):  # another request
         protocol = decode(body, AnyHello).protocol
         if protocol != PROTOCOL:  # its other fields may be others, too

@@ -24,21 +24,21 @@ class JointJournals:
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, Descriptor]] = {}  # name -> (token, the memfd)
 
-    def offer(self, token: str, name: str, fd: int) -> int:
-        """Return the descriptor of the journal of this name: a copy of `fd` for the first client.
+    def offer(self, token: str, name: str, own: Descriptor) -> Descriptor:
+        """Return the journal of this name: `own` for the first client.
 
         Raises:
-            MalformedError: `fd` is no memfd, or the name is longer than any that a loader makes.
+            MalformedError: `own` is no memfd, or the name is longer than any that a loader makes.
             UnavailableError: there are too many journals; this rank then records alone.
         """
-        if len(name) > _MAX_NAME or not _is_memfd(fd):
+        if len(name) > _MAX_NAME or not _is_memfd(own.fd):
             raise MalformedError("a journal is a memfd with a short name")
         if name not in self._held:
             owned = Counter(owner for owner, _ in self._held.values())[token]
             if owned >= _MOST_EACH or len(self._held) >= _MOST:
                 raise UnavailableError("too many joint journals: record alone")
-            self._held[name] = token, Descriptor(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
-        return self._held[name][1].fd
+            self._held[name] = token, own
+        return self._held[name][1]
 
     def withdraw(self, token: str, name: str) -> None:
         """Close the journal of this name, if this client offered it first."""

@@ -15,10 +15,12 @@ import errno
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +54,20 @@ _COPIERS = 2
 _PEER_THREADS = 2
 #: Threads that read a dataset from disk: eight have 1.6 times the rate of one (benchmarks/disk.py).
 _DISK_THREADS = 8
+#: So many of the latest parts are recorded, for `creel trace`.
+_RECORDED = 4096
+#: What an origin is called there; others are peers.
+_NAMES = {SOURCE: "source", DISK: "disk", HELD: "copy"}
+
+
+class FetchedPart(NamedTuple):
+    """A part that was read: by which thread, from `began` to `ended` (monotonic ns), from where."""
+
+    thread: int
+    began: int
+    ended: int
+    objects: int
+    origin: str
 
 
 class Fetcher:
@@ -83,6 +99,8 @@ class Fetcher:
         self._held: dict[int, Held] = {}  # by fetch
         self._landed: Held = {}
         self._short = False  # whether the machine ran out of memory
+        self.recent: deque[FetchedPart] = deque(maxlen=_RECORDED)
+        self._writing: set[int] = set()  # threads that may write to the arena now
         self.pending = 0  # unanswered fetches and checks; only the loop thread writes it
 
     def add(self, dataset: str, source: Source) -> None:
@@ -186,9 +204,17 @@ class Fetcher:
         for thread in [t for queue in self._all() for t in queue.threads]:
             thread.join(max(deadline - time.monotonic(), 0))
 
+    @property
+    def ended(self) -> bool:
+        """Whether, after `close`, no thread will write to the arena any more."""
+        threads = [t for queue in self._all() for t in queue.threads]
+        return not self._writing and not any(t.is_alive() for t in threads)
+
     def _run(self, source: Readable, job: FetchJob, part: slice) -> int:
         """Read or copy one part, in a queue's thread; return its number of objects."""
         objects: int = part.stop - part.start
+        began = time.monotonic_ns()
+        self._writing.add(threading.get_ident())
         try:
             if job.fetch.origin == HELD:
                 self._copy(job, part)
@@ -198,6 +224,10 @@ class Fetcher:
             self._no_memory(e)
         except Exception:  # a bug of ours: the objects fail and are read directly
             log.exception("fetch %d failed", job.fetch.fetch)
+        self._writing.discard(threading.get_ident())
+        origin = _NAMES.get(job.fetch.origin, "peer")
+        times = began, time.monotonic_ns()
+        self.recent.append(FetchedPart(threading.get_native_id(), *times, objects, origin))
         self._part_done(job, part.stop - part.start)
         return objects
 

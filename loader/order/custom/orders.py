@@ -19,6 +19,7 @@ from creel.loader.order.custom.sampler_state import attribute
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart, OrderState
 from creel.loader.order.epoch_plan import EpochPlan
 from creel.loader.order.generators import decode_state, encode_state, set_state, state_of
+from creel.loader.order.rehearsing import EpochStart
 
 #: How many samplers may be around one of torch's.
 _DEEPEST = 4
@@ -83,7 +84,7 @@ class CustomOrder(EpochOrder):
         super().__init__(loader, begun)
         self._begun = begun.sampler_iter
         self._kept = previous is not None and previous.base_seed == begun.base_seed
-        self._step = 0 if self._rehearsed is None else self._rehearsed.next_step
+        self._rehearsal_start = None if self._rehearsed is None else self._rehearsed.next
         self._generator = inner_generator(loader, self._sampler)
         self._inner_rng = ""  # state of it before the first item was pulled
         self._given_rng = (given or {}).get("inner_rng", "")
@@ -129,8 +130,9 @@ class CustomOrder(EpochOrder):
         replays = self._replays(epochs_ahead)
         return plan if plan is None or replays is None else plan.rehearsed(replays)
 
-    def _first_step(self) -> int:
-        return self._step
+    def _start(self) -> EpochStart:
+        assert self._rehearsal_start is not None  # noqa: S101  only with a rehearsal
+        return self._rehearsal_start
 
     def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)

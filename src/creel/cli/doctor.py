@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 import click
 
 from creel import addresses
 from creel.cache.memory.memfd import memfd
+from creel.cli.checks import dataset, nodes, running
+from creel.cli.checks.finding import Finding, judged
 from creel.cli.processes import daemon_pids
 from creel.config import KEY_VARIABLE, Config, config_files, memory_budget
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
@@ -26,26 +31,40 @@ PACKAGE = "creel-data"  # as the index knows it; `creel` there is another projec
 _PACKAGES = ("numpy", "pyarrow", "pyzmq", "msgspec", "torch", "torchvision", "fsspec")
 
 
-class Finding(NamedTuple):
-    """One finding. `level` is ok, warn (slow or risky) or bad (does not work)."""
+def checks(
+    config: Config,
+    ask: Callable[[str], dict[str, Any]],
+    *,
+    path: str = "",
+    hosts: str = "",
+    port: int = 0,
+) -> Iterator[Finding]:
+    """Yield all checks of this machine, and of what is named.
 
-    name: str
-    level: str
-    found: str
-    remedy: str = ""
-
-
-def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[Finding]:
-    """Yield all checks of this machine; `ask("status")` returns the daemon's answer or raises."""
+    Args:
+        ask: `ask("status")` returns the daemon's answer or raises; so does it with "stats" and
+            "datasets".
+        path: where a dataset lies; "": nowhere.
+        hosts, port: the nodes of a job, which all run this, as in `cluster.hosts`; "": none.
+    """
     for look in (_system, _python, _package, _torch):
         yield look()
     if platform.system() != "Linux":  # the other checks are about a daemon, which needs Linux
         return
-    for look in (_memfd, _files, _locked, _shm, _daemons):
+    for look in (_memfd, _files, _locked, _shm):
         yield look()
     yield _memory(config)
+    proc = _proc()
+    yield proc
+    if proc.level == "bad":  # no daemon can be found
+        return
+    yield _daemons()
     yield _address(config.daemon.name)
-    yield _daemon(config.daemon.name, ask)
+    yield from _daemon(config.daemon.name, ask)
+    if path:
+        yield from dataset.looks(path, config.disk.path, time.time())
+    if hosts:
+        yield from nodes.looks(hosts, port)
 
 
 def show(found: Iterable[Finding]) -> None:
@@ -116,6 +135,18 @@ def _memfd() -> Finding:
     return Finding("memfd", "ok", "sealed, read-only for clients")
 
 
+def _proc() -> Finding:
+    """Check /proc, by which creel knows which processes see the same files."""
+    pid = ""
+    with contextlib.suppress(OSError):
+        pid = Path("/proc/self").readlink().name
+    if pid == str(os.getpid()):
+        return Finding("/proc", "ok", "of this PID namespace")
+    found = f"of another PID namespace (pid {pid})" if pid else "not mounted"
+    remedy = "mount -t proc proc /proc in the container; without it training reads directly"
+    return Finding("/proc", "bad", found, remedy)
+
+
 def _files() -> Finding:
     import resource
 
@@ -146,11 +177,17 @@ def _shm() -> Finding:
         return Finding(
             _SHM, "warn", str(e), "torch's own worker transport needs it; creel's does not"
         )
-    size = stat.f_frsize * stat.f_blocks
+    return shm(stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail)
+
+
+def shm(size: int, free: int) -> Finding:
+    """Judge the bytes of /dev/shm, and those of them that are free."""
+    found, remedy = f"{format_size(free)} free of {format_size(size)}", ""
     if size < 1 << 30:
         remedy = "fine for creel; torch's own workers may fail: docker run --shm-size=8g"
-        return Finding(_SHM, "warn", format_size(size), remedy)
-    return Finding(_SHM, "ok", format_size(size))
+    elif free < size / 16:
+        remedy = "its files take memory from the cache: remove what ended jobs have left there"
+    return judged(_SHM, found, remedy)
 
 
 def _memory(config: Config) -> Finding:
@@ -181,19 +218,26 @@ def _address(name: str) -> Finding:
     return Finding("address", "ok", f"no other user holds it{found}")
 
 
-def _daemon(name: str, ask: Callable[[str], dict[str, object]]) -> Finding:
+def _daemon(name: str, ask: Callable[[str], dict[str, Any]]) -> Iterator[Finding]:
     try:
-        status = ask("status")
+        status, stats, datasets = ask("status"), ask("stats"), ask("datasets")["datasets"]
     except NoDaemonError:
-        return Finding("daemon", "ok", f"none named {name!r}; the first DataLoader will start one")
+        yield Finding("daemon", "ok", f"none named {name!r}; the first DataLoader will start one")
+        return
     except CreelError as e:
         remedy = "it may hang or be of another version: creel stop --now, or end its process"
-        return Finding("daemon", "bad", str(e), remedy)
+        yield Finding("daemon", "bad", str(e), remedy)
+        return
     found = f"{status['name']} (pid {status['pid']}, creel {status['version']})"
     if status["version"] != VERSION:
         remedy = f"this is creel {VERSION}: creel stop, and let a new one start"
-        return Finding("daemon", "warn", found, remedy)
-    return Finding("daemon", "ok", found)
+        yield Finding("daemon", "warn", found, remedy)
+        return
+    yield Finding("daemon", "ok", found)
+    with contextlib.suppress(OSError):  # it has just ended
+        ours, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", status["pid"]))
+        yield running.cgroup(ours, its)
+    yield from running.looks(stats, datasets, os.environ, limits.cores())
 
 
 def _daemons() -> Finding:

@@ -209,7 +209,7 @@ def stats(
         raise click.UsageError("one of --watch, --why and --bad at a time")
     with _client(context) as client:
         if why:
-            show.reasons(client.ask("stats"), as_json=as_json)
+            show.reasons(client, as_json=as_json)
             return
         if bad:
             show.bad_samples(client.ask("bad_samples"), as_json=as_json)
@@ -237,20 +237,54 @@ def top(context: click.Context, interval: float) -> None:
         top.show(lambda: client.ask("stats"), lambda: client.ask("status"), interval)
 
 
+@creel.command()
+@click.argument("out", type=click.Path(dir_okay=False))
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.001, 86_400),
+    callback=_refuse_nan,
+    default=10.0,
+    show_default=True,
+    help="How far back it goes.",
+)
+@_as_json
+@click.pass_context
+def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) -> None:
+    """Write the last batches of all ranks to OUT, as a timeline for Perfetto or Chrome."""
+    from creel.cli.watching import trace
+
+    with _client(context) as client:
+        told = trace.trace(client, out, seconds)
+    _print(told, as_json, lambda values: click.echo(trace.sentence(values)))
+
+
 # --- warm, simulate, verify -------------------------------------------------------------------
 
 
 @creel.command()
 @click.argument("target")
+@click.option("--time", "limit", metavar="DURATION", help='Load no more after this: "90s", "10m".')
+@click.option("--background", is_flag=True, help="Return once loading has begun.")
 @_as_json
 @click.pass_context
-def warm(context: click.Context, target: str, *, as_json: bool) -> None:
-    """Load TARGET into memory: a folder, a file, a URL, or MODULE:DATASET of your program."""
-    from creel.cli import warm
+def warm(
+    context: click.Context, target: str, *, limit: str | None, background: bool, as_json: bool
+) -> None:
+    """Load TARGET into memory: a folder, a file, shards, a URL, or MODULE:DATASET of your program.
 
-    with _client(context) as client:
-        name = _config(context).daemon.name
-        result = warm.warm(client, target, name=name, quiet=as_json)
+    A daemon is started if none runs; it ends an hour after its last client.
+    """
+    from creel.cli import warm
+    from creel.units import parse_seconds
+
+    if limit is not None and background:
+        raise click.UsageError("--time waits for the end, --background does not: give one of them")
+    time_s = math.inf if limit is None else parse_seconds(limit)
+    config = _config(context)
+    linger_s = max(config.daemon.linger_s, warm.LINGER_S)
+    with warm.daemon(_config(context, **{"daemon.linger_s": linger_s})) as client:
+        where = client, target, config.daemon.name
+        result = warm.warm(*where, quiet=as_json, time_s=time_s, background=background)
     _print(result, as_json, lambda values: click.echo(warm.sentence(values)))
 
 
@@ -385,7 +419,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
 def stream(
     path: str, *, watch: bool, end: bool, forget: str | None, interval: float, as_json: bool
 ) -> None:
-    """Show the stream in the folder PATH: its chunks, its rate, and how far its readers are."""
+    """Show the stream at PATH: its chunks, its rate, and how far its readers are."""
     import time
 
     from creel.cli.watching import stream as show
@@ -406,17 +440,24 @@ def stream(
 
 
 @creel.command()
+@click.argument("path", default="")
+@click.option("--nodes", default="", metavar="HOSTS", help="Other nodes of the job, or auto.")
+@click.option("--port", default=29610, show_default=True, help="Where nodes meet for --nodes.")
 @_as_json
 @click.pass_context
-def doctor(context: click.Context, *, as_json: bool) -> int:
-    """Check this machine for what would slow creel down."""
+def doctor(context: click.Context, path: str, nodes: str, port: int, *, as_json: bool) -> int:
+    """Check this machine for what would slow creel down.
+
+    With PATH also the storage of the dataset there; with --nodes, run by srun on all nodes of a
+    job, the network between them.
+    """
     from creel.cli import doctor
 
-    def ask(what: str) -> dict[str, object]:
+    def ask(what: str) -> dict[str, Any]:
         with _client(context) as client:
             return dict(client.ask(what))
 
-    found = list(doctor.checks(_config(context), ask))
+    found = list(doctor.checks(_config(context), ask, path=path, hosts=nodes, port=port))
     ok = all(check.level != "bad" for check in found)
     answer = {"ok": ok, "checks": [check._asdict() for check in found]}
     _print(answer, as_json, lambda _: doctor.show(found))

@@ -15,12 +15,14 @@ import click
 from creel.errors import ConfigError
 
 _PACKAGE = Path(__file__).parent.parent
-_UNIT = "creeld.service"
+#: The user's own unit, and the machine's template for one daemon of each user.
+_UNIT, _TEMPLATE = "creeld.service", "creeld@.service"
+_SYSTEM = Path("/etc/systemd/system")
 #: What stands in the files for the folder of this environment's programs.
 _BIN = "/usr/bin/env "
 _SHELL_BIN = "bin=/usr/bin"
 SLURM = ("prolog", "task-prolog", "epilog", "job")
-EXAMPLES = ("train", "train_ddp")
+EXAMPLES = ("train", "train_ddp", "continual", "gray_scott")
 
 
 def read(name: str) -> str:
@@ -31,9 +33,10 @@ def read(name: str) -> str:
     raise ConfigError(f"this copy of creel has no {name}: pip install --force-reinstall creel-data")
 
 
-def unit() -> str:
-    """Return the user's unit file, with the path of this environment's `creeld`."""
-    return read(f"deploy/{_UNIT}").replace(f"{_BIN}creeld", str(_programs() / "creeld"))
+def unit(*, system: bool = False) -> str:
+    """Return the unit file of a user or of the system, with this environment's `creeld`."""
+    text = read(f"deploy/{_TEMPLATE if system else _UNIT}")
+    return text.replace(f"{_BIN}creeld", str(_programs() / "creeld"))
 
 
 def slurm(name: str) -> str:
@@ -48,14 +51,19 @@ def _programs() -> Path:
         ConfigError: they are nowhere: a checkout on PYTHONPATH has no programs.
     """
     scripts = (sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user"))
-    for folder in (Path(sys.argv[0]).parent, *map(Path, scripts)):
+    # A program that the shell found by PATH has a whole path here; "creel" alone, given by another
+    # program, says nothing of a folder.
+    ran = [Path(sys.argv[0]).parent.absolute()] if "/" in sys.argv[0] else []
+    for folder in (*ran, *map(Path, scripts)):
         if (folder / "creeld").is_file():
-            return folder.absolute()
+            return folder
     raise ConfigError("this environment has no creeld: pip install creel-data")
 
 
-def _unit_path() -> Path:
-    """Return where the user's service manager looks for the unit."""
+def _unit_path(*, system: bool) -> Path:
+    """Return where the service manager looks for the unit."""
+    if system:
+        return _SYSTEM / _TEMPLATE
     config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(config) / "systemd" / "user" / _UNIT
 
@@ -65,20 +73,27 @@ def service() -> None:
     """Run creeld under your systemd."""
 
 
+_system = click.option(
+    "--system", is_flag=True, help="The machine's template creeld@USER, for daemons of any user."
+)
+
+
 @service.command(name="show")
-def show_service() -> None:
+@_system
+def show_service(*, system: bool) -> None:
     """Print the unit file, with the path of this environment's creeld."""
-    click.echo(unit(), nl=False)
+    click.echo(unit(system=system), nl=False)
 
 
 @service.command()
+@_system
 @click.option("--force", is_flag=True, help="Replace a unit file that is there and differs.")
-def install(*, force: bool) -> None:
+def install(*, system: bool, force: bool) -> None:
     """Write the unit file to your own systemd's folder, and say how to start it.
 
-    Needs no root. Starts nothing.
+    Needs no root, except for --system. Starts nothing.
     """
-    path, text = _unit_path(), unit()
+    path, text = _unit_path(system=system), unit(system=system)
     if not force and path.exists() and path.read_text() != text:
         raise ConfigError(f"{path} differs from creel's: --force replaces it")
     try:
@@ -87,7 +102,8 @@ def install(*, force: bool) -> None:
     except OSError as e:
         raise ConfigError(f"{path} cannot be written: {e.strerror}") from e
     click.echo(f"wrote {path}")
-    click.echo("start it: systemctl --user daemon-reload && systemctl --user enable --now creeld")
+    manager, name = ("systemctl", "creeld@USER") if system else ("systemctl --user", "creeld")
+    click.echo(f"start it: {manager} daemon-reload && {manager} enable --now {name}")
 
 
 @click.group(name="slurm")
@@ -105,5 +121,9 @@ def show_slurm(name: str) -> None:
 @click.command()
 @click.argument("name", type=click.Choice(EXAMPLES))
 def example(name: str) -> None:
-    """Print a training program to begin with: train, or train_ddp for several processes."""
+    """Print a program to begin with.
+
+    train; train_ddp, for several processes; continual, with a memory of earlier tasks; gray_scott,
+    a simulation that streams to two models.
+    """
     click.echo(read(f"examples/{name}.py"), nl=False)

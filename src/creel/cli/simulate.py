@@ -9,6 +9,7 @@ from creel.cli.watching import view
 from creel.cli.watching.view import Values, format_count, format_seconds
 from creel.errors import ConfigError
 from creel.policies.cluster.simulate import Epoch, Scenario, replay
+from creel.system.progress import ProgressLine
 from creel.units import format_size
 
 _MAX_NODES = 16_384
@@ -34,13 +35,16 @@ def simulate(scenario: Scenario) -> Values:
     if not scenario.steps:
         least = scenario.world * scenario.batch
         raise ConfigError(f"--samples: fewer than one global batch has ({least:,})")
+    epochs: list[Values] = []
+    with ProgressLine("replaying epochs", lambda: len(epochs), scenario.epochs):
+        epochs.extend(asdict(epoch) for epoch in replay(scenario))
     return {
         "capacity": scenario.capacity,
         "depth": scenario.lookahead,
         "plan_nbytes": scenario.plan_nbytes,
         "steps": scenario.steps,
         "samples": scenario.objects,
-        "epochs": [asdict(epoch) for epoch in replay(scenario)],
+        "epochs": epochs,
     }
 
 

@@ -2,128 +2,151 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from creel.cache.storage.stores.retry import public
+from creel.cli.targets import manifest_of_target
+from creel.cli.watching.stats import connection
 from creel.cli.watching.view import Values, format_count, format_seconds
-from creel.errors import ConfigError, CreelError, NotFoundError
+from creel.config import Config
+from creel.errors import CreelError, NoDaemonError
+from creel.system.progress import ProgressLine
 from creel.units import format_size
 
 if TYPE_CHECKING:
-    from creel.cache.storage.manifest import Manifest
     from creel.loader.client.client import Client
 
 _POLL_S = 0.1
 _IDLE_S = 10.0  # without a new object for this long, the source is lost
 _SETTLED_S = 1.0  # without a fetch in flight for this long, loading is complete
+#: A daemon that this command starts stays so long without a client: until training begins.
+LINGER_S = 3600.0
 
 
-def warm(client: Client, target: str, *, name: str, quiet: bool) -> Values:
-    """Load a folder, a file or the dataset MODULE:DATASET, and show the progress.
+@contextmanager
+def daemon(config: Config) -> Iterator[Client]:
+    """Yield a connection to the daemon; start one if none runs, and say so.
+
+    Args:
+        config: of the new one; its `daemon.linger_s` is `LINGER_S` at least.
+
+    Raises:
+        NoDaemonError: none runs, and none may or can be started.
+    """
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(connection(config.daemon.name))
+        except NoDaemonError as e:
+            if not config.loader.embed or config.loader.disable:
+                raise
+            from creel.loader.client.embed import connect_or_start
+
+            start = connect_or_start(config)  # which logs why there is none
+            if start is None:
+                raise NoDaemonError(str(e)) from e
+            stack.callback(start.close)
+            client = stack.enter_context(connection(config.daemon.name))
+            hours = f"{config.daemon.linger_s / 3600:g} h"
+            click.echo(f"started a daemon: it ends {hours} after its last client", err=True)
+        yield client
+
+
+def warm(
+    client: Client,
+    target: str,
+    name: str,
+    *,
+    quiet: bool,
+    time_s: float = math.inf,
+    background: bool = False,
+) -> Values:
+    """Load a target (see `manifest_of_target`), and show the progress.
 
     Args:
         name: of the daemon.
+        time_s: load no more after so many seconds, including the search for the files.
+        background: return once loading has begun.
 
     Returns:
-        dataset, objects, resident, failed, nbytes, seconds.
+        dataset, path, objects, resident, failed, nbytes, seconds, ended: "complete", "time" or
+        "background".
     """
-    shown = not quiet and sys.stderr.isatty()
-    if shown:  # listing the files may take minutes
-        click.echo(f"looking through {public(target)}", err=True)
-    manifest = _manifest(target, name)
+    began = time.monotonic()
+    manifest = manifest_of_target(target, name, quiet=quiet)
     dataset = client.register(manifest)
-    start = time.monotonic()
-    client.ask("warm", dataset=dataset)
-    with _bar(len(manifest), shown=shown) as advance:
-        counted = _follow(client, dataset, len(manifest), advance)
+    counted = dict(client.ask("warm", dataset=dataset))
+    ended = "background"
+    if not background:
+        loading = _Loading(client, dataset, len(manifest), counted)
+        with ProgressLine(
+            "warming",
+            lambda: int(loading.counted["resident_objects"]),
+            len(manifest),
+            shown=not quiet,
+        ):
+            ended = loading.follow(began + time_s)
+        counted = loading.counted
+    if ended == "time":
+        client.ask("warm", dataset=dataset, stop=True)
+    missing = len(manifest) - int(counted["resident_objects"])
     return {
         "dataset": dataset,
+        "path": counted["path"],
         "objects": len(manifest),
         "resident": counted["resident_objects"],
-        "failed": _failed(client, dataset, len(manifest) - counted["resident_objects"]),
+        "failed": _failed(client, dataset, missing) if ended == "complete" else 0,
         "nbytes": counted["resident_nbytes"],
-        "seconds": time.monotonic() - start,
+        "seconds": time.monotonic() - began,
+        "ended": ended,
     }
 
 
-def _manifest(target: str, daemon: str) -> Manifest:
-    module, _, name = target.partition(":")
-    is_python = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
-    if is_python and not Path(target).exists():
-        try:
-            from creel.loader.named import manifest_of
-        except ModuleNotFoundError as e:
-            if e.name != "torch":
-                raise
-            raise ConfigError(f"{target} needs torch: pip install 'creel-data[torch]'") from None
-        os.environ["CREEL_SOCKET"] = daemon  # a loader that the module makes starts no other one
-        return manifest_of(module, name)
-    if Path(target).is_file():
-        from creel.loader.datasets.files import FileDataset
+class _Loading:
+    """A dataset that is being loaded.
 
-        return FileDataset([target]).manifest
-    return folder_manifest(target)
-
-
-def folder_manifest(path: str) -> Manifest:
-    """Return the manifest of an image folder, or of all files below another folder.
-
-    An image folder's manifest is the one that `creel.ImageFolder` makes, so that both share one
-    copy.
-
-    Raises:
-        NotFoundError: there is no such folder, or no file in it.
+    Attributes:
+        counted: its latest row of the datasets.
     """
-    try:
-        from creel.loader.datasets.images import ImageFolder
 
-        return ImageFolder(path).manifest
-    except (ImportError, NotFoundError, ConfigError):  # no torch here, or no image folder there
-        return _all_files(path)
+    def __init__(self, client: Client, dataset: str, objects: int, counted: Values) -> None:
+        self.counted = dict(counted)
+        self._client, self._dataset, self._objects = client, dataset, objects
 
+    def follow(self, until: float) -> str:
+        """Poll until all objects are loaded or no more come ("complete"), or until then ("time").
 
-def _all_files(path: str) -> Manifest:
-    from creel.cache.storage.manifest import Manifest
-    from creel.cache.storage.stores.access import StorageOptions
-    from creel.loader.reading.listing import files_below
-    from creel.loader.reading.storage import absolute, escape
+        Raises:
+            CreelError: the dataset was dropped meanwhile.
+        """
+        seen, since = -1, time.monotonic()
+        while True:
+            held = self._client.ask("datasets")["datasets"]
+            counted = next((d for d in held if d["dataset"] == self._dataset), None)
+            if counted is None:
+                raise CreelError("the daemon has dropped the dataset while it was loaded")
+            self.counted = dict(counted)
+            resident, now = int(counted["resident_objects"]), time.monotonic()
+            if resident != seen:
+                seen, since = resident, now
+            idle = now - since
+            if (
+                resident >= self._objects
+                or idle > _IDLE_S
+                or (idle > _SETTLED_S and self._settled())
+            ):
+                return "complete"
+            if now >= until:
+                return "time"
+            time.sleep(min(_POLL_S, max(until - now, 0.0)))
 
-    root = absolute(path)
-    found = files_below(root)
-    if not len(found):
-        raise NotFoundError(f"there are no files below {public(path)}")
-    names = [escape(root, name) for name in found.names]
-    return Manifest.of_files(names, root=root, lengths=found.nbytes).reached(StorageOptions())
-
-
-def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Values:
-    """Poll until all objects are loaded or no more come.
-
-    Raises:
-        CreelError: the dataset was dropped meanwhile.
-    """
-    seen, since = -1, time.monotonic()
-    while True:
-        held = client.ask("datasets")["datasets"]
-        counted = next((d for d in held if d["dataset"] == dataset), None)
-        if counted is None:
-            raise CreelError("the daemon has dropped the dataset while it was loaded")
-        resident = int(counted["resident_objects"])
-        advance(resident)
-        if resident != seen:
-            seen, since = resident, time.monotonic()
-        idle = time.monotonic() - since
-        if resident >= objects or idle > _IDLE_S or (idle > _SETTLED_S and _settled(client)):
-            return dict(counted)
-        time.sleep(_POLL_S)
+    def _settled(self) -> bool:
+        """Whether the daemon has no fetch in flight."""
+        return not self._client.ask("stats")["core"]["memory"]["node"]["inflight_objects"]
 
 
 def _failed(client: Client, dataset: str, missing: int) -> int:
@@ -133,30 +156,20 @@ def _failed(client: Client, dataset: str, missing: int) -> int:
     return min(errors, missing)
 
 
-def _settled(client: Client) -> bool:
-    """Whether the daemon has no fetch in flight."""
-    return not client.ask("stats")["core"]["memory"]["node"]["inflight_objects"]
-
-
-@contextmanager
-def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on standard error; yield a function to call with the files done."""
-    if not shown:
-        yield lambda _: None
-        return
-    with click.progressbar(length=total, label="warming", show_pos=True, file=sys.stderr) as bar:
-        yield lambda done: bar.update(done - bar.pos)
-
-
 def sentence(result: Values) -> str:
+    objects = format_count(result["objects"])
+    if result["ended"] == "background":
+        return f"loading {objects} files: `creel ls` shows how far it is"
     seconds = max(result["seconds"], 1e-3)
     line = (
-        f"{format_count(result['resident'])} of {format_count(result['objects'])} files"
+        f"{format_count(result['resident'])} of {objects} files"
         f" ({format_size(result['nbytes'])}) in memory after {format_seconds(seconds)}"
     )
     if result["failed"]:
         failed = f"  -> {format_count(result['failed'])} failed: `creel stats` says how"
         return line + click.style(failed, dim=True)
+    if result["ended"] == "time":
+        return line + click.style("  -> the time is over: training reads the rest", dim=True)
     if result["resident"] < result["objects"]:
         return line + click.style("  -> the rest does not fit: raise memory.budget", dim=True)
     return line

@@ -1,49 +1,100 @@
-"""Log: the folder of a stream, a format of a few lines that C and Fortran write without creel.
+"""Log: what producers of a stream append to and readers read, whatever keeps it (`Medium`).
+
+It consists of numbered *chunks*, of whole records, one after the other, each laid out as a C
+struct; and of *notes*, small named values that are replaced as a whole:
 
     stream.json          fields, records of a full chunk, limits (`Description`)
-    000000000, ...       chunks: whole records, one after the other, laid out as a C struct
-    end.0, ...           one file for each producer that has ended, numbered likewise
+    end.0, ...           one for each producer that has ended
     readers/NAME.RANK    how far a reader is (`cursors`)
 
-To append, write a temporary file and `link` it to the next free number: the file system lets one
-writer have it. So a chunk is complete once it has a name, any number of writers may append, and the
-order of arrival is the order of the numbers. A chunk may have fewer records than a full one. Its
-records are numbered as if it were full: record i of chunk c is sample `c * records + i`.
+Any number of writers may append. A chunk is complete once it has a number, and the order of
+arrival is the order of the numbers. A chunk may have fewer records than a full one. Its records are
+numbered as if it were full: record i of chunk c is sample `c * records + i`.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from creel.errors import ConfigError, NotFoundError, SourceError
+from creel.errors import ConfigError, NotFoundError
 from creel.streams import cursors
 from creel.streams.description import Description
+from creel.streams.folder import LogFolder
+from creel.streams.redis_stream import RedisStream, is_redis, shown
 
 ABSENT = -1
 _ABOUT = "stream.json"
-_DIGITS = 9
+
+
+class Medium(Protocol):
+    """What keeps a log. All calls raise SourceError if it cannot be reached, read or written to."""
+
+    path: str
+
+    def address(self, number: int) -> str:
+        """Return where a chunk is, for the daemon."""
+
+    def append(self, data: memoryview, number: int) -> int:
+        """Append a chunk; return its number, the first free one from `number` on.
+
+        If it raises, nothing was appended. Numbers of deleted chunks are not used again.
+        """
+
+    def stat(self, number: int) -> tuple[int, float] | None:
+        """Return a chunk's bytes, and when it was written; None if it is not there."""
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all chunks that are there, ascending."""
+
+    def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
+        """Fill buffers: (number of the chunk, first byte, buffer). Return a chunk that lacks them.
+
+        Pieces of one chunk are best given together.
+        """
+
+    def delete(self, number: int) -> None:
+        """Delete a chunk, if it is there."""
+
+    def note(self, name: str) -> bytes | None:
+        """Return a note; None if there is none."""
+
+    def notes(self, folder: str) -> dict[str, bytes]:
+        """Return all notes whose names begin with `folder` and a slash, without these."""
+
+    def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
+        """Write a note, in place of the last one; if `new`: unless there is one. Whether it did."""
+
+
+def medium_of(path: str | os.PathLike[str]) -> Medium:
+    """Return what keeps the log at a path or an address.
+
+    Raises:
+        ConfigError: it is neither a folder of a file system nor in Redis.
+    """
+    name = os.fspath(path)
+    if is_redis(name):
+        return RedisStream(name)
+    if "://" in name:
+        raise ConfigError(f"a stream is a folder of a file system, or redis://host/key, not {name}")
+    return LogFolder(name)
 
 
 class Log:
-    """The folder of a stream. Pickles; holds nothing open.
+    """A log. Pickles; holds no file open.
 
     Attributes:
-        path: of the folder.
+        medium: what keeps it.
         about: what its `stream.json` says.
     """
 
-    def __init__(self, path: str, about: Description) -> None:
-        self.path = path
+    def __init__(self, medium: Medium, about: Description) -> None:
+        self.medium = medium
         self.about = about
 
     @classmethod
@@ -51,22 +102,18 @@ class Log:
         """Begin a log, or open the one that is there, which must be described alike.
 
         Raises:
-            ConfigError: another stream is in the folder, the description is invalid, or `path` is
-                no folder of a file system.
-            SourceError: the folder cannot be written to.
+            ConfigError: another stream is there, the description is invalid, or `path` is neither a
+                folder of a file system nor in Redis.
+            SourceError: it cannot be written to.
         """
-        log = cls(_folder(path), about)
+        log = cls(medium_of(path), about)
         log.layout  # noqa: B018  raises
-        try:
-            Path(log.path).mkdir(parents=True, exist_ok=True)
-            left_over = log.numbers() or cursors.read(log.path)  # first: others may begin just now
-            if left_over and not Path(log.path, _ABOUT).exists():
-                raise ConfigError(f"{log.path} holds parts of another stream: delete it")
-            if log._write_new(msgspec.json.encode(about), f"{log.path}/{_ABOUT}"):
-                return log
-        except OSError as e:
-            raise _failure(e, log.path) from e
-        there = cls.open(path)
+        left_over = log.numbers() or cursors.read(log.medium)  # first: others may begin just now
+        if left_over and log.medium.note(_ABOUT) is None:
+            raise ConfigError(f"{log.path} holds parts of another stream: delete it")
+        if log.medium.write(_ABOUT, msgspec.json.encode(about), new=True):
+            return log
+        there = cls.open(log.medium.path)
         for name in about.__struct_fields__:
             mine, found = getattr(about, name), getattr(there.about, name)
             if name != "id" and mine != found:
@@ -82,22 +129,29 @@ class Log:
 
         Raises:
             NotFoundError: there is none (yet).
-            ConfigError: its description is invalid, or `path` is no folder of a file system.
+            ConfigError: its description is invalid, or as `medium_of`.
+            SourceError: it cannot be read.
         """
-        folder = _folder(path)
+        medium = medium_of(path)
+        about, where = medium.note(_ABOUT), f"{shown(medium.path)}/{_ABOUT}"
+        if about is None:
+            raise NotFoundError(
+                f"there is no stream in {shown(medium.path)}: no producer has begun"
+            )
         try:
-            about = Path(folder, _ABOUT).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            raise NotFoundError(f"there is no stream in {folder}: no producer has begun") from None
-        try:
-            log = cls(folder, msgspec.json.decode(about, type=Description))
+            log = cls(medium, msgspec.json.decode(about, type=Description))
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-            raise ConfigError(f"{folder}/{_ABOUT} does not describe a stream: {e}") from e
+            raise ConfigError(f"{where} does not describe a stream: {e}") from e
         valid = log.about.records > 0 and min(log.about.ahead, log.about.keep) >= 0
         if not valid or log.about.producers < 1:
-            raise ConfigError(f"{folder}/{_ABOUT} does not describe a stream: {log.about}")
+            raise ConfigError(f"{where} does not describe a stream: {log.about}")
         log.layout  # noqa: B018  raises
         return log
+
+    @property
+    def path(self) -> str:
+        """Where it is, for people: without a password."""
+        return shown(self.medium.path)
 
     @cached_property
     def layout(self) -> np.dtype[Any]:
@@ -112,8 +166,8 @@ class Log:
     # --- chunks ---------------------------------------------------------------------------------
 
     def chunk(self, number: int) -> str:
-        """Return the path of a chunk."""
-        return f"{self.path}/{number:0{_DIGITS}}"
+        """Return the address of a chunk."""
+        return self.medium.address(number)
 
     def size(self, number: int) -> int:
         """Return the bytes of a chunk; ABSENT if it has not arrived, or has been deleted.
@@ -121,12 +175,10 @@ class Log:
         Raises:
             ConfigError: it does not hold whole records, or too many.
         """
-        try:
-            size = os.stat(self.chunk(number)).st_size  # noqa: PTH116  quick: for every chunk
-        except FileNotFoundError:
+        found = self.medium.stat(number)
+        if found is None:
             return ABSENT
-        except OSError as e:
-            raise _failure(e, self.chunk(number)) from e
+        size = found[0]
         if size % self.nbytes or not 0 < size <= self.about.records * self.nbytes:
             raise ConfigError(
                 f"{self.chunk(number)} has {size} bytes: a chunk holds 1 to {self.about.records}"
@@ -135,12 +187,8 @@ class Log:
         return size
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all chunks in the folder, ascending."""
-        try:
-            names = os.listdir(self.path)  # noqa: PTH208  quick
-        except OSError as e:
-            raise _failure(e, self.path) from e
-        return sorted(int(n) for n in names if len(n) >= _DIGITS and n.isascii() and n.isdigit())
+        """Return the numbers of all chunks that are there, ascending."""
+        return self.medium.numbers()
 
     def deleted(self, number: int) -> int | None:
         """Return the next chunk that is there if chunk `number` was deleted.
@@ -152,70 +200,23 @@ class Log:
         return later[0] if later and self.size(number) == ABSENT else None
 
     def append(self, data: memoryview, number: int) -> int:
-        """Append a chunk; return its number, the first free one from `number` on.
-
-        Raises:
-            SourceError: it could not be written, for example on a full disk; nothing was appended.
-        """
-        try:
-            temporary = self._written(data)
-            try:
-                with self._alone():
-                    return _linked(temporary, self.chunk, self._free(number))
-            finally:
-                with suppress(OSError):  # it may have been appended: nobody must do so again
-                    os.unlink(temporary)  # noqa: PTH108  quick
-        except OSError as e:
-            raise _failure(e, self.path) from e
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other producers from appending, where the file system has locks.
-
-        Elsewhere one that is stopped for so long, between a look at the readers and its `link`,
-        that its number is used, read and deleted, would use it again.
-        """
-        import fcntl  # missing on Windows, which imports this module but never a stream
-
-        fd = os.open(f"{self.path}/{_ABOUT}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
-
-    def _free(self, number: int) -> int:
-        """Return where to look for the first free number, from `number` on.
-
-        Other producers may have written and deleted chunks there: their numbers are free again, but
-        gone. The newest chunk is never deleted, so those that are there follow one another.
-        """
-        if number and self.size(number - 1) != ABSENT:
-            return number
-        return max([number, *self.numbers()[:1]])
+        """See `Medium.append`."""
+        return self.medium.append(data, number)
 
     def delete(self, number: int) -> None:
-        """Delete a chunk, and give back its memory though a daemon has it open."""
-        path = self.chunk(number)
-        with suppress(FileNotFoundError):
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                os.unlink(path)  # noqa: PTH108  quick
-                os.ftruncate(fd, 0)
-            finally:
-                os.close(fd)
+        """Delete a chunk."""
+        self.medium.delete(number)
 
     # --- the end --------------------------------------------------------------------------------
 
     def ended(self) -> bool:
         """Whether all producers have ended: no chunk will arrive that is not there already."""
-        return Path(self._end(self.about.producers - 1)).exists()
+        return self.medium.note(f"end.{self.about.producers - 1}") is not None
 
     def ends(self) -> int:
         """Return how many producers have ended."""
-        ends = (Path(self._end(i)).exists() for i in range(self.about.producers))
-        return next((i for i, there in enumerate(ends) if not there), self.about.producers)
+        ends = (self.medium.note(f"end.{i}") for i in range(self.about.producers))
+        return next((i for i, note in enumerate(ends) if note is None), self.about.producers)
 
     def end(self) -> None:
         """Note that one more producer has ended.
@@ -223,66 +224,6 @@ class Log:
         Raises:
             SourceError: it cannot be written down.
         """
-        try:
-            temporary = self._written(memoryview(b""))
-            try:
-                _linked(temporary, self._end, 0)
-            finally:
-                os.unlink(temporary)  # noqa: PTH108  as above
-        except OSError as e:
-            raise _failure(e, self.path) from e
-
-    def _end(self, i: int) -> str:
-        return f"{self.path}/end.{i}"
-
-    # --- writing --------------------------------------------------------------------------------
-
-    def _written(self, data: memoryview) -> str:
-        """Return the path of a new temporary file with these bytes."""
-        path = f"{self.path}/.{uuid.uuid4().hex}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            while len(data):
-                data = data[os.write(fd, data) :]
-        except BaseException:
-            os.unlink(path)  # noqa: PTH108  as above
-            raise
-        finally:
-            os.close(fd)
-        return path
-
-    def _write_new(self, data: bytes, path: str) -> bool:
-        """Write a file unless there is one; whether this was done."""
-        temporary = self._written(memoryview(data))
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        finally:
-            os.unlink(temporary)  # noqa: PTH108  as above
-        return True
-
-
-def _folder(path: str | os.PathLike[str]) -> str:
-    """Return an absolute path; raises ConfigError for an address of remote storage."""
-    if "://" in os.fspath(path):
-        raise ConfigError(f"a stream is a folder of a file system, not {os.fspath(path)}")
-    return os.path.abspath(path)  # noqa: PTH100  not resolving links
-
-
-def _linked(temporary: str, name: Callable[[int], str], number: int) -> int:
-    """Link a file to the first free `name(number)`, and return the number."""
-    while True:
-        try:
-            os.link(temporary, name(number))
-        except FileExistsError:  # noqa: PERF203  mostly the first number is free
-            number += 1
-        else:
-            return number
-
-
-def _failure(e: OSError, path: str) -> SourceError:
-    if isinstance(e, SourceError):
-        return e
-    why = "its file system has no hard links" if e.errno == errno.EPERM else e.strerror
-    return SourceError(e.errno or 0, why or str(e), path)
+        i = 0
+        while not self.medium.write(f"end.{i}", b"", new=True):
+            i += 1

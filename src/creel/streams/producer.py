@@ -35,11 +35,12 @@ Field = DTypeLike | tuple[DTypeLike, int | Sequence[int]]
 
 
 class Producer:
-    """Appends records to the stream in a folder; any number of processes may do so at once.
+    """Appends records to a stream; any number of processes may do so at once.
 
     Args:
         path: the folder. In /dev/shm the stream is in memory; on a parallel file system readers may
-            be on other nodes.
+            be on other nodes. Or redis://[user:password@]host[:port]/key, of Redis 7 or Valkey,
+            with the extra `creel-data[redis]`.
         fields: type and shape of each field, as `{"u": ("float32", (64, 64)), "t": "float32"}`.
         ahead: bytes that may wait to be read by the slowest reader; `put` waits while there are
             more. Readers that need more for one batch get that.
@@ -166,7 +167,7 @@ class Producer:
         """Wait until no reader is too far behind, and delete what all have passed."""
         began, warn_s, pause_s = time.monotonic(), _WARN_S, _PAUSE_S
         while True:
-            readers = cursors.read(self._stream.path, self._stream.about.readers)
+            readers = cursors.read(self._stream.medium, self._stream.about.readers)
             slow = self._chunks.in_the_way(readers, nbytes)
             if slow is None:
                 break

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import groupby
 from typing import NamedTuple
 
 from creel.cli.watching.view import Values, job_of
-from creel.policies.model import Forecast, RankWindow, forecast, straggler, with_workers
+from creel.policies.model import (
+    Forecast,
+    RankWindow,
+    enough_workers,
+    forecast,
+    straggler,
+    with_workers,
+)
 
 #: Fewer batches say nothing of the next ones.
 _BATCHES = 8
 #: Seconds after which a step that was foretold is compared with what came.
 _JUDGED_S = 10.0
 #: Waits below this share of a step are not worth a change.
-_HARDLY = 0.02
+HARDLY = 0.02
+#: A wait that begins within fewer steps has begun.
+_SOON = 3
 #: Causes as a sentence about a rank.
 _BECAUSE = {
     "source": "waits for storage",
@@ -41,6 +51,8 @@ class Forecasts:
         self._cores = cores
         self._foretold: dict[str, Foretold] = {}
         self._errors: dict[str, float] = {}
+        #: What each stream of batches will wait for in a step, since the last call of `rows`.
+        self.waits_s: dict[int, float] = {}
 
     def rows(
         self, answer: Values, before: Mapping[int, tuple[Values, float]], now: float
@@ -51,13 +63,17 @@ class Forecasts:
             before: for each open stream its first counters of late, and how many seconds ago.
             now: seconds, on any clock.
         """
-        sessions = sorted(answer["sessions"], key=lambda s: (_job(s), s["rank"]))
+        sessions = sorted(answer["sessions"], key=lambda s: (job_key(s), s["rank"]))
         rows = []
-        for job, group in groupby(sessions, key=_job):
+        self.waits_s = {}
+        for job, group in groupby(sessions, key=job_key):
             ranks = [s for s in group if _news(s, before) >= _BATCHES]
             windows = [window(s, *before[s["session"]]) for s in ranks]
             told = forecast(windows, self._cores)
             if told:
+                self.waits_s |= {
+                    s["session"]: one.wait_s for s, one in zip(ranks, told, strict=True)
+                }
                 self._judge(job, windows, told, now)
                 text = sentence([s["rank"] for s in ranks], windows, told, self._cores)
                 error = self._errors.get(job)
@@ -75,7 +91,7 @@ class Forecasts:
             self._foretold[job] = Foretold(now, told[0].step_s)
 
 
-def _job(session: Values) -> str:
+def job_key(session: Values) -> str:
     """Return what the ranks of a job have in common: its name, or their process."""
     return session["job"] or str(session["pid"])
 
@@ -96,7 +112,8 @@ def window(session: Values, old: Values, seconds: float) -> RankWindow:
     busy = news("busy_s") if workers else {k: s for k, s in stall.items() if k in _BECAUSE}
     cpu = session["cpu_s"] - old["cpu_s"] if workers and "cpu_s" in session else -1.0
     batches = int(session["batches"] - old["batches"])
-    return RankWindow(seconds, batches, workers, busy, stall, cpu_s=cpu)
+    made = session.get("made", 0)
+    return RankWindow(seconds, batches, workers, busy, stall, cpu_s=cpu, made=made)
 
 
 def sentence(
@@ -106,33 +123,32 @@ def sentence(
     step_s = told[0].step_s
     late = straggler(told)
     slowest = max(range(len(told)), key=lambda k: told[k].wait_s)
-    text = f"{_ms(step_s)} a step"
-    if told[slowest].wait_s <= _HARDLY * step_s:
+    text = f"{ms(step_s)} a step"
+    if told[slowest].wait_s <= HARDLY * step_s:
         return f"{text}, no wait for data"
     why = _BECAUSE.get(told[slowest].cause, "")
     who = f"rank {ranks[slowest]} is late" if late is not None else "ranks wait alike"
     if len(ranks) == 1:
         who = f"rank {ranks[slowest]} waits"
-    text += f", {_ms(told[slowest].wait_s)} of it for data; {who}" + (why and f": it {why}")
+    left = told[slowest].in_steps
+    when = f" in {left:.0f} steps" if _SOON <= left < math.inf else ""
+    text += f", {ms(told[slowest].wait_s)} of it for data{when}; {who}" + (why and f": it {why}")
     return text + _helped(windows, slowest, cores)
 
 
 def _helped(windows: list[RankWindow], rank: int, cores: float) -> str:
     """Say how many workers would end most of a rank's wait, if any number does."""
-    one = windows[rank]
-    before = forecast(windows, cores)[rank].wait_s
-    for workers in range(max(one.workers, 0) + 1, int(4 * max(cores, 1)) + 1):
-        changed = [*windows[:rank], with_workers(one, workers), *windows[rank + 1 :]]
-        wait_s = forecast(changed, cores)[rank].wait_s
-        if wait_s <= before / 4:
-            return f"; num_workers={workers}: {_ms(wait_s)}"
-    return ""
+    workers = enough_workers(windows, cores)
+    if workers is None:
+        return ""
+    told = forecast([with_workers(one, workers) for one in windows], cores)[rank]
+    return f"; num_workers={workers}: {ms(told.wait_s)}"
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     """Format the time of a step.
 
-    >>> _ms(0.0042), _ms(3.2)
+    >>> ms(0.0042), ms(3.2)
     ('4 ms', '3.2 s')
     """
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

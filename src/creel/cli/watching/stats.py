@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from creel.cli.watching import view, why
+from creel.cli.watching import view, what_if, why
 from creel.cli.watching.view import Values
+from creel.cli.watching.what_if import Machine
 from creel.counters import OF_RANKS
-from creel.errors import NoDaemonError
+from creel.errors import ConfigError, NoDaemonError
+from creel.system import limits
 
 if TYPE_CHECKING:
     from creel.loader.client.client import Client
@@ -91,15 +93,32 @@ def _no_daemon(name: str) -> str:
     )
 
 
-def reasons(answer: Values, *, as_json: bool) -> None:
+def reasons(client: Client, *, as_json: bool) -> None:
     """Print what each rank waited for, and what would help (`--why`)."""
-    found = why.rows(answer)
+    answer = client.ask("stats")
+    machine = Machine(limits.cores(), *limits.memory(active=True))
+    told = what_if.outlooks(
+        answer, {s["session"]: rows for s, rows in recorded(client, answer)}, machine
+    )
+    found = why.rows(answer, told)
     if as_json:
         view.print_json({"why": found})
     for one in () if as_json else found:
         click.echo(f"{view.job_of(one)} rank {one['rank']}: {one['why']}")
     if not found and not as_json:
         click.echo("no training has read through this daemon yet")
+
+
+def recorded(
+    client: Client, answer: Values, since_ns: int = 0
+) -> Iterator[tuple[Values, list[list[int]]]]:
+    """Yield each open stream of batches with those that were taken since, see `BatchRow`."""
+    for session in answer["sessions"]:
+        try:
+            told = client.ask("batches", session=session["session"], since_ns=since_ns)
+        except ConfigError:  # it has just ended
+            continue
+        yield session, told["rows"]
 
 
 def bad_samples(answer: Values, *, as_json: bool) -> None:

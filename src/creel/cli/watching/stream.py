@@ -1,10 +1,8 @@
-"""`creel stream`: what is in the folder of a stream, and how far its readers are. No daemon."""
+"""`creel stream`: what is in a stream, and how far its readers are. No daemon."""
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import suppress
 from typing import Any
 
 import click
@@ -34,23 +32,23 @@ def forget(path: str, name: str) -> None:
         ConfigError: there is none of this name.
     """
     log = Log.open(path)
-    known = cursors.read(log.path, log.about.readers)
+    known = cursors.read(log.medium, log.about.readers)
     if name not in known:
         listed = ", ".join(sorted(known)) or "none"
         raise ConfigError(f"{log.path} has no reader {name!r}; there are: {listed}")
-    cursors.leave(log.path, name)
+    cursors.leave(log.medium, name)
 
 
 def state(path: str) -> dict[str, Any]:
     """Return the state of a stream, as docs/cli.md has it.
 
     Raises:
-        NotFoundError: there is none in this folder.
+        NotFoundError: there is none (yet).
         ConfigError: it has a chunk of the wrong size.
     """
     log = Log.open(path)
     sizes = {n: size for n in log.numbers() if (size := log.size(n)) != ABSENT}
-    times = {n: at for n in sizes if (at := _time(log.chunk(n))) is not None}
+    times = {n: found[1] for n in sizes if (found := log.medium.stat(n)) is not None}
     fields = [{"name": f, "dtype": kind, "shape": list(s)} for f, kind, s in log.about.fields]
     last = max(times.values(), default=0.0)
     return {
@@ -70,16 +68,9 @@ def state(path: str) -> dict[str, Any]:
         "idle_s": max(time.time() - last, 0.0) if times else None,
         "readers": [
             _reader(log, name, cursor, sizes, times)
-            for name, cursor in sorted(cursors.read(log.path, log.about.readers).items())
+            for name, cursor in sorted(cursors.read(log.medium, log.about.readers).items())
         ],
     }
-
-
-def _time(path: str) -> float | None:
-    """Return when a chunk was written; None if it has just been deleted."""
-    with suppress(FileNotFoundError):
-        return os.stat(path).st_mtime  # noqa: PTH116  quick: for every chunk
-    return None
 
 
 def _rate(log: Log, sizes: dict[int, int], times: dict[int, float]) -> float | None:

@@ -6,11 +6,13 @@ import os
 import select
 import sys
 import termios
+import textwrap
 import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -56,7 +58,8 @@ def show(stats: Callable[[], Values], status: Callable[[], Values], interval: fl
                 past.popleft()
             before = starts(past, now)
             also = [*taken(daemon, answer), *forecasts.rows(answer, before, now)]
-            shown = screen(daemon, answer, before, console.width, also)
+            waits_s = forecasts.waits_s
+            shown = screen(daemon, answer, before, console.width, also, waits_s)
             live.update(shown, refresh=True)
             past.append((now, answer))
 
@@ -76,6 +79,7 @@ def screen(
     before: Mapping[int, tuple[Values, float]],
     width: int,
     taken: Sequence[tuple[str, str]] = (),
+    waits_s: Mapping[int, float] = MappingProxyType({}),
 ) -> RenderableType:
     """Render one screen of `width` characters: the node, then a row per stream of batches.
 
@@ -83,6 +87,7 @@ def screen(
         before: the result of `starts`.
         taken: further rows: what processes take of the machine (`Usage.rows`), and what jobs will
             wait for (`Forecasts.rows`).
+        waits_s: the seconds that each stream will wait in a step (`Forecasts.waits_s`).
     """
     title = Text.assemble(
         ("creel ", "bold"),
@@ -91,15 +96,29 @@ def screen(
     )
     lines = [
         Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
-        for name, value in (*summary_pairs(answer), *taken)
+        for name, value in (*summary_pairs(answer), *_folded(taken, width - 21))
     ]
-    rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in answer["sessions"]]
+    rows = []
+    for one in answer["sessions"]:
+        old, seconds = before.get(one["session"], (one, 1.0))
+        rows.append(top_row(one, old, seconds, waits_s.get(one["session"])))
     if not rows:
         return Group(title, *lines, Text("\nno open sessions", "dim"))
     head, *below = columns(*fitting(TOP_HEADER, rows, DROP, width))
     return Group(
         title, *lines, Text(f"\n{head}", "dim"), Text("─" * len(head)), Text("\n".join(below))
     )
+
+
+def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[tuple[str, str]]:
+    """Yield rows whose values are no longer than `width`; those that go on have no name.
+
+    >>> list(_folded([("job a", "rank 1 is late")], 8))
+    [('job a', 'rank 1'), ('', 'is late')]
+    """
+    for name, value in rows:
+        for i, line in enumerate(textwrap.wrap(value, max(width, 8))):
+            yield "" if i else name, line
 
 
 @contextmanager

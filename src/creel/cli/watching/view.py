@@ -222,10 +222,16 @@ _COLUMNS = tuple(c for c in OF_RANKS if c.column)
 _RATES = tuple(
     c for c in _COLUMNS if c.writer == "delivery" and c.unit != "s" and c.kind == "counter"
 )
-_STREAM = ("job", "rank", "step", "ahead", "lead")
+_STREAM = ("job", "rank", "step", "ahead", "lead", "fed")
 SESSION_HEADER = (*_STREAM, *(c.column for c in _COLUMNS))
 RANK_HEADER = ("job", "rank", *SESSION_HEADER[len(_STREAM) :])
-TOP_HEADER = (*_STREAM, *(c.column + "/s" * (c in _RATES) for c in _COLUMNS), "mostly", *CAUSES)
+TOP_HEADER = (
+    *_STREAM,
+    "wait",
+    *(c.column + "/s" * (c in _RATES) for c in _COLUMNS),
+    "mostly",
+    *CAUSES,
+)
 _DROP = (
     "direct bytes",
     "mean lead",
@@ -237,6 +243,7 @@ _DROP = (
     "failed",
     "bytes",
     "ahead",
+    "fed",
 )
 DROP = (CAUSES, *((name, f"{name}/s") for name in (*_DROP, "direct", "step")))
 
@@ -262,6 +269,7 @@ _FORMAT: dict[str, Callable[[float], str]] = {
     "": format_count,
     "bytes": lambda n: format_size(int(n)),
     "s": short_seconds,
+    "share": lambda share: f"{100 * share:.0f} %",
 }
 
 
@@ -291,10 +299,15 @@ def by_member(
     ]
 
 
-def top_row(session: Values, before: Values | None, seconds: float) -> tuple[str, ...]:
-    """Return the row of one stream of batches over the last `seconds`; durations are shares."""
+def top_row(
+    session: Values, before: Values | None, seconds: float, wait_s: float | None = None
+) -> tuple[str, ...]:
+    """Return the row of one stream of batches over the last `seconds`; durations are shares.
+
+    wait_s: what it will wait for in each of the next steps, if that is known.
+    """
     old = before or {}
-    row = list(_whose(session))
+    row = [*_whose(session), "-" if wait_s is None else format_seconds(wait_s)]
     for one in _COLUMNS:
         news = _total(session, one) - _total(old, one)
         if one.per:
@@ -327,6 +340,7 @@ def _whose(session: Values) -> tuple[str, ...]:
         format_count(session["done"]),
         str(session["ahead"]),
         short_seconds(session["lead_now_s"]),
+        _FORMAT["share"](session["utilisation"]) if "utilisation" in session else "-",
     )
 
 

@@ -1,10 +1,12 @@
-"""One sentence on what a rank's training waited for, and which change would help. Pure."""
+"""What a rank's training waited for, and which change would help, in a sentence. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from creel.cli.watching.view import Values, format_count, format_seconds, worst_cause
+from creel.cli.watching.what_if import Outlook
 from creel.units import format_size
 
 _WHOSE = ("job", "rank", "pid")
@@ -17,9 +19,10 @@ _MISSED = 0.02
 
 _BY_CAUSE = {
     "decode": (
-        "your dataset[i] itself (decoding, transforms): more workers or processors, or less work"
-        " for a sample would help; a cache has nothing to add, unless creel.wrap(dataset) finds"
-        " files that it opens past creel"
+        "your dataset[i] itself (decoding, transforms): more workers or processors, samples that"
+        " stay decoded (keep_decoded=, creel.kept), or less work for a sample would help; a cache"
+        " of files has nothing to add, unless creel.wrap(dataset) finds some that it opens past"
+        " creel"
     ),
     "collate": "collation, making batches of samples: less of it, or more workers would help",
     "sampler": "your sampler, drawing the order: a quicker one would help",
@@ -44,6 +47,11 @@ def reason(rank: Values, node: Values) -> str:
     took = f"{format_seconds(waited)} for {format_count(rank['batches'])} batches"
     if waited <= _HARDLY * (waited + lay_ready):
         return f"hardly waited ({took}): faster data would gain nothing"
+    if rank.get("own_file"):
+        return (
+            f"waited {took}, for files that the dataset opens itself ({rank['own_file']}):"
+            " creel.wrap(dataset) caches them"
+        )
     cause = worst_cause(rank["stall_s"])
     share = 100 * rank["stall_s"].get(cause, 0) / waited
     what = _of_source(rank, node) if cause == "source" else _BY_CAUSE[cause]
@@ -73,9 +81,17 @@ def _of_source(rank: Values, node: Values) -> str:
     )
 
 
-def rows(stats: Values) -> list[dict[str, Any]]:
-    """Return a row for each open stream of batches; without any, for each rank so far."""
-    return [
-        {key: one[key] for key in _WHOSE if key in one} | {"why": reason(one, stats)}
-        for one in stats["sessions"] or stats["ranks"]
-    ]
+def rows(stats: Values, outlooks: Mapping[int, Outlook]) -> list[dict[str, Any]]:
+    """Return a row for each open stream of batches; without any, for each rank so far.
+
+    outlooks: of the streams of which enough is known, by session.
+    """
+    found = []
+    for one in stats["sessions"] or stats["ranks"]:
+        row = {key: one[key] for key in _WHOSE if key in one}
+        outlook, why = outlooks.get(one.get("session", -1)), reason(one, stats)
+        if outlook is None:
+            found.append(row | {"why": why})
+        else:
+            found.append(row | {"why": f"{why}; {outlook}"} | outlook.values())
+    return found

@@ -1,0 +1,63 @@
+"""RedisStore: reads the chunks of streams in Redis (`creel.streams.redis_stream`)."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+
+from creel.cache.memory.buffers import copy_over
+from creel.cache.storage import version
+from creel.cache.storage.stores.store import Filled, Run, StoredFile, too_short
+from creel.errors import SourceError
+from creel.streams.redis_stream import RedisStream
+
+#: Chunks are never changed.
+_VERSION = version.of_tag("chunk")
+
+
+class RedisStore:
+    """See `Store`. An address is that of a stream and, behind a slash, a chunk's number."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, RedisStream] = {}
+
+    def read(
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        del versioned
+        return bytes(self._read(stored.uri, [(offset, length)])[0]), _VERSION
+
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+        found = self._read(stored.uri, [(run.offset, run.length) for run in runs])
+        for run, data in zip(runs, found, strict=True):
+            copy_over(memoryview(data), run.buffers)
+            yield Filled(1, _VERSION)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        return [_VERSION] * len(uris)
+
+    def size(self, uri: str) -> int | None:
+        stream, number = self._chunk(uri)
+        found = stream.stat(number)
+        return None if found is None else found[0]
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        raise SourceError(errno.ENOTSUP, "a stream is read by creel.Stream", root)
+
+    def _read(self, uri: str, parts: Sequence[tuple[int, int]]) -> Sequence[bytearray]:
+        stream, number = self._chunk(uri)
+        found = [bytearray(length) for _, length in parts]
+        pieces = [
+            (number, offset, memoryview(data))
+            for (offset, _), data in zip(parts, found, strict=True)
+        ]
+        if stream.fill(pieces) is not None:
+            raise too_short(uri, sum(map(len, found)), 0)
+        return found
+
+    def _chunk(self, uri: str) -> tuple[RedisStream, int]:
+        address, _, number = uri.rpartition("/")
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = self._streams[address] = RedisStream(address)
+        return stream, int(number)

@@ -1,0 +1,1 @@
+"""What a daemon hands to the next one of its service, with its memory."""

@@ -1,0 +1,1 @@
+"""Random augmentation that is the same whoever reads a sample (`seeding="sample"`)."""

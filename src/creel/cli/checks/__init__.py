@@ -1,0 +1,1 @@
+"""What `creel doctor` looks at, beside the machine itself: running jobs, a dataset, other nodes."""

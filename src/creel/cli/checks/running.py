@@ -1,0 +1,119 @@
+"""What the jobs that a daemon serves do to themselves: pure, from the daemon's own answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from creel.cli.checks.finding import Finding, judged
+from creel.units import format_size
+
+Row = Mapping[str, Any]
+
+#: Share of its time that a rank may wait for storage before the files that it opens are a subject.
+_WAITED = 0.1
+#: Waits below this many seconds say nothing.
+_LEAST_WAIT_S = 5.0
+_JOB = re.compile(r"/job_(\d+)")
+
+
+def looks(
+    stats: Row, datasets: Sequence[Row], env: Mapping[str, str], cores: float
+) -> Iterator[Finding]:
+    """Yield what is wrong with the running jobs.
+
+    Args:
+        stats: the answer of `creel stats --json`.
+        datasets: the rows of `creel ls --json`.
+        env: environment variables of a training process here.
+        cores: processors that processes here can keep busy.
+    """
+    sessions = stats["sessions"]
+    ranks = len({one["pid"] for one in sessions})
+    yield workers(sum(int(one["workers"]) for one in sessions), cores)
+    yield threads(env, cores, ranks)
+    yield batches(sessions, datasets, int(stats["memory"]["budget_nbytes"]))
+    yield opened(sessions, {str(one["dataset"]) for one in datasets})
+
+
+def workers(count: int, cores: float) -> Finding:
+    """Compare the workers of all ranks with the processors that they share."""
+    found = f"{count} workers at work, {cores:.4g} processors"
+    remedy = f"they share processors: lower num_workers to {max(int(cores), 1)} for all ranks"
+    return judged("workers", found, remedy if count > cores else "")
+
+
+def threads(env: Mapping[str, str], cores: float, ranks: int) -> Finding:
+    """Look for ranks that each start a thread for every processor.
+
+    Args:
+        ranks: training processes that the daemon serves.
+    """
+    ranks = max(
+        ranks, *(_number(env.get(n, "")) for n in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"))
+    )
+    said, share = env.get("OMP_NUM_THREADS", ""), max(int(cores / max(ranks, 1)), 1)
+    each = _number(said.partition(",")[0]) if said else int(cores)
+    found = f"OMP_NUM_THREADS={said or '(not set)'} for {ranks} ranks, {cores:.4g} processors"
+    remedy = f"ranks take each other's processors: export OMP_NUM_THREADS={share}"
+    return judged("OMP threads", found, remedy if ranks * each > cores and each > share else "")
+
+
+def _number(text: str) -> int:
+    """Return the number that a text begins with, else 0: Slurm writes `4(x2)`."""
+    found = re.match(r"\d+", text)
+    return int(found[0]) if found else 0
+
+
+def batches(sessions: Sequence[Row], datasets: Sequence[Row], budget_nbytes: int) -> Finding:
+    """Compare the budget with two batches of each rank: the one being read and the next."""
+    mean = {one["dataset"]: one["nbytes"] / max(one["objects"], 1) for one in datasets}
+    need = 0.0
+    for one in sessions:
+        if one["batches"]:
+            need += 2 * one["samples"] / one["batches"] * mean.get(one["dataset"], 0)
+    if not need:
+        return Finding("batches", "ok", "no batch of files was taken yet")
+    found = f"two batches of each rank take {format_size(int(need))}"
+    remedy = f"memory.budget is {format_size(budget_nbytes)}: no batch can wait in it, raise it"
+    return judged("batches", found, remedy if need > budget_nbytes else "")
+
+
+def opened(sessions: Sequence[Row], known: set[str]) -> Finding:
+    """Look for ranks that wait for files which their dataset opens itself.
+
+    known: keys of the datasets that have objects; a loader of any other only counts.
+    """
+    waiting = [
+        one
+        for one in sessions
+        if one["dataset"] not in known
+        and (waited := one["stall_s"]["source"]) > _LEAST_WAIT_S
+        and waited > _WAITED * (sum(one["stall_s"].values()) + one["lead_s"])
+    ]
+    if not waiting:
+        return Finding("own files", "ok", "no rank waits for files that its dataset opens itself")
+    pids = ", ".join(str(one["pid"]) for one in waiting)
+    found = f"the dataset of pid {pids} opens its files itself, and waits for them"
+    return Finding("own files", "warn", found, "creel.wrap(dataset) caches them")
+
+
+def cgroup(ours: str, daemons: str) -> Finding:
+    """Compare the cgroups of this process and of the daemon.
+
+    Args:
+        ours, daemons: texts of /proc/PID/cgroup.
+    """
+    own, its = _JOB.search(ours), _JOB.search(daemons)
+    if its and (own is None or own[1] != its[1]):
+        found = f"the daemon runs in the cgroup of Slurm's job {its[1]}, and ends with it"
+        return Finding(
+            "cgroup", "warn", found, "give each job its own: creel run -- python train.py"
+        )
+    if own and not its:
+        found = "the daemon's memory is not charged to this job, and not limited with it"
+        if "slurmd" in daemons:
+            found += ", but to slurmd"
+        return Finding("cgroup", "warn", found, "start it in the job: creel run -- python train.py")
+    return Finding("cgroup", "ok", "the daemon runs where it should")

@@ -1,0 +1,108 @@
+"""What `creel warm` is given: a folder, a file, shards, an address, or a dataset of a program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from creel.cache.storage.stores.retry import public
+from creel.errors import ConfigError, NotFoundError
+
+if TYPE_CHECKING:
+    from creel.cache.storage.manifest import Manifest
+    from creel.loader.reading.storage import Listing
+
+_TAR = ".tar"
+
+
+def manifest_of_target(target: str, daemon: str, *, quiet: bool = False) -> Manifest:
+    """Return the manifest that training makes of the same data, so that both share one copy.
+
+    Args:
+        target: an image folder, any folder, a file, a tar or tars ("train-{000..127}.tar", or a
+            folder of nothing else), an address of one of these, or MODULE:DATASET.
+        daemon: name of the daemon, for what the module makes.
+
+    Raises:
+        NotFoundError: there is nothing, or no file in it.
+        ConfigError: no such module, or a dataset of which nothing is known.
+    """
+    module, _, name = target.partition(":")
+    is_python = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+    if is_python and not Path(target).exists():
+        return _of_program(module, name, daemon, quiet=quiet)
+    if target.endswith(_TAR):
+        return _of_shards([target])
+    if Path(target).is_file():
+        from creel.loader.datasets.files import FileDataset
+
+        return FileDataset([target]).manifest
+    return folder_manifest(target)
+
+
+def _of_program(module: str, name: str, daemon: str, *, quiet: bool) -> Manifest:
+    try:
+        from creel.loader.named import manifest_of
+    except ModuleNotFoundError as e:
+        if e.name != "torch":
+            raise
+        raise ConfigError(f"{module}:{name} needs torch: pip install 'creel-data[torch]'") from None
+
+    def said(text: str) -> None:
+        if not quiet and sys.stderr.isatty():
+            click.echo(text, err=True)
+
+    os.environ["CREEL_SOCKET"] = daemon  # a loader that the module makes starts no other one
+    return manifest_of(module, name, said)
+
+
+def folder_manifest(path: str) -> Manifest:
+    """Return the manifest of an image folder, of tars, or of all files below another folder.
+
+    Raises:
+        NotFoundError: there is no such folder, or no file in it.
+    """
+    try:
+        from creel.loader.datasets.images import ImageFolder
+
+        return ImageFolder(path).manifest
+    except (ImportError, NotFoundError, ConfigError):  # no torch here, or no image folder there
+        return _all_files(path)
+
+
+def _of_shards(shards: list[str]) -> Manifest:
+    from creel.loader.datasets.tars import TarDataset
+
+    return TarDataset(shards).manifest
+
+
+def _all_files(path: str) -> Manifest:
+    from creel.cache.storage.manifest import Manifest
+    from creel.cache.storage.stores.access import StorageOptions
+    from creel.loader.reading.listing import files_below
+    from creel.loader.reading.storage import absolute, escape
+
+    root = absolute(path)
+    found = files_below(root)
+    if not len(found):
+        raise NotFoundError(f"there are no files below {public(path)}")
+    names = [escape(root, name) for name in found.names]
+    if (tars := _tars(root, found)) is not None:
+        return tars
+    return Manifest.of_files(names, root=root, lengths=found.nbytes).reached(StorageOptions())
+
+
+def _tars(root: str, found: Listing) -> Manifest | None:
+    """Return the manifest of a folder of nothing but tars; None for any other."""
+    from creel.loader.reading.storage import escape
+
+    if not all(name.endswith(_TAR) for name in found.names):
+        return None
+    try:
+        return _of_shards([f"{root}/{escape(root, name)}" for name in found.names])
+    except (ImportError, ConfigError):  # no torch here; not samples of WebDataset
+        return None

@@ -1,0 +1,211 @@
+"""What would help the jobs of a node, in numbers: `creel stats --why`. Pure.
+
+The model (`creel.policies.model`) answers for the last batches of each open stream of batches: how
+long a step takes, how much of it is a wait, and what would be left of it with more workers, with
+samples kept decoded, and with everything in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from creel.cache.memory.batch_log import columns
+from creel.cli.watching.forecasts import HARDLY, job_key, ms
+from creel.cli.watching.view import Values
+from creel.policies.memory import decoded_room, reserve
+from creel.policies.model import (
+    RankWindow,
+    enough_workers,
+    finished,
+    forecast,
+    recent,
+    straggler,
+    with_decoded,
+    with_memory,
+    with_workers,
+)
+from creel.units import format_size
+
+#: Fewer batches say nothing of the next ones.
+_BATCHES = 8
+#: A change that makes steps less than this many times as fast is not named.
+_GAIN = 1.05
+#: Seconds for a copy of a kept sample, and bytes a second beyond: one of 196 KB takes 0.12 ms, of
+#: 562 KB 0.27 (docs/measured.md).
+_COPY_S, _COPY_BPS = 40e-6, 2.4e9
+
+
+class Machine(NamedTuple):
+    """What a node has: processors, bytes of memory, and those that processes may still take."""
+
+    cores: float
+    memory_nbytes: int
+    available_nbytes: int
+
+
+class Change(NamedTuple):
+    """What a change would bring to a rank.
+
+    Attributes:
+        words: what the change is.
+        values: the same for programs.
+        step_s, wait_s: seconds of each step of the job, and of the rank's wait in it.
+        faster: how many times as fast the job would step.
+    """
+
+    words: str
+    values: dict[str, Any]
+    step_s: float
+    wait_s: float
+    faster: float
+
+    def __str__(self) -> str:
+        if self.wait_s <= HARDLY * self.step_s:
+            return f"{self.words} no wait"
+        return f"{self.words} {ms(self.wait_s)} ({self.faster:.1f}x)"
+
+
+class Outlook(NamedTuple):
+    """What the steps of a rank take as it is, and what would help; `late`: it holds up the job."""
+
+    step_s: float
+    wait_s: float
+    late: bool
+    changes: list[Change]
+
+    def __str__(self) -> str:
+        text = f"now {ms(self.step_s)} a step"
+        if self.wait_s <= HARDLY * self.step_s:
+            return f"{text}, no wait"
+        text += f", {ms(self.wait_s)} of it this wait"
+        text += ", which holds up the other ranks" * self.late
+        return text + "".join(f"; {one}" for one in self.changes)
+
+    def values(self) -> dict[str, Any]:
+        """Return the keys of `--json`."""
+        changes = [
+            {**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in self.changes
+        ]
+        return {"step_s": self.step_s, "wait_s": self.wait_s, "late": self.late, "changes": changes}
+
+
+def outlooks(
+    answer: Values, rows: Mapping[int, Sequence[Sequence[int]]], machine: Machine
+) -> dict[int, Outlook]:
+    """Return what each open stream of batches will wait for, if enough of them is known.
+
+    Args:
+        answer: that of `creel stats --json`.
+        rows: the last batches by session, see `BatchRow`.
+    """
+    found: dict[int, Outlook] = {}
+    sessions = sorted(answer["sessions"], key=lambda s: (job_key(s), s["rank"]))
+    for _, group in groupby(sessions, key=job_key):
+        known = [(s, w) for s in group if (w := window(s, rows.get(s["session"], ()))) is not None]
+        if known:
+            found |= _of_job([s for s, _ in known], [w for _, w in known], answer, machine)
+    return found
+
+
+def window(session: Values, rows: Sequence[Sequence[int]]) -> RankWindow | None:
+    """Return what a stream of batches did lately; None if it took too few."""
+    found = columns(rows)
+    lately = recent(found["taken"])
+    taken = found["taken"][lately]
+    last = {name: column[lately][1:] for name, column in found.items()}
+    if len(taken) <= _BATCHES:
+        return None
+    moments = ("source", "began", "ready"), ("decode", "ready", "collating")
+    busy = {
+        stage: float((last[until] - last[since]).clip(0).sum() / 1e9)
+        for stage, since, until in (*moments, ("collate", "collating", "packed"))
+    }
+    made_by = set(last["worker"].tolist())
+    workers = 0 if made_by == {-1} else int(session["workers"] or len(made_by))
+    own, counted = busy["decode"] + busy["collate"], session["busy_s"]
+    share = session["cpu_s"] / max(counted["decode"] + counted["collate"], 1e-9)
+    return RankWindow(
+        seconds=float(taken[-1] - taken[0]) / 1e9,
+        batches=len(taken) - 1,
+        workers=workers,
+        busy_s=busy,
+        stall_s={"all": float((last["taken"] - last["wait_began"]).sum() / 1e9)},
+        cpu_s=share * own if workers else -1.0,
+        made=finished(last["packed"], last["taken"]),
+    )
+
+
+def _of_job(
+    sessions: Sequence[Values], windows: Sequence[RankWindow], answer: Values, machine: Machine
+) -> dict[int, Outlook]:
+    """Return the outlooks of the ranks of one job; a change is one of all ranks."""
+    now = forecast(windows, machine.cores)
+    late = straggler(now)
+    changed = [(words, values, forecast(ranks, machine.cores)) for words, values, ranks in (
+        *_more_workers(windows, machine.cores),
+        *_kept_decoded(sessions, windows, answer, machine),
+        *_all_in_memory(sessions, windows, answer),
+    )]  # fmt: skip
+    return {
+        session["session"]: Outlook(
+            *(was.step_s, was.wait_s, k == late),
+            [
+                Change(words, values, will[k].step_s, will[k].wait_s, was.step_s / will[k].step_s)
+                for words, values, will in changed
+                if was.step_s > _GAIN * will[k].step_s
+            ],
+        )
+        for k, (session, was) in enumerate(zip(sessions, now, strict=True))
+    }
+
+
+#: A change in words and in values, and the windows as they would have been.
+Tried = tuple[str, dict[str, Any], list[RankWindow]]
+
+
+def _more_workers(windows: Sequence[RankWindow], cores: float) -> list[Tried]:
+    workers = enough_workers(windows, cores)
+    if workers is None:
+        return []
+    words = f"with {workers} worker{'s' * (workers > 1)}"
+    values = {"what": "workers", "workers": workers}
+    return [(words, values, [with_workers(one, workers) for one in windows])]
+
+
+def _kept_decoded(
+    sessions: Sequence[Values], windows: Sequence[RankWindow], answer: Values, machine: Machine
+) -> list[Tried]:
+    """Return what `keep_decoded=` would bring, if the samples of all ranks could be kept."""
+    held = answer["core"]["datasets"]
+    if not all(one.get("decoded_measured", 0) and one["dataset"] in held for one in sessions):
+        return []
+    means = [one["decoded_call_nbytes"] / one["decoded_measured"] for one in sessions]
+    each = {
+        one["dataset"]: int(mean * held[one["dataset"]]["objects"])
+        for one, mean in zip(sessions, means, strict=True)
+    }
+    whole = sum(each.values())
+    free = machine.available_nbytes, reserve(machine.memory_nbytes)
+    share = decoded_room(whole, 0, *free, whole=whole, encoded=0) / max(whole, 1)
+    ranks = []
+    for one, mean, seen in zip(sessions, means, windows, strict=True):
+        calls = one["decoded_calls"]
+        again_s = calls * one["decoded_call_s"] / one["decoded_measured"]
+        counted = one["busy_s"]["decode"] or one["stall_s"]["decode"]  # without workers
+        copies_s = calls * (_COPY_S + mean / _COPY_BPS)
+        parts = (min(s / max(counted, 1e-9), 1.0) for s in (again_s, copies_s))
+        ranks.append(with_decoded(seen, share, *parts))
+    words = f"with keep_decoded ({format_size(whole)}, fits {100 * share:.0f} %)"
+    return [(words, {"what": "keep_decoded", "nbytes": whole, "fits": share}, ranks)]
+
+
+def _all_in_memory(
+    sessions: Sequence[Values], windows: Sequence[RankWindow], answer: Values
+) -> list[Tried]:
+    held = answer["core"]["datasets"]
+    nbytes = sum(int(held[n]["nbytes"]) for n in {s["dataset"] for s in sessions} & held.keys())
+    words = f"with all in memory ({format_size(nbytes)})" if nbytes else "with all in memory"
+    values = {"what": "memory", "nbytes": nbytes}
+    return [(words, values, [with_memory(one) for one in windows])]

@@ -1,0 +1,200 @@
+"""LogFolder: keeps a log in a folder of a file system, in a format that C and Fortran write.
+
+    000000000, ...       chunks
+    stream.json, end.0, readers/NAME.0, ...    notes
+
+To append, write a temporary file and `link` it to the next free number: the file system lets one
+writer have it. So a chunk is complete once it has a name, any number of writers may append, and the
+order of arrival is the order of the numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from creel.errors import SourceError
+
+_DIGITS = 9
+#: Most chunks that one call has open at a time.
+_MOST_OPEN = 32
+
+
+class LogFolder:
+    """See `Medium`. Pickles; holds nothing open."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)  # noqa: PTH100  not resolving links
+
+    def address(self, number: int) -> str:
+        return f"{self.path}/{number:0{_DIGITS}}"
+
+    # --- chunks ---------------------------------------------------------------------------------
+
+    def stat(self, number: int) -> tuple[int, float] | None:
+        with self._failing(), suppress(FileNotFoundError):
+            found = os.stat(self.address(number))  # noqa: PTH116  quick: for every chunk
+            return found.st_size, found.st_mtime
+        return None
+
+    def numbers(self) -> list[int]:
+        with self._failing(), suppress(FileNotFoundError):
+            names = os.listdir(self.path)  # noqa: PTH208  quick
+            return sorted(
+                int(n) for n in names if len(n) >= _DIGITS and n.isascii() and n.isdigit()
+            )
+        return []
+
+    def append(self, data: memoryview, number: int) -> int:
+        with self._failing():
+            temporary = self._written(data)
+            try:
+                with self._alone():
+                    number = self._free(number)
+                    while not _linked(temporary, self.address(number)):
+                        number += 1
+            finally:
+                with suppress(OSError):  # it may have been appended: nobody must do so again
+                    os.unlink(temporary)  # noqa: PTH108  quick
+        return number
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other producers from appending, where the file system has locks.
+
+        Elsewhere one that is stopped for so long, between a look at the readers and its `link`,
+        that its number is used, read and deleted, would use it again.
+        """
+        import fcntl  # missing on Windows, which imports this module but never a stream
+
+        fd = os.open(f"{self.path}/stream.json", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _free(self, number: int) -> int:
+        """Return where to look for the first free number, from `number` on.
+
+        Other producers may have written and deleted chunks there: their numbers are free again, but
+        gone. The newest chunk is never deleted, so those that are there follow one another.
+        """
+        if number and self.stat(number - 1) is not None:
+            return number
+        return max([number, *self.numbers()[:1]])
+
+    def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
+        opened: dict[int, int] = {}
+        try:
+            for number, offset, out in pieces:
+                if number not in opened:
+                    if len(opened) == _MOST_OPEN:
+                        _close(opened)
+                    with self._failing(self.address(number)), suppress(FileNotFoundError):
+                        opened[number] = os.open(self.address(number), os.O_RDONLY | os.O_CLOEXEC)
+                if number not in opened or not self._read(number, opened[number], offset, out):
+                    return number
+        finally:
+            _close(opened)
+        return None
+
+    def _read(self, number: int, fd: int, offset: int, out: memoryview) -> bool:
+        with self._failing(self.address(number)):
+            while len(out):
+                got = os.preadv(fd, [out], offset)
+                if not got:
+                    return False
+                out, offset = out[got:], offset + got
+        return True
+
+    def delete(self, number: int) -> None:
+        """Delete a chunk, and give back its memory though a daemon has it open."""
+        with self._failing(), suppress(FileNotFoundError):
+            fd = os.open(self.address(number), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.unlink(self.address(number))  # noqa: PTH108  quick
+                os.ftruncate(fd, 0)
+            finally:
+                os.close(fd)
+
+    # --- notes ----------------------------------------------------------------------------------
+
+    def note(self, name: str) -> bytes | None:
+        with self._failing(), suppress(FileNotFoundError, NotADirectoryError):
+            return Path(self.path, name).read_bytes()
+        return None
+
+    def notes(self, folder: str) -> dict[str, bytes]:
+        names: list[str] = []
+        with self._failing(), suppress(FileNotFoundError):
+            names = os.listdir(f"{self.path}/{folder}")  # noqa: PTH208  quick: for every chunk
+        found = {n: self.note(f"{folder}/{n}") for n in names if not n.startswith(".")}
+        return {name: data for name, data in found.items() if data is not None}
+
+    def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
+        path = f"{self.path}/{name}"
+        with self._failing():
+            try:
+                temporary = self._written(memoryview(data))
+            except FileNotFoundError:
+                Path(self.path).mkdir(parents=True, exist_ok=True)
+                temporary = self._written(memoryview(data))
+            try:
+                if new:
+                    return _linked(temporary, path)
+                try:
+                    os.rename(temporary, path)  # noqa: PTH104  20 us, with every batch
+                except FileNotFoundError:
+                    Path(path).parent.mkdir(exist_ok=True)
+                    os.rename(temporary, path)  # noqa: PTH104  as above
+                return True
+            finally:
+                if new:
+                    os.unlink(temporary)  # noqa: PTH108  quick
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def _written(self, data: memoryview) -> str:
+        """Return the path of a new temporary file with these bytes, of this call alone."""
+        path = f"{self.path}/.{uuid.uuid4().hex}"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            while len(data):
+                data = data[os.write(fd, data) :]
+        except BaseException:
+            os.unlink(path)  # noqa: PTH108  quick
+            raise
+        finally:
+            os.close(fd)
+        return path
+
+    @contextmanager
+    def _failing(self, path: str = "") -> Iterator[None]:
+        """Raise SourceError for an OSError in the block."""
+        try:
+            yield
+        except SourceError:
+            raise
+        except OSError as e:
+            why = "its file system has no hard links" if e.errno == errno.EPERM else e.strerror
+            raise SourceError(e.errno or 0, why or str(e), path or self.path) from e
+
+
+def _linked(temporary: str, path: str) -> bool:
+    """Give a file another name; False if there is one of that name."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _close(opened: dict[int, int]) -> None:
+    while opened:
+        os.close(opened.popitem()[1])

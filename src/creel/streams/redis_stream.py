@@ -1,0 +1,147 @@
+"""RedisStream: keeps a log in Redis 7 or Valkey, where producers and readers share no folder.
+
+    KEY           a Redis stream: entry 1-n says of chunk n its `nbytes`, and `at`, when it was
+                  written, in seconds
+    KEY:n         the bytes of chunk n, a string
+    KEY:notes     a hash of the notes
+
+`XADD KEY 1-*` gives the next number and never one twice.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from creel.errors import ConfigError, SourceError
+
+#: Appends once, though the client sends it again after it has lost the answer: ARGV[2] says by
+#: whom, ARGV[3] which chunk of theirs it is.
+_APPEND = """
+local last = redis.call('HGET', KEYS[2], ARGV[2])
+local chunk, n = string.match(last or '', '^(%S+) (%d+)$')
+if chunk == ARGV[3] then return tonumber(n) end
+local about = {'nbytes', #ARGV[1], 'at', redis.call('TIME')[1]}
+n = string.match(redis.call('XADD', KEYS[1], '1-*', unpack(about)), '%-(%d+)$')
+redis.call('SET', KEYS[1] .. ':' .. n, ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3] .. ' ' .. n)
+return tonumber(n)
+"""
+#: Seconds without an answer.
+_DEADLINE_S = 30.0
+
+
+def is_redis(address: str) -> bool:
+    return address.startswith(("redis://", "rediss://"))
+
+
+class RedisStream:
+    """See `Medium`. Pickles without its connection."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: redis://[user:password@]host[:port]/key, rediss:// with TLS.
+
+        Raises:
+            ConfigError: it names no key, or the package redis is missing.
+        """
+        parts = urlsplit(address)
+        self._key = parts.path.strip("/")
+        self.path = f"{parts.scheme}://{parts.netloc}/{self._key}"
+        if not self._key or not parts.netloc or "/" in self._key:
+            raise ConfigError(f"{address} is not redis://host:port/key")
+        self._client: Any = None
+        self._me, self._appended = f"writer.{uuid.uuid4().hex}", 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_client": None, "_me": f"writer.{uuid.uuid4().hex}"}
+
+    def address(self, number: int) -> str:
+        return f"{self.path}/{number:09}"
+
+    # --- chunks ---------------------------------------------------------------------------------
+
+    def append(self, data: memoryview, number: int) -> int:  # noqa: ARG002  the server counts
+        self._appended += 1
+        keys = self._key, f"{self._key}:notes"
+        return int(self._do("eval", _APPEND, 2, *keys, bytes(data), self._me, self._appended))
+
+    def stat(self, number: int) -> tuple[int, float] | None:
+        for _, about in self._do("xrange", self._key, f"1-{number}", f"1-{number}"):
+            return int(about[b"nbytes"]), float(about[b"at"])
+        return None
+
+    def numbers(self) -> list[int]:
+        return [int(entry.partition(b"-")[2]) for entry, _ in self._do("xrange", self._key)]
+
+    def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
+        with self._failing():
+            asked = self._server().pipeline(transaction=False)
+            for number, offset, out in pieces:
+                asked.getrange(f"{self._key}:{number}", offset, offset + len(out) - 1)
+            parts = asked.execute()
+        for (number, _, out), part in zip(pieces, parts, strict=True):
+            if len(part) != len(out):
+                return number
+            out[:] = part
+        return None
+
+    def delete(self, number: int) -> None:
+        self._do("xdel", self._key, f"1-{number}")
+        self._do("unlink", f"{self._key}:{number}")
+
+    # --- notes ----------------------------------------------------------------------------------
+
+    def note(self, name: str) -> bytes | None:
+        found: bytes | None = self._do("hget", f"{self._key}:notes", name)
+        return found
+
+    def notes(self, folder: str) -> dict[str, bytes]:
+        found = {k.decode(): v for k, v in self._do("hgetall", f"{self._key}:notes").items()}
+        start = f"{folder}/"
+        return {k.removeprefix(start): v for k, v in found.items() if k.startswith(start)}
+
+    def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
+        wrote = self._do("hsetnx" if new else "hset", f"{self._key}:notes", name, data)
+        return bool(wrote) or not new
+
+    # --- the server -----------------------------------------------------------------------------
+
+    def _do(self, command: str, *args: Any) -> Any:
+        with self._failing():
+            return getattr(self._server(), command)(*args)
+
+    def _server(self) -> Any:
+        if self._client is None:
+            import redis
+
+            server = self.path.rpartition("/")[0]
+            self._client = redis.Redis.from_url(server, socket_timeout=_DEADLINE_S)
+        return self._client
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raise SourceError for an error of the client or the server."""
+        try:
+            import redis
+        except ImportError as e:
+            text = (
+                f"{self.path.partition(':')[0]}:// needs {e.name}: pip install 'creel-data[redis]'"
+            )
+            raise ConfigError(text) from e
+        try:
+            yield
+        except redis.RedisError as e:
+            raise SourceError(0, str(e), shown(self.path)) from e
+
+
+def shown(address: str) -> str:
+    """Return an address without a password.
+
+    >>> shown("redis://me:secret@host:6379/sim")
+    'redis://host:6379/sim'
+    """
+    scheme, found, rest = address.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if found else address

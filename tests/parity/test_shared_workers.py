@@ -1,0 +1,230 @@
+"""`workers="shared"`: the same batches whoever makes them, and whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_seeding import Grouped, Noisy, epochs, jittered, noisy_collate
+from test_with_daemon import embedded
+from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
+
+import creel
+from creel.cache.memory.memfd import memfd
+from creel.errors import ConfigError
+from creel.loader.cluster.ranks import rank_and_world
+from creel.policies.concurrency import workers_auto
+from creel.system.limits import cores
+from kit import seeds, until
+
+pytestmark = [pytest.mark.timeout(180)]
+
+shared = pytest.fixture(scope="module")(embedded)
+
+
+def loader(dataset: Any = None, **given: Any) -> Any:
+    given = {"batch_size": 4, "shuffle": True, "workers": "shared", "num_workers": 2, **given}
+    return creel.DataLoader(Noisy() if dataset is None else dataset, **given)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"batch_size": None},
+        {"collate_fn": noisy_collate},
+        {"dataset": Grouped()},
+        {"shuffle": False, "sampler": WeightedRandomSampler([1, 2, 3, 4] * 5, 60)},
+        {"dataset": Noisy(6000), "batch_size": 2500, "prefetch_factor": 1},  # a long message
+    ],
+    ids=lambda given: ",".join(given) or "plain",
+)
+def test_batches_are_those_of_own_workers_with_seeds_per_sample(
+    given: dict[str, Any], persistent: bool
+) -> None:
+    more = {**given, "persistent_workers": persistent}
+    wanted = epochs(loader, workers="own", seeding="sample", **more)
+    for workers in (1, 2, 4):
+        assert epochs(loader, num_workers=workers, **more) == wanted, workers
+
+
+def test_batches_are_the_same_with_creel_off_and_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = epochs(loader, 1)
+    torch.manual_seed(5)
+    first = loader(num_workers=4)
+    it = iter(first)
+    head = [next(it) for _ in range(2)]
+    resumed = loader(num_workers=1)
+    resumed.load_state_dict(first.state_dict())
+    del it
+    numbers = [batch[0].tolist() for batch in head + list(resumed)]
+    assert numbers == [batch[0] for batch in wanted[0]]
+    monkeypatch.setenv("CREEL_DISABLE", "1")
+    assert epochs(loader, 1) == wanted
+
+
+def test_batches_out_of_order_are_the_same_ones() -> None:
+    in_order = epochs(loader, 1)[0]
+    assert sorted(epochs(loader, 1, in_order=False, num_workers=3)[0]) == sorted(in_order)
+
+
+class Meeting(Dataset[Any]):
+    """The first sample waits until all others have been read, and the last ones do not."""
+
+    def __init__(self, n: int) -> None:
+        self.read = torch.zeros(n, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 0:
+            until(lambda: int(self.read.sum()) == len(self) - 1, 60, "the others were read")
+        self.read[i] = 1
+        return i
+
+
+def test_an_idle_worker_makes_what_a_busy_one_would_have_made() -> None:
+    """With workers of their own, batches 0 and 2 would wait for each other."""
+    batches = list(loader(Meeting(4), batch_size=1, shuffle=False))
+    assert [int(batch) for batch in batches] == [0, 1, 2, 3]
+
+
+def test_rows_of_the_daemon_are_the_same(shared: dict[str, Any], tmp_path: Path) -> None:
+    np.arange(40 * 6, dtype=np.float32).tofile(tmp_path / "rows")
+    rows = creel.RecordDataset(tmp_path / "rows", torch.float32, (6,), transform=jittered)
+    how: dict[str, Any] = {"dataset": rows, "creel": shared, "persistent_workers": True}
+    wanted = epochs(loader, workers="own", seeding="sample", **how)
+    assert epochs(loader, **how) == wanted == epochs(loader, num_workers=3, **how)
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+class Slow(Noisy):
+    def __getitem__(self, i: int) -> Any:
+        time.sleep(0.002)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_killed_workers_cost_no_batch(seed: int) -> None:
+    r = random.Random(seed)
+    given: dict[str, Any] = {"dataset": Slow(60), "num_workers": 4, "persistent_workers": True}
+    made, found = loader(**given), []
+    torch.manual_seed(5)
+    wanted = epochs(loader, **given)
+    torch.manual_seed(5)
+    for epoch in range(2):  # two workers die, and two go on
+        at, batches = r.randrange(15), []
+        it: Any = iter(made)
+        for number in range(15):
+            if number == at:
+                time.sleep(r.random() * 0.02)  # at any moment of a worker
+                it._workers[epoch].kill()
+            batch = next(it)
+            batches.append([one.tolist() for one in batch])
+        assert next(it, None) is None
+        found.append(batches)
+    assert found == wanted[:2]
+
+
+class Deadly(Noisy):
+    """Sample 13 ends its process, as a crash in C does."""
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 13:
+            os._exit(7)
+        return i
+
+
+def test_the_third_death_at_a_batch_is_torchs_error() -> None:
+    it: Any = iter(loader(Deadly(), num_workers=4, shuffle=False))
+    found: list[Any] = []
+    with pytest.raises(RuntimeError, match=r"pid\(s\) \d+, \d+, \d+\) exited unexpectedly") as e:
+        found.extend(batch.tolist() for batch in it)
+    assert "exit code 7" in str(e.value.__cause__)
+    found += [batch.tolist() for batch in it]  # those that had arrived, as under torch
+    assert found == sorted(found)
+    assert not any(13 in batch for batch in found)
+
+
+def test_without_any_worker_left_it_is_torchs_error() -> None:
+    made = loader(Slow(), num_workers=2)
+    it: Any = iter(made)
+    next(it)
+    for process in it._workers:
+        process.kill()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(it)
+
+
+class Once(Noisy):
+    """Sample 6 ends the first process that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fd = memfd("test-once")
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 6 and not os.pread(self.fd, 1, 0):
+            os.pwrite(self.fd, b"x", 0)
+            os._exit(1)
+        return super().__getitem__(i)
+
+
+def test_a_batch_at_which_one_worker_died_is_made_again() -> None:
+    dataset = Once()
+    try:
+        found = epochs(loader, 1, dataset=dataset)
+    finally:
+        os.close(dataset.fd)
+    assert found == epochs(loader, 1)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dataset": Endless(), "shuffle": None}, 'workers="shared" needs a map-style dataset'),
+        ({"workers": "pooled"}, 'workers=\'pooled\': give "own" or "shared"'),
+        ({"workers": "own", "num_workers": "auto"}, 'needs workers="shared"'),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        loader(**given)
+
+
+def test_auto_is_twice_a_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_and_world()[1] == 1
+    assert loader(num_workers="auto").num_workers == workers_auto(cores(), 1)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert loader(num_workers="auto").num_workers == workers_auto(cores(), 8)
+
+
+@pytest.mark.parametrize("ranks", range(1, 20))
+def test_all_ranks_together_have_workers_for_all_cores(ranks: int) -> None:
+    for tenths in range(1, 400):
+        own = workers_auto(tenths / 10, ranks)
+        assert own >= 1
+        assert own * ranks >= min(tenths / 10 * ranks, tenths / 10 * 2)
+        assert own <= max(tenths / 10 + 1, 1)

@@ -1,0 +1,243 @@
+"""A service's memory outlives the daemon: a restart reads nothing again, and no byte is wrong."""
+
+from __future__ import annotations
+
+import array
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from creel.cache.storage.manifest import Manifest
+from creel.errors import NoDaemonError
+from creel.loader.client.client import Client
+from daemons import content, folder, opened, plan, read_steps
+from kit import until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+IDS = np.arange(200, dtype=np.int32)
+N = len(IDS)
+
+
+class Manager:
+    """As much of a service manager as keeps descriptors between two daemons of one name."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.store: dict[str, int] = {}
+        self._path = str(path / "notify")
+        self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._ear.bind(self._path)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, memory: str = "32MiB") -> Client:
+        """Start a daemon with what is stored; return a client once it serves."""
+        given = list(self.store.items())
+        into = " ".join(f"{3 + i}<&{fd}" for i, (_, fd) in enumerate(given))
+        env = os.environ | {
+            "NOTIFY_SOCKET": self._path,
+            "LISTEN_FDS": str(len(given)),
+            "LISTEN_FDNAMES": ":".join(name for name, _ in given),
+        }
+        line = ["-m", "creel.daemon", "--name", self.name, "--memory", memory]
+        self.process = subprocess.Popen(
+            ["bash", "-c", f'LISTEN_PID=$$ exec "$0" "$@" {into}', sys.executable, *line],
+            env=env,
+            pass_fds=[fd for _, fd in given],
+            stderr=self._log,
+        )
+        until(self._serves, 60, what="the daemon serves")
+        self._hear()
+        return Client.connect(self.name)
+
+    def _serves(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log()
+        try:
+            Client.connect(self.name, "cli").close()
+        except NoDaemonError:
+            return False
+        return True
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End the daemon, and store what it leaves."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        self.process.wait(30)
+        self._hear()
+
+    def _hear(self) -> None:
+        self._ear.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                text, along, _, _ = self._ear.recvmsg(4096, socket.CMSG_SPACE(4))
+                lines = dict(x.split("=", 1) for x in text.decode().splitlines())
+                if "FDSTOREREMOVE" in lines and lines["FDNAME"] in self.store:
+                    os.close(self.store.pop(lines["FDNAME"]))
+                for _, _, data in along:
+                    self.store[lines["FDNAME"]] = array.array("i", data)[0]
+
+    def log(self) -> str:
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode()
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for fd in self.store.values():
+            os.close(fd)
+        self._ear.close()
+        self._log.close()
+
+
+@pytest.fixture
+def manager(daemon_name: str, tmp_path: Path) -> Iterator[Manager]:
+    manager = Manager(daemon_name, tmp_path)
+    yield manager
+    manager.close()
+
+
+def data(path: Path, kind: str) -> Manifest:
+    (path / "data").mkdir()
+    path = path / "data"
+    if kind == "records":
+        (path / "all").write_bytes(np.random.default_rng(0).bytes(N * 3000))
+        numbers = [np.array([n]) for n in (0, 3000, N)]
+        return Manifest.of_runs(["all"], *numbers, root=str(path))
+    sizes = np.random.default_rng(1).integers(1, 20_000, N).tolist()
+    return folder(path, sizes, known=kind == "files")
+
+
+def reads(client: Client) -> int:
+    return sum(int(one["reads"]) for one in client.ask("stats")["sources"])
+
+
+def expected(manifest: Manifest, i: int) -> bytes:
+    uri, offset, nbytes = manifest.location(i)
+    return Path(uri).read_bytes()[offset : offset + nbytes if nbytes >= 0 else None]
+
+
+@pytest.mark.parametrize("kind", ["records", "files", "unknown"])
+def test_a_restart_reads_nothing_again(manager: Manager, tmp_path: Path, kind: str) -> None:
+    manifest = data(tmp_path, kind)
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        for step in range(N // 10):
+            assert session.wait(step, 20)
+            session.done(step + 1)
+        assert reads(client) > 0
+        manager.stop()
+    assert sorted(manager.store) == ["creel-arena", "creel-index"]
+    with manager.start() as client:
+        until(lambda: len(client.ask("datasets")["datasets"]) == 1, what="registered")
+        (row,) = client.ask("datasets")["datasets"]
+        assert row["resident_objects"] == N
+        assert manager.store == {}, "nothing is left with the manager"
+        session = opened(client, manifest.key, recheck="epoch")
+        session.begin(0)
+        plan(session, IDS[::-1].copy(), 10)
+        for step in range(N // 10):
+            assert session.wait(step, 20)
+            for i in IDS[::-1][step * 10 : step * 10 + 10].tolist():
+                assert content(session, i) == expected(manifest, i)
+            session.done(step + 1)
+        assert reads(client) == 0
+        manager.stop()
+    assert "bug" not in manager.log()
+
+
+def test_a_file_that_changes_between_two_daemons_is_read_anew(
+    manager: Manager, tmp_path: Path
+) -> None:
+    manifest = data(tmp_path, "files")
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        assert session.wait(N // 10 - 1, 30)
+        manager.stop()
+    Path(manifest.uri(7)).write_bytes(b"y" * len(expected(manifest, 7)))
+    with manager.start() as client:
+        session = opened(client, manifest, recheck="epoch")
+        session.begin(0)
+        plan(session, IDS, 10)
+        assert read_steps(session, manifest, IDS, 10) >= N - 1
+        assert 0 < reads(client) < 10
+
+
+def test_a_killed_daemon_leaves_nothing_and_uses_nothing_twice(
+    manager: Manager, tmp_path: Path
+) -> None:
+    manifest = data(tmp_path, "files")
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        assert session.wait(N // 10 - 1, 30)
+        manager.stop()
+    twice = {name: os.dup(fd) for name, fd in manager.store.items()}
+    with manager.start() as client:
+        opened(client, manifest)
+        manager.stop(signal.SIGKILL)
+    assert manager.store == {}
+    manager.store |= twice  # as if the manager had not heard that they are taken
+    with manager.start() as client:
+        session = opened(client, manifest)
+        assert client.ask("datasets")["datasets"][0]["resident_objects"] == 0
+        plan(session, IDS, 10)
+        assert read_steps(session, manifest, IDS, 10) == N
+
+
+def test_another_budget_begins_with_an_empty_arena(manager: Manager, tmp_path: Path) -> None:
+    manifest = data(tmp_path, "files")
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        assert session.wait(N // 10 - 1, 30)
+        manager.stop()
+    with manager.start("16MiB") as client:
+        opened(client, manifest)
+        assert client.ask("datasets")["datasets"][0]["resident_objects"] == 0
+        assert client.ask("status")["memory"]["budget_nbytes"] == 16 << 20
+
+
+def test_a_reader_of_the_last_daemon_takes_no_byte_of_the_next_ones(
+    manager: Manager, tmp_path: Path
+) -> None:
+    """It has mapped the same memory; its steps are not ready any more before that is written to."""
+    manifest = data(tmp_path, "files")
+    client = manager.start()
+    session = opened(client, manifest)
+    plan(session, IDS, 10)
+    assert session.wait(3, 30)
+    stamp = session.hold(3)
+    assert session.held(3, stamp)
+    manager.stop()
+    assert session.hold(3) == -1
+    assert not session.held(3, stamp), "what was being copied is discarded"
+    client.close()
+
+
+def test_memory_that_a_hung_read_could_write_to_is_not_kept(
+    manager: Manager, tmp_path: Path
+) -> None:
+    manifest = data(tmp_path, "unknown")
+    pipe = Path(manifest.uri(7))
+    pipe.unlink()
+    os.mkfifo(pipe)  # nobody writes: it is opened for ever
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        assert not session.wait(0, 1)
+        manager.stop()
+    assert manager.store == {}
+    assert "a read that hangs" in manager.log()

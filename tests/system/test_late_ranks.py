@@ -1,0 +1,86 @@
+"""A rank that hangs says so in its own log, before the other ranks' collective gives up."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+import creel
+from creel.loader.workers.stages import StallWarning
+from kit import until
+from testbed.ranks import ranks
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+HUNG_S, COLLECTIVE_S = 0.5, 8.0
+
+
+class Gated(Dataset[int]):
+    """Samples 8 to 11 of rank 1 wait until a file is there, and so do its samples 20 to 23."""
+
+    def __init__(self, rank: int, gates: Path) -> None:
+        self.gates = {8: gates / "first", 20: gates / "second"} if rank else {}
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        gate = self.gates.get(index)
+        if gate is not None:
+            until(gate.exists, 120, what="the gate opens")
+        return index
+
+
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_the_late_rank_names_itself_and_its_worker_before_the_collective_gives_up(
+    tmp_path: Path,
+) -> None:
+    """Also at its second hang: a rank that was slow once is not silent for the rest of the job."""
+
+    def act(rank: int) -> Any:
+        group = dist.new_group(timeout=datetime.timedelta(seconds=COLLECTIVE_S))
+        told: list[tuple[float, str]] = []
+
+        def shown(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+            if issubclass(category, StallWarning):
+                told.append((time.monotonic(), str(message)))
+                if len(told) == 1:
+                    (tmp_path / "first").touch()
+
+        warnings.simplefilter("default", StallWarning)  # as in a program: a warning is no error
+        warnings.showwarning = shown
+        loader = creel.DataLoader(
+            *(Gated(rank, tmp_path), 4), num_workers=1, creel={"loader.hung_s": HUNG_S}
+        )
+        gave_up = None
+        for batch in loader:
+            if gave_up is None:
+                try:
+                    dist.all_reduce(torch.as_tensor(len(batch)), group=group)
+                except RuntimeError:
+                    gave_up = time.monotonic()
+                    (tmp_path / "second").touch()
+        return gave_up, told, os.getpid()
+
+    (gave_up, of_0, _), (_, of_1, pid) = ranks(act, tmp_path)
+    assert of_0 == [], "rank 0 had all its batches"
+    assert gave_up is not None
+    (_, first), (at, second) = of_1
+    assert at < gave_up - COLLECTIVE_S / 4
+    for said, batch in ((first, 2), (second, 5)):
+        assert re.match(
+            rf"\[rank 1\] no batch for \d s: batch {batch} is with worker 0 \(pid ", said
+        )
+        assert "reading" in said
+        assert str(pid) not in said, "the worker is named, not the trainer"

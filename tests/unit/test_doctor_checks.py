@@ -1,0 +1,199 @@
+"""`creel doctor`'s checks of running jobs, of a dataset's storage, and of other nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_rig import SESSION
+
+from creel.cli import doctor
+from creel.cli.checks import dataset, nodes, running
+from creel.cli.checks.finding import Finding
+from testbed.s3_server import S3
+
+FILES = [{"dataset": "d", "objects": 1000, "nbytes": 100_000_000}]
+
+
+def _warns(found: Finding, remedy: str) -> bool:
+    return found.level == "warn" and remedy in found.remedy
+
+
+def test_more_workers_than_processors() -> None:
+    assert running.workers(4, 4.0).level == "ok"
+    assert _warns(running.workers(9, 4.0), "lower num_workers to 4")
+
+
+@pytest.mark.parametrize(
+    "env, ranks, remedy",
+    [
+        ({}, 4, "OMP_NUM_THREADS=2"),
+        ({"OMP_NUM_THREADS": "8"}, 4, "OMP_NUM_THREADS=2"),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, 0, "OMP_NUM_THREADS=4"),
+        ({"OMP_NUM_THREADS": "1"}, 16, ""),
+        ({"OMP_NUM_THREADS": "2"}, 4, ""),
+        ({}, 1, ""),
+    ],
+)
+def test_threads_of_ranks_that_share_processors(
+    env: dict[str, str], ranks: int, remedy: str
+) -> None:
+    found = running.threads(env, 8.0, ranks)
+    assert (found.level != "ok", remedy in found.remedy) == (bool(remedy), True)
+
+
+def test_a_budget_below_two_batches() -> None:
+    need = 2 * 256 * 100_000  # the session's batches have 256 samples
+    assert running.batches([SESSION], FILES, need).level == "ok"
+    assert _warns(running.batches([SESSION], FILES, need - 1), "raise it")
+
+
+def _waiting(**more: Any) -> dict[str, Any]:
+    stalls = SESSION["stall_s"] | {"source": 60.0, "decode": 0.0}
+    return SESSION | {"stall_s": stalls, "lead_s": 1.0, "dataset": "counts only"} | more
+
+
+def test_a_dataset_that_opens_its_own_files_and_waits_for_them() -> None:
+    assert _warns(running.opened([_waiting()], {"d"}), "creel.wrap(dataset)")
+    assert running.opened([_waiting(dataset="d")], {"d"}).level == "ok"
+    assert running.opened([_waiting(lead_s=1e4)], {"d"}).level == "ok", "it hardly waits"
+
+
+def test_all_that_a_daemon_tells_is_looked_at() -> None:
+    stats = {"sessions": [_waiting(workers=99)], "memory": {"budget_nbytes": 1}}
+    found = {one.name: one.level for one in running.looks(stats, FILES, {}, 2.0)}
+    assert found == {"workers": "warn", "OMP threads": "ok", "batches": "ok", "own files": "warn"}
+
+
+JOB = "0::/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0\n"
+
+
+@pytest.mark.parametrize(
+    "ours, its, said",
+    [
+        (JOB.format(7), JOB.format(7), ""),
+        (JOB.format(7), JOB.format(8), "Slurm's job 8"),
+        (JOB.format(7), "0::/system.slice/slurmd.service\n", "but to slurmd"),
+        ("0::/user.slice\n", "0::/user.slice/creeld.service\n", ""),
+    ],
+)
+def test_a_daemon_in_the_wrong_cgroup(ours: str, its: str, said: str) -> None:
+    found = running.cgroup(ours, its)
+    assert (found.level, said in found.found) == ("warn" if said else "ok", True)
+
+
+def test_a_full_dev_shm() -> None:
+    assert doctor.shm(8 << 30, 8 << 30).level == "ok"
+    assert _warns(doctor.shm(8 << 30, 1 << 20), "remove what ended jobs have left")
+    assert _warns(doctor.shm(64 << 20, 64 << 20), "--shm-size")
+
+
+def test_storage_that_is_slow_at_metadata_or_has_another_time(tmp_path: Path) -> None:
+    assert dataset.metadata(0.1, 1e5).level == "ok"
+    assert _warns(dataset.metadata(9.0, 1e5), "pack the files into shards")
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    ahead = time.time() + 3600
+    os.utime(tmp_path / "a", (ahead, ahead))
+    found = {one.name: one for one in dataset.looks(str(tmp_path), "", time.time())}
+    assert found["metadata"].level == "ok"
+    assert _warns(found["clock"], "NTP")
+    assert "3.6e+03 s in the future" in found["clock"].found
+
+
+def test_a_folder_without_files_does_not_work(tmp_path: Path) -> None:
+    (found,) = dataset.looks(str(tmp_path / "gone"), "", 0.0)
+    assert (found.level, found.remedy) == ("bad", "name another path")
+
+
+def test_a_disk_tier_slower_than_what_it_stands_for(tmp_path: Path) -> None:
+    assert dataset.tier(1e9, 3e9).level == "ok"
+    assert _warns(dataset.tier(3e9, 1e8), "name a faster disk")
+    (tmp_path / "a").write_bytes(b"x" * 1000)
+    *_, found = dataset.looks(str(tmp_path / "a"), str(tmp_path), time.time())
+    assert "/s, the dataset's storage" in found.found
+    assert [one.name for one in tmp_path.iterdir()] == ["a"], "what it wrote is gone"
+    *_, found = dataset.looks(str(tmp_path / "a"), str(tmp_path / "nowhere"), time.time())
+    assert _warns(found, "check disk.path")
+
+
+@pytest.mark.parametrize(
+    "count, nbytes, remedy",
+    [(1, 1e5, ""), (4, 1e5, "-c 1"), (1, 1e9, "-c 8"), (8, 1e9, ""), (None, 1e5, "install lfs")],
+)
+def test_stripes_on_lustre(count: int | None, nbytes: float, remedy: str) -> None:
+    found = dataset.stripes(count, nbytes)
+    assert (found.level != "ok", remedy in found.remedy) == (bool(remedy), True)
+
+
+def test_stripes_are_those_that_lfs_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Lustre is at hand: a program with lfs's name answers, on what is said to be a mount."""
+    (tmp_path / "a").write_bytes(b"x")
+    lfs = tmp_path / "lfs"
+    lfs.write_text('#!/bin/sh\n[ "$1 $2" = "getstripe --stripe-count" ] && echo 4\n')
+    lfs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(dataset, "_is_lustre", lambda path: path == str(tmp_path / "a"))
+    found = {one.name: one for one in dataset.looks(str(tmp_path / "a"), "", time.time())}
+    assert found["Lustre"].found.startswith("4 stripes")
+
+
+def test_a_bucket_is_listed_or_it_is_said_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket/a").write_bytes(b"x")
+    s3 = S3(tmp_path)
+    try:
+        for name, value in s3.env.items():
+            monkeypatch.setenv(name, value)
+        (found,) = dataset.looks("s3://bucket/", "", 0.0)
+        assert (found.level, found.found) == ("ok", "1 files")
+        s3.keys.clear()
+        (found,) = dataset.looks("s3://bucket/", "", 0.0)
+        assert found.level == "bad"
+        assert "AWS_ACCESS_KEY_ID" in found.remedy
+    finally:
+        s3.close()
+
+
+@pytest.mark.parametrize(
+    "reason, remedy",
+    [
+        ("the bucket is in another region: PermanentRedirect", "region=..."),
+        ("RequestTimeTooSkewed: the difference between the times is too large", "NTP"),
+        ("network connection: curlCode 7", "endpoint"),
+        ("http needs aiohttp: pip install 'creel-data[http]'", "creel-data[all]"),
+    ],
+)
+def test_each_refusal_of_a_store_has_its_remedy(reason: str, remedy: str) -> None:
+    found = dataset.remote(reason, None)
+    assert (found.level, remedy in found.remedy) == ("bad", True)
+
+
+def test_another_node_is_measured_or_it_is_said_why_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        serving = threading.Thread(target=nodes._serve, args=(server, 1))
+        serving.start()
+        answer = nodes.ask("127.0.0.1", port)
+        serving.join(30)
+    assert answer.reason == ""
+    assert answer.Bps > 1e6
+    assert abs(answer.ahead_s) < 1
+    lost = nodes.ask("127.0.0.1", port, wait_s=0.2)
+    assert "not reached at port" in lost.reason
+
+
+def test_what_lies_between_nodes_is_judged() -> None:
+    (way,) = nodes.judge(nodes.NodeAnswer("n1", Bps=5e9))
+    assert way.level == "ok"
+    slow, clock = nodes.judge(nodes.NodeAnswer("n1", Bps=1e7, ahead_s=-30))
+    assert _warns(slow, "the fast network")
+    assert clock.found == "the clock of n1 is 30 s behind"
+    (blocked,) = nodes.judge(nodes.NodeAnswer("n1", "not reached at port 9"))
+    assert (blocked.level, "firewall" in blocked.remedy) == ("bad", True)

@@ -1,0 +1,41 @@
+"""What a terminal is told of long work."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from creel.system import progress
+from creel.system.progress import ProgressLine
+from kit import until
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_work_has_a_line_that_is_gone_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_QUIET_S", 0.01)
+    terminal, done = Terminal(), 3
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with ProgressLine("warming", lambda: done, 12):
+        until(lambda: "warming: 3 of 12 (25 %), 0 s" in terminal.getvalue(), what="a line")
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_short_work_and_work_without_a_terminal_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with ProgressLine("warming"):
+        pass
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    for file, shown in ((Terminal(), False), (io.StringIO(), True)):
+        monkeypatch.setattr(sys, "stderr", file)
+        line = ProgressLine("warming", shown=shown)
+        with line:
+            assert not line._thread.is_alive()
+        assert file.getvalue() == ""

@@ -1,0 +1,226 @@
+"""Residents that outlive their daemon lie where they lay, and nobody else gets their bytes."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from core_shell import VERSION, CoreShell
+from creel.cache.memory.memfd import Descriptor, memfd, sealed_memfd
+from creel.cache.memory.pools.allocator import Allocator, Lengths
+from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.memory.pools.runs import chained
+from creel.cache.storage.version import CHANGING
+from creel.daemon.core import events
+from creel.daemon.core.core import Core
+from creel.daemon.core.events import CheckVersions, FetchObjects
+from creel.daemon.core.restart.kept import KeptObjects, Restored
+from creel.daemon.core.versions import Versions
+from creel.daemon.reporting.notify import handed_over
+from creel.daemon.service import kept_memory
+from creel.errors import IllegalEventError
+from kit import default_window, lengths_of, seeds
+
+I64 = NDArray[np.int64]
+
+CAPACITY = 1 << 20
+
+
+def lengths(rng: np.random.Generator, kind: str) -> I64:
+    n = int(rng.integers(50, 400))
+    if kind == "records":
+        return np.full(n, rng.integers(1, 9000))
+    found = rng.integers(0, 20_000, n)
+    return np.where(rng.random(n) < 0.3, -1, found) if kind == "unknown" else found
+
+
+class Reader(CoreShell):
+    """A shell whose source tells lengths that are not listed: 100 bytes each."""
+
+    def nbytes_read(self, fetch: FetchObjects) -> I64:
+        return np.where(fetch.length < 0, 100, fetch.length)
+
+
+def read_some(shell: CoreShell, name: str, rng: np.random.Generator, session: int) -> None:
+    n = len(shell.offset[name])
+    shell.open(session, name)
+    ids = rng.permutation(n).astype(np.int32)[: int(rng.integers(1, n + 1))]
+    shell.tell(session, 0, ids, np.append(np.arange(4, len(ids), 4), len(ids)))
+    shell.settle()
+    for done in range(1, int(rng.integers(1, shell.steps[session] + 1)) + 1):
+        shell.feed(events.Progressed(session, done, done))
+        shell.settle()
+    if rng.random() < 0.5:
+        shell.feed(events.SessionClosed(session))
+        shell.settle()
+
+
+def again(kept: dict[str, KeptObjects], columns: dict[str, I64]) -> Reader:
+    """Return a new core with what another left, whose tables have gone through bytes."""
+    kept = {
+        name: kept_memory.unpacked(
+            msgspec.msgpack.decode(
+                msgspec.msgpack.encode(kept_memory.packed(name, b"", one)),
+                type=kept_memory.StoredDataset,
+            )
+        )
+        for name, one in kept.items()
+    }
+    after = Reader(CAPACITY)
+    ranges = {name: one.ranges for name, one in kept.items()}
+    after.core = Core(Allocator(CAPACITY, ranges), default_window())
+    for name, length in columns.items():
+        after.add(name, length.copy(), Versions(len(length)))
+        after.feed(Restored(name, kept.get(name)))
+        after.core.check()
+    return after
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_the_next_core_has_all_residents_where_they_lay(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = rng.choice(["records", "files", "unknown"], 2)
+    columns = {name: lengths(rng, kind) for name, kind in zip("ab", kinds, strict=True)}
+    shell = Reader(CAPACITY)
+    for i, (name, length) in enumerate(columns.items()):
+        shell.add(name, length.copy())
+        read_some(shell, name, rng, i)
+    before = {name: at.copy() for name, at in shell.offset.items()}
+    after = again(shell.core.kept(), columns)
+    for name, places in before.items():
+        assert np.array_equal(after.offset[name], places)
+        assert (places != NOWHERE).any()
+    for i, name in enumerate(columns):  # it goes on as any core does, at the limit of its memory
+        read_some(after, name, rng, 10 + i)
+    after.core.check()
+
+
+def test_an_object_in_several_runs_is_kept() -> None:
+    shell = Reader(4096)
+    length = np.array([1000, 1000, 1000, 2000])
+    shell.add("a", length.copy())
+    shell.open(0, "a")
+    shell.tell(0, 0, np.array([0, 1, 2, 3], np.int32), np.array([1, 2, 3, 4]))
+    shell.settle()
+    kept = shell.core.kept()["a"]
+    if not kept.runs:  # lay it out by hand: one object in two ranges, around another one
+        pieces = np.array([[0, 1024], [2048, 1088]])
+        place = np.array([1024, chained(0)])
+        order = np.array([1, 3], np.int32)
+        ranges = np.array([0, 1024, 2048]), np.array([1024, 1024, 1088])
+        size, version = np.array([1000, 2000]), np.full(2, VERSION)
+        kept = KeptObjects(order, place, size, version, ranges, {chained(0): pieces})
+    after = Reader(4096)
+    after.core = Core(Allocator(4096, {"a": kept.ranges}), default_window())
+    after.add("a", length.copy())
+    after.feed(Restored("a", kept))
+    after.core.check()
+    assert after.offset["a"][kept.ids].tolist() == kept.place.tolist()
+    after.feed(events.Dropped("a"))
+    assert after.core.snapshot()["memory"]["node"]["free_nbytes"] == 4096
+
+
+def test_a_session_that_checks_finds_files_that_changed_meanwhile() -> None:
+    shell = Reader(CAPACITY)
+    length = np.full(8, 100)
+    shell.add("a", length.copy())
+    shell.open(0, "a")
+    shell.tell(0, 0, np.arange(8, dtype=np.int32), np.array([4, 8]))
+    shell.settle()
+    after = again(shell.core.kept(), {"a": length})
+    after.open(1, "a", recheck="epoch")
+    after.feed(events.EpochBegan(1, 0))
+    after.tell(1, 0, np.arange(8, dtype=np.int32), np.array([4, 8]))
+    assert after.ready[1].ready == 0, "nothing is ready before the files were looked at"
+    asked = [one for one in after.waiting if isinstance(one, CheckVersions)]
+    assert sorted(file for one in asked for file in one.files.tolist()) == list(range(8))
+    assert not [one for one in after.waiting if isinstance(one, FetchObjects)]
+    after.settle()
+    assert after.ready[1].ready == 2
+
+
+def test_an_object_that_was_changing_is_not_kept() -> None:
+    kept = KeptObjects(
+        *(np.array([2], np.int32), np.array([0]), np.array([10]), np.array([CHANGING])),
+        *((np.array([0]), np.array([64])), {}),
+    )
+    after = Reader(CAPACITY)
+    after.core = Core(Allocator(CAPACITY, {"a": kept.ranges}), default_window())
+    after.add("a", np.array([10, 20, 10, 30]))
+    after.feed(Restored("a", kept))
+    after.core.check()
+    assert (after.offset["a"] == NOWHERE).all()
+
+
+def test_what_nobody_takes_up_is_free_again() -> None:
+    ranges = np.array([64, 4096]), np.array([64, 128])
+    space = Allocator(CAPACITY, {"gone": ranges})
+    assert space.free_bytes == CAPACITY - 192
+    space.check()
+    pool = space.pool(Lengths.of(np.array([100]), np.array([9])))
+    assert not set(pool.alloc(np.full(9, 100)).tolist()) & {64, 4096}
+    space.abandon("gone")
+    space.abandon("gone")
+    space.check()
+    assert space.free_bytes == CAPACITY - pool.used
+
+
+@pytest.mark.parametrize("start, size", [([0, 32], [64, 64]), ([0], [CAPACITY + 1]), ([5], [0])])
+def test_ranges_that_cannot_be_are_refused(start: list[int], size: list[int]) -> None:
+    with pytest.raises(IllegalEventError):
+        Allocator(CAPACITY, {"a": (np.array(start), np.array(size))})
+
+
+def test_objects_outside_of_their_ranges_are_refused() -> None:
+    for length in (np.full(4, 10), np.array([10, 20, 10, 30])):
+        one = (np.array([1], np.int32), np.array([640]), np.array([length[1]]), np.array([5]))
+        kept = KeptObjects(*one, (np.array([0]), np.array([40])), {})
+        after = Reader(CAPACITY)
+        after.core = Core(Allocator(CAPACITY, {"a": kept.ranges}), default_window())
+        after.add("a", length)
+        with pytest.raises(IllegalEventError):
+            after.feed(Restored("a", kept))
+    assert lengths_of(np.full(4, 10)).only == 10
+
+
+# --- descriptors from the service manager -----------------------------------------------------
+
+
+@pytest.fixture
+def left() -> dict[str, Descriptor]:
+    arena = Descriptor(sealed_memfd(kept_memory.ARENA, 4096))
+    return {kept_memory.ARENA: arena, kept_memory.INDEX: kept_memory.write_index("4KiB", 4096, [])}
+
+
+def test_what_was_left_is_taken_once(left: dict[str, Descriptor]) -> None:
+    taken = kept_memory.take(left, "4KiB")
+    assert taken is not None
+    assert taken[0].arena_nbytes == 4096
+    assert kept_memory.take(left, "4KiB") is None, "the arena may have been written to since"
+
+
+def test_nothing_is_taken_under_other_settings(left: dict[str, Descriptor]) -> None:
+    assert kept_memory.take(left, "8KiB") is None
+    assert kept_memory.take(left, "4KiB") is None
+
+
+def test_an_arena_that_could_shrink_or_an_index_of_noise_is_not_taken(
+    left: dict[str, Descriptor],
+) -> None:
+    plain = Descriptor(memfd("plain"))
+    os.ftruncate(plain.fd, 4096)
+    assert kept_memory.take(left | {kept_memory.ARENA: plain}, "4KiB") is None
+    noise = Descriptor(memfd("noise"))
+    os.write(noise.fd, b"\x93noise")
+    assert kept_memory.take(left | {kept_memory.INDEX: noise}, "4KiB") is None
+    assert kept_memory.take({}, "4KiB") is None
+
+
+def test_descriptors_are_for_the_process_that_is_named() -> None:
+    env = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "a", "HOME": "/"}
+    assert handed_over(env) == {}
+    assert env == {"HOME": "/"}
