@@ -24,7 +24,7 @@ from creel.config import Config
 from creel.errors import ConfigError, UnavailableError
 from creel.loader.binding.bind import nothing
 from creel.loader.client.connections import open_session, running_client
-from creel.loader.client.session import Session
+from creel.loader.client.session import SAMPLES, Session
 from creel.loader.cluster.join import join_cluster
 from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.plan.publish import DIRECT, Claim, PlanPublisher, PublishedEpoch
@@ -160,7 +160,7 @@ class BatchStream:
         if step:
             self.session.done(step)
         self._publisher.pump()
-        if self._dealt < self._now.epoch and self.session.client.cluster:
+        if self._dealt < self._now.epoch and self.session.client.cluster and not self._untold:
             self._deal(self._now)  # published before the nodes had joined
 
     def _deal(self, epoch: PublishedEpoch) -> None:
@@ -170,9 +170,8 @@ class BatchStream:
         read from the source. If the nodes cannot all know the order, they ask each other without a
         plan (`follow`).
         """
-        if self._order is not None and self._order.rehearses and not self._told:
-            self._told = True
-            self._tell_samples()
+        if self._untold and not self._tell_samples(first=not epoch.pieces):
+            return
         plan = epoch.plan
         if not self.session.client.cluster or epoch.epoch <= self._dealt:
             return
@@ -189,15 +188,28 @@ class BatchStream:
         except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
             _log.debug("the daemon was not told how an epoch is dealt to the ranks", exc_info=True)
 
-    def _tell_samples(self) -> None:
-        """Tell the daemon what a job that rehearses may read, so that all else leaves first."""
+    @property
+    def _untold(self) -> bool:
+        """Whether the daemon does not know yet what a job that rehearses may read."""
+        return self._order is not None and self._order.rehearses and not self._told
+
+    def _tell_samples(self, *, first: bool) -> bool:
+        """Tell the daemon what a job that rehearses may read, so that all else leaves first.
+
+        Returns False before the first piece of a plan if there are many samples: the planner thread
+        calls this again with the second piece (14 million take 2 s).
+        """
         try:
-            among = self.binding.of_samples(numbers_of(self.binding.dataset))
-        except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
+            samples = numbers_of(self.binding.dataset)
+            if first and samples > SAMPLES:
+                return False
+            self._told = True
+            among = self.binding.of_samples(samples)
+            if among is not None:
+                self.session.tell_samples(among, rehearsed=True)
+        except Exception:  # noqa: BLE001  the user's code may run here; a read reports its errors
             _log.debug("the objects of all samples cannot be determined", exc_info=True)
-            return
-        if among is not None:
-            self.session.tell_samples(among, rehearsed=True)
+        return True
 
     @property
     def joining(self) -> bool:
