@@ -30,7 +30,7 @@ from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
 from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
-from creel.loader.streams.stream import Stream, stream_batches
+from creel.loader.streams.stream import Stream, rehearsed_stream, stream_batches
 from creel.loader.torch_private import MISSING
 from creel.policies.concurrency import workers_auto
 from creel.system.limits import cores
@@ -88,7 +88,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         rehearsal: a memory of earlier data, as it is when the loader is made: behind the new
             samples of each batch come `rehearsal.per_batch` of its rows (docs/continual.md).
             `len(loader)` counts batches of new data. Not with `remap`, an iterable dataset or
-            `batch_size=None`.
+            `batch_size=None`. For a Stream: one with `every` and `budget`, and without rows.
 
         seeding: "sample": before each sample, the generators of `random`, NumPy and torch are
             seeded from this epoch's base seed and the sample's number, so that random augmentation
@@ -145,14 +145,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         num_workers = _check_workers(self, num_workers)
         _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
         if isinstance(dataset, Stream):
-            if rehearsal is not None:
-                raise ConfigError("rehearsal= takes no Stream: add finished parts as datasets")
             if sampler is None and batch_sampler is None:
                 batch_sampler = stream_batches(
                     dataset, batch_size, shuffle=shuffle, shared=replicate
                 )
                 batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
-        if rehearsal is not None:
+            if rehearsal is not None:
+                batch_sampler = rehearsed_stream(batch_sampler, rehearsal.content())
+        elif rehearsal is not None:
             dataset = rehearsal.behind(dataset)
         elif type(dataset) is Rehearsed and type(batch_sampler) is not RehearsedBatches:
             text = "nothing replays them: give rehearsal=, or the batch sampler of memory.over()"
@@ -180,7 +180,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             **kwargs,
         )
-        if rehearsal is not None:
+        if rehearsal is not None and not isinstance(dataset, Stream):
             self._rehearse(rehearsal)
         _check_seeding(self)
         if not _may_take(self):

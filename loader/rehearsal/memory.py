@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,11 +148,13 @@ class Rehearsal:
         sampler: Sampler[Any] | Iterable[Any],
         batch_size: int | None,
         drop_last: bool = False,
-    ) -> tuple[Dataset[Any], BatchSampler]:
+    ) -> tuple[Dataset[Any], Sampler[list[Any]]]:
         """Return a dataset and a batch sampler for any loader, `torch.utils.data.DataLoader` too.
 
             data, batches = memory.over(task, RandomSampler(task), 32)
             loader = torch.utils.data.DataLoader(data, batch_sampler=batches)
+
+        Those of a `creel.Stream` are `memory.over(stream, stream.batches(32), None)`.
 
         Its batches are those of `creel.DataLoader(task, 32, sampler=..., rehearsal=memory)`.
 
@@ -165,6 +167,9 @@ class Rehearsal:
         Raises:
             ConfigError: the dataset has no length.
         """
+        of_stream: Callable[[Content], Sampler[Any]] | None = getattr(sampler, "rehearsing", None)
+        if of_stream is not None:
+            return dataset, of_stream(self.content())
         batches = sampler if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
         data = self.behind(dataset)
         return data, RehearsedBatches(batches, self.content(), length_of(data))

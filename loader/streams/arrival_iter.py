@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 from creel.errors import ConfigError, SourceError, UnavailableError
 from creel.loader.backoff import pauses
 from creel.loader.order.custom.orders import PacedIterator
-from creel.streams import cursors
+from creel.loader.streams.replays import SavedMemory, StreamReplays
+from creel.streams import cursors, memories
 from creel.streams.arrivals import Arrived
 from creel.streams.cursors import Cursor
+from creel.streams.log import ABSENT
+from creel.streams.memories import Needed
 
 if TYPE_CHECKING:
     from creel.loader.streams.batches import StreamBatches
@@ -45,9 +48,10 @@ class Place(NamedTuple):
     used: int
 
 
-class SavedPlace(TypedDict):
+class SavedPlace(TypedDict, total=False):
     """`StreamBatches.state_dict()`: where the next epoch begins, and in which stream."""
 
+    rehearsal: SavedMemory
     stream: str
     shuffle: int
     seed: int
@@ -70,6 +74,9 @@ class ArrivalIter(PacedIterator):
         self._index = 0  # of the next window
         self._rank, self._global_size, self._size = 0, 0, 0  # the last one: of a window
         self._batch = 0  # number of the next batch
+        self._first_batch = 0  # of those that this iterator returns
+        self._first_step = 0  # its number among all steps of the stream
+        self._replays: StreamReplays | None = None
         self._places: dict[int, Place] = {}
         self._cursor, self._written, self._written_at = Cursor(0, 0, 0), Cursor(-1, 0, 0), 0.0
         self._told = False
@@ -85,6 +92,7 @@ class ArrivalIter(PacedIterator):
             self.delivered(self._batch - _UNREAD)
         if not self.arrived():
             self._wait()
+        before = self._place()
         numbers = self._global_batch()
         if numbers is None:
             raise StopIteration
@@ -93,7 +101,9 @@ class ArrivalIter(PacedIterator):
         self._places.pop(self._batch - _PLACES, None)
         b, rank = self._sampler.batch_size, self._rank
         own: list[int] = numbers[rank * b : (rank + 1) * b].tolist()
-        return own
+        if self._replays is None:
+            return own
+        return self._replays.joined(own, numbers, before.chunk)
 
     def arrived(self) -> bool:
         arrived = self._arrived or self._begin()
@@ -111,18 +121,27 @@ class ArrivalIter(PacedIterator):
         place = self._places.get(batches)
         if place is None:
             raise ConfigError(f"batch {batches} is not one of the last {_PLACES} of this stream")
-        return self._sampler.state(place)
+        memory = None if self._replays is None else self._replays.state(self._step(batches))
+        return self._sampler.state(place, memory)
+
+    def _step(self, batch: int) -> int:
+        return self._first_step + batch - self._first_batch
 
     def delivered(self, batches: int) -> None:
         place = self._places.get(batches)
-        if place is not None:
+        if place is None:
+            return
+        self._keep(batches)
+        if self._sampler.name is not None:
             self._moved(place)
+        elif (before := self._places.get(batches - 1)) and self._log.size(before.chunk) == ABSENT:
+            Arrived(self._log, before.chunk, before.record).check()  # it may have had holes
 
     # --- windows and places ---------------------------------------------------------------------
 
     def _begin(self) -> Arrived:
         """Begin the epoch: note that this reader holds back the producers."""
-        start, (self._rank, world) = self._sampler.start(), self._sampler.ranks()
+        (start, memory), (self._rank, world) = self._sampler.start(), self._sampler.ranks()
         self._arrived = Arrived(self._log, start.chunk, start.record)
         self._arrived.check()  # first: a reader that cannot go on must not hold back producers
         self._global_size = self._sampler.batch_size * world
@@ -132,9 +151,36 @@ class ArrivalIter(PacedIterator):
         needed = self._global_size * (1 if self.reports else 1 + _UNREAD)
         if self._sampler.shuffle:  # whole windows, from the beginning of the one it is in
             needed = -(-(self._size - 1 + needed) // self._size) * self._size
+        if self._sampler.content is not None:
+            content = self._sampler.content
+            self._replays = StreamReplays(content, self._rank, world, start.chunk, memory)
+            self._first_batch, self._first_step = self._batch, self._replays.step
+            self._replays.check(self._log, self._needed_by_name())
+        self._keep(self._batch, first=True)  # before producers know of this reader
         self._cursor = Cursor(start.chunk, start.record, needed * self._log.nbytes, world)
         self._write_cursor()
         return self._arrived
+
+    def _needed_by_name(self) -> Needed:
+        """Return what producers keep for the memory of this reader's name."""
+        name, medium = self._sampler.name or "", self._log.medium
+        found = cursors.read(medium).get(name)
+        return memories.read(medium, {} if found is None else {name: found})
+
+    def _keep(self, batch: int, *, first: bool = False) -> None:
+        """Tell producers what the memory needs once training has the batches below this one."""
+        name, needed = self._sampler.name, None
+        if self._replays is not None and name is not None:
+            steps = self._log.about.keep // (self._global_size * self._log.nbytes) + 1
+            needed = self._replays.needed(self._step(batch), steps)
+        if name is None or (needed is None and not first):
+            return
+        try:
+            memories.write(self._log.medium, name, self._rank, needed)
+        except OSError as e:  # what producers know lets them keep more
+            if first:
+                raise
+            self._warn_untold(e)
 
     def _wanted(self) -> int:
         """Return how many records must be known for the next batch: whole windows."""
@@ -215,10 +261,13 @@ class ArrivalIter(PacedIterator):
         except OSError as e:
             if self._written.chunk < 0:  # producers would not wait for this reader
                 raise SourceError(e.errno or 0, e.strerror or str(e), self._log.path) from e
-            if not self._told:
-                self._told = True
-                text = "%s: producers are not told how far this reader is: %s"
-                _log.warning(text, self._log.path, e)
+            self._warn_untold(e)
         else:
             self._written = self._cursor
         self._written_at = time.monotonic()
+
+    def _warn_untold(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            text = "%s: producers are not told how far this reader is: %s"
+            _log.warning(text, self._log.path, error)

@@ -12,13 +12,16 @@ needs nothing that was deleted, so a job resumes at it in the same time wherever
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
 from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.order.rehearsing import Content
 from creel.loader.streams.arrival_iter import ArrivalIter, Place, SavedPlace
+from creel.loader.streams.replays import SavedMemory, check_content
 from creel.streams.log import Log
 
 
@@ -48,6 +51,8 @@ class StreamBatches(Sampler[list[int]]):
         self.shuffle, self.seed, self.begin = shuffle, seed, begin
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self._start: Place | None = None
+        self._memory: SavedMemory | None = None  # at the start
+        self.content: Content | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         return ArrivalIter(self)
@@ -58,31 +63,53 @@ class StreamBatches(Sampler[list[int]]):
             return rank_and_world()
         return self.rank, self.world
 
-    def start(self) -> Place:
-        """Return where an epoch that begins now begins; the next one begins at the beginning."""
-        start, self._start = self._start, None
-        return start or Place(self.begin, 0, 0, 0)
+    def rehearsing(self, content: Content) -> StreamBatches:
+        """Return the same batches, each with rows of a memory that takes in the stream itself.
 
-    def state(self, place: Place | None) -> SavedPlace:
+        Raises:
+            ConfigError: the memory does not grow (`every=`), or has samples already.
+        """
+        check_content(content)
+        rehearsed = copy.copy(self)
+        rehearsed.content = content
+        return rehearsed
+
+    def start(self) -> tuple[Place, SavedMemory | None]:
+        """Return where an epoch that begins now begins; the next one begins at the beginning."""
+        start, memory = self._start, self._memory
+        self._start = self._memory = None
+        return start or Place(self.begin, 0, 0, 0), memory
+
+    def state(self, place: Place | None, memory: SavedMemory | None) -> SavedPlace:
         listed = None if place is None else list(place)
-        return SavedPlace(
+        state = SavedPlace(
             stream=self.log.about.id, shuffle=self.shuffle, seed=self.seed, place=listed
         )
+        if memory is not None:
+            state["rehearsal"] = memory
+        return state
 
     def state_dict(self) -> SavedPlace:
         """Return where the next epoch begins; `creel.DataLoader.state_dict` has the position."""
-        return self.state(self._start)
+        return self.state(self._start, self._memory)
 
     def load_state_dict(self, state: SavedPlace) -> None:
         """Begin the next epoch at a saved place, also with another batch size or number of ranks.
 
         Raises:
-            ConfigError: the state is of another stream, or of one that is shuffled otherwise.
+            ConfigError: the state is of another stream, of one that is shuffled otherwise, or with
+                another memory.
         """
-        mine = self.state(None)
+        mine = self.state(None, None)
         for key in ("stream", "shuffle", "seed"):
             if state[key] != mine[key]:
                 raise ConfigError(
                     f"the saved state has {key}={state[key]!r}, this stream {mine[key]!r}"
                 )
+        memory = state.get("rehearsal")
+        theirs = None if memory is None else memory["memory"]
+        digest = None if self.content is None else self.content.digest
+        if state["place"] is not None and theirs != digest:
+            raise ConfigError(f"the saved state is with the memory {theirs}, this one is {digest}")
         self._start = None if state["place"] is None else Place(*state["place"])
+        self._memory = memory

@@ -27,6 +27,7 @@ from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.backoff import pauses
 from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset
+from creel.loader.order.rehearsing import Content
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
 from creel.loader.streams.fields import Fields, Then
@@ -231,6 +232,17 @@ def stream_batches(
     if batch_size is None:
         raise ConfigError("a stream is read in batches: give batch_size")
     return stream.batches(batch_size)
+
+
+def rehearsed_stream(batches: object, content: Content) -> StreamBatches:
+    """Return a loader's batch sampler with a memory.
+
+    Raises:
+        ConfigError: it is not that of a stream, or as `StreamBatches.rehearsing`.
+    """
+    if not isinstance(batches, StreamBatches):
+        raise ConfigError("a stream is rehearsed with its own batches: stream.batches(n)")
+    return batches.rehearsing(content)
 
 
 def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:

@@ -27,7 +27,8 @@ TRAIN = """
 
     path, batch, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     stream = creel.Stream(path, "job", capacity=20_000, timeout_s=60)
-    loader = creel.DataLoader(stream, batch_size=batch, num_workers=workers)
+    memory = creel.Rehearsal(2, budget=8, every=4) if sys.argv[4:] else None
+    loader = creel.DataLoader(stream, batch_size=batch, num_workers=workers, rehearsal=memory)
     loader.load_state_dict(json.loads(sys.stdin.readline()))
     for batch in loader:
         print(json.dumps([batch["i"].tolist(), loader.state_dict()]), flush=True)
@@ -50,8 +51,10 @@ PRODUCE = """
 class Ranks:
     """The ranks of a job, each a process, in step; killed when the block ends."""
 
-    def __init__(self, folder: Path, state: Any, world: int, batch: int, workers: int) -> None:
-        words = str(folder), str(batch), str(workers)
+    def __init__(
+        self, folder: Path, state: Any, world: int, batch: int, workers: int, *more: str
+    ) -> None:
+        words = str(folder), str(batch), str(workers), *more
         env = {**os.environ, "WORLD_SIZE": str(world)}
         self.ranks = [Program(TRAIN, *words, env={**env, "RANK": str(r)}) for r in range(world)]
         for one in self.ranks:
@@ -122,6 +125,47 @@ def test_a_job_that_is_killed_and_resumed_reads_each_record_once(
     assert kills == KILLS
     assert history == list(range(n // b * b))
     assert most[0] <= (limit["ahead"] + limit["keep"] + chunk) * nbytes
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("direct", ["never", "auto"])
+def test_a_job_that_is_killed_and_resumed_replays_what_one_would_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", direct)
+    draw, n, b, folder = random.Random(2), 600, 3, tmp_path / "stream"
+
+    def produce(folder: Path, **limits: Any) -> None:
+        fields: dict[str, Any] = {"x": ("float32", (1022,)), "i": "int64"}  # a page
+        with creel.Producer(folder, fields, chunk=5, linger_s=1e9, **limits) as producer:
+            for i in range(n):
+                producer.put(x=np.full(1022, i), i=i)
+
+    limits = {"ahead": 40 * 4096, "keep": 80 * 4096, "timeout_s": 60}
+    producing = threading.Thread(target=produce, args=(folder,), kwargs=limits)
+    producing.start()
+    history: list[list[int]] = []
+    state: Any = {}
+    for kill in range(6):
+        since: list[list[int]] = []
+        with Ranks(folder, state, 1, b, kill % 3, "rehearsed") as job:
+            left = draw.randint(0, 25) if kill < 5 else n
+            (said,) = job.step()
+            while left and said is not None:
+                left -= 1
+                since.append(said[0])
+                if draw.random() < 0.3:
+                    history, since, state = history + since, [], said[1]
+                if left:
+                    (said,) = job.step()
+    history += since
+    producing.join(60)
+    produce(tmp_path / "whole")
+    whole = creel.Stream(tmp_path / "whole", None, capacity=20_000)
+    memory = creel.Rehearsal(2, budget=8, every=4)
+    loader = creel.DataLoader(whole, batch_size=b, rehearsal=memory, creel=False)
+    assert history == [batch["i"].tolist() for batch in loader]
+    assert Log.open(folder).numbers()[0] > 0
 
 
 def size(path: Path) -> int:

@@ -128,17 +128,26 @@ def reads(daemon: Running) -> int:
         return sum(one["reads"] for one in client.ask("stats")["sources"])
 
 
+def finished(path: Any, b: int, shuffle: int) -> tuple[creel.Stream, Any]:
+    data = stream(path, None, shuffle=shuffle)
+    return data, data.batches(b)
+
+
 @pytest.mark.usefixtures("daemon", "source")
-def test_batches_are_the_same_whatever_the_pace(folder: Path, producing: Any) -> None:
+def test_batches_and_replays_are_the_same_whatever_the_pace(folder: Path, producing: Any) -> None:
     for seed in seeds(20):
         pace, path = random.Random(seed), folder / str(seed)
         n, b, shuffle = pace.randint(1, 90), pace.randint(1, 9), pace.choice([0, 16])
         producing(path, n, pace, ahead=pace.choice([0, "1MB"]), keep="1MB")
         live = stream(path, "a", shuffle=shuffle)
-        got = read(creel.DataLoader(live, batch_size=b, num_workers=pace.randint(0, 2)))
-        assert got == expected(n, b, shuffle), seed
-        again = stream(path, None, shuffle=shuffle)
-        assert read(DataLoader(again, batch_sampler=again.batches(b))) == got, seed
+        memory = creel.Rehearsal(pace.randint(1, 4), budget=pace.randint(4, 30), every=3)
+        workers = pace.randint(0, 2)
+        loader = creel.DataLoader(live, batch_size=b, num_workers=workers, rehearsal=memory)
+        got = read(loader)
+        assert [own[:b] for own in got] == expected(n, b, shuffle), seed
+        assert all(len(own) == b + memory.per_batch for own in got[3:])
+        again, batches = memory.over(*finished(path, b, shuffle), None)
+        assert read(DataLoader(again, batch_sampler=batches)) == got, seed
 
 
 @pytest.mark.usefixtures("daemon", "source")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
+from creel.streams import memories
 from creel.streams.cursors import Cursor
 from creel.streams.log import ABSENT, Log
 
@@ -14,8 +17,12 @@ class KnownChunks:
     def __init__(self, log: Log) -> None:
         self._log = log
         there = log.numbers()
-        first = there[0] if there else 0
+        whole = (one for one in there if log.size(one) != ABSENT)
+        first = next(whole, there[-1] + 1 if there else 0)
         self._first, self._next = first, first
+        #: Chunks that readers passed, of which memories hold so many records; -1: to be deleted.
+        self._holding = dict.fromkeys((one for one in there if one < first), -1)
+        self._samples = -1  # that memories held
         self._ends = {first - 1: 0}  # bytes up to the end of each chunk, from the first one on
         self._look()
 
@@ -45,14 +52,39 @@ class KnownChunks:
         return None
 
     def trim(self, readers: Mapping[str, Cursor]) -> None:
-        """Delete chunks that all readers passed `keep` bytes ago; never the newest one."""
+        """Delete chunks that all readers passed `keep` bytes ago; never the newest one.
+
+        What rehearsal memories hold of them stays.
+        """
         if not readers:
             return
         passed = min(map(self._at, readers.values())) - self._log.about.keep
-        while self._first < self._next - 1 and self._ends[self._first] <= passed:
-            self._log.delete(self._first)
+        first = self._first
+        over = self._first < self._next - 1 and self._ends[self._first] <= passed
+        if not (over or self._holding):
+            return
+        needed = memories.read(self._log.medium, readers)
+        while self._first < min(self._next - 1, needed.floor) and self._ends[self._first] <= passed:
+            self._holding[self._first] = -1
             del self._ends[self._first - 1]
             self._first += 1
+        if first < self._first or len(needed.samples) != self._samples:
+            self._reduce(needed)
+        self._samples = len(needed.samples)
+
+    def _reduce(self, needed: memories.Needed) -> None:
+        """Delete what memories do not hold of chunks that were passed."""
+        numbers = np.array(list(self._holding), np.int64)
+        starts = np.searchsorted(needed.samples, numbers * self._log.about.records)
+        stops = np.searchsorted(needed.samples, (numbers + 1) * self._log.about.records)
+        changed = stops - starts != np.array(list(self._holding.values()))
+        for at in np.flatnonzero(changed).tolist():
+            number, start, stop = int(numbers[at]), starts[at], stops[at]
+            held = needed.samples[start:stop]
+            self._log.delete(number, held - number * self._log.about.records)
+            self._holding[number] = len(held)
+            if not len(held):
+                del self._holding[number]
 
     def _at(self, cursor: Cursor) -> int:
         """Return the bytes before a reader's place."""

@@ -10,8 +10,10 @@ order of arrival is the order of the numbers.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +22,9 @@ from pathlib import Path
 from creel.errors import SourceError
 
 _DIGITS = 9
+#: The mode of a file that has holes in place of deleted records: a bit that means nothing else.
+_HOLES = stat.S_ISVTX
+_PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 #: Most chunks that one call has open at a time.
 _MOST_OPEN = 32
 
@@ -38,7 +43,7 @@ class LogFolder:
     def stat(self, number: int) -> tuple[int, float] | None:
         with self._failing(), suppress(FileNotFoundError):
             found = os.stat(self.address(number))  # noqa: PTH116  quick: for every chunk
-            return found.st_size, found.st_mtime
+            return None if found.st_mode & _HOLES else (found.st_size, found.st_mtime)
         return None
 
     def numbers(self) -> list[int]:
@@ -87,7 +92,8 @@ class LogFolder:
         """
         if number and self.stat(number - 1) is not None:
             return number
-        return max([number, *self.numbers()[:1]])
+        there = (one for one in self.numbers() if self.stat(one) is not None)
+        return max(number, next(there, number))
 
     def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
         opened: dict[int, int] = {}
@@ -105,21 +111,27 @@ class LogFolder:
         return None
 
     def _read(self, number: int, fd: int, offset: int, out: memoryview) -> bool:
+        first = offset
         with self._failing(self.address(number)):
             while len(out):
                 got = os.preadv(fd, [out], offset)
                 if not got:
                     return False
                 out, offset = out[got:], offset + got
+            if os.fstat(fd).st_mode & _HOLES:  # now: perhaps only since it was opened
+                return os.lseek(fd, first, os.SEEK_HOLE) >= offset
         return True
 
-    def delete(self, number: int) -> None:
-        """Delete a chunk, and give back its memory though a daemon has it open."""
+    def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
+        """See Medium; gives back memory though a daemon has the file open."""
         with self._failing(), suppress(FileNotFoundError):
-            fd = os.open(self.address(number), os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open(self.address(number), os.O_RDWR | os.O_CLOEXEC)
             try:
-                os.unlink(self.address(number))  # noqa: PTH108  quick
-                os.ftruncate(fd, 0)
+                if but:
+                    _punch(fd, but)
+                else:
+                    os.unlink(self.address(number))  # noqa: PTH108  quick
+                    os.ftruncate(fd, 0)
             finally:
                 os.close(fd)
 
@@ -151,7 +163,7 @@ class LogFolder:
                 try:
                     os.rename(temporary, path)  # noqa: PTH104  20 us, with every batch
                 except FileNotFoundError:
-                    Path(path).parent.mkdir(exist_ok=True)
+                    Path(path).parent.mkdir(exist_ok=True)  # "readers", or "memories"
                     os.rename(temporary, path)  # noqa: PTH104  as above
                 return True
             finally:
@@ -193,6 +205,31 @@ def _linked(temporary: str, path: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _punch(fd: int, but: Sequence[tuple[int, int]]) -> None:
+    """Give back the whole blocks between parts of a file, which must be in order.
+
+    Bytes between them that share a block with one of them stay as they are. So does the file where
+    its file system cannot do that: NFS before 4.2, for example.
+    """
+    before = os.fstat(fd)
+    block = before.st_blksize
+    ends = [0, *(first + nbytes for first, nbytes in but)]
+    starts = [*(first for first, _ in but), before.st_size]
+    inside = [
+        (-(-e // block) * block, s // block * block) for e, s in zip(ends, starts, strict=True)
+    ]
+    gaps = [(first, stop - first) for first, stop in inside if first < stop]
+    with suppress(OSError):
+        if gaps:
+            os.fchmod(fd, before.st_mode | _HOLES)  # first: nobody may take holes for records
+        for first, nbytes in gaps:
+            place = ctypes.c_int64(first), ctypes.c_int64(nbytes)
+            if ctypes.CDLL(None).fallocate(fd, _PUNCH, *place):
+                if first == gaps[0][0]:
+                    os.fchmod(fd, before.st_mode)
+                break
 
 
 def _close(opened: dict[int, int]) -> None:

@@ -6,6 +6,7 @@ struct; and of *notes*, small named values that are replaced as a whole:
     stream.json          fields, records of a full chunk, limits (`Description`)
     end.0, ...           one for each producer that has ended
     readers/NAME.RANK    how far a reader is (`cursors`)
+    memories/NAME.RANK   which records its rehearsal memory holds (`memories`)
 
 Any number of writers may append. A chunk is complete once it has a number, and the order of
 arrival is the order of the numbers. A chunk may have fewer records than a full one. Its records are
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from creel.errors import ConfigError, NotFoundError
 from creel.streams import cursors
@@ -29,6 +31,7 @@ from creel.streams.folder import LogFolder
 from creel.streams.redis_stream import RedisStream, is_redis, shown
 
 ABSENT = -1
+_NOTHING = np.empty(0, np.int64)
 _ABOUT = "stream.json"
 
 
@@ -50,7 +53,7 @@ class Medium(Protocol):
         """Return a chunk's bytes, and when it was written; None if it is not there."""
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all chunks that are there, ascending."""
+        """Return the numbers of all chunks that are there, or of which records are, ascending."""
 
     def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
         """Fill buffers: (number of the chunk, first byte, buffer). Return a chunk that lacks them.
@@ -58,8 +61,12 @@ class Medium(Protocol):
         Pieces of one chunk are best given together.
         """
 
-    def delete(self, number: int) -> None:
-        """Delete a chunk, if it is there."""
+    def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
+        """Delete a chunk, if it is there.
+
+        but: its records that can still be filled in, though the chunk is not there: first byte and
+            bytes. A medium that cannot delete parts of chunks leaves this one.
+        """
 
     def note(self, name: str) -> bytes | None:
         """Return a note; None if there is none."""
@@ -187,7 +194,7 @@ class Log:
         return size
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all chunks that are there, ascending."""
+        """Return the numbers of all chunks that are there, or of which records are, ascending."""
         return self.medium.numbers()
 
     def deleted(self, number: int) -> int | None:
@@ -196,16 +203,17 @@ class Log:
         None if it is there or will be: chunks get their numbers in order.
         """
         there = self.numbers()  # on NFS this also drops what the client knows of absent names
-        later = [one for one in there if one > number]
-        return later[0] if later and self.size(number) == ABSENT else None
+        later = (one for one in there if one > number and self.size(one) != ABSENT)
+        oldest = next(later, None)
+        return oldest if oldest is not None and self.size(number) == ABSENT else None
 
     def append(self, data: memoryview, number: int) -> int:
         """See `Medium.append`."""
         return self.medium.append(data, number)
 
-    def delete(self, number: int) -> None:
-        """Delete a chunk."""
-        self.medium.delete(number)
+    def delete(self, number: int, but: NDArray[np.int64] = _NOTHING) -> None:
+        """Delete a chunk; `but`: (n,) records that stay, by their place in it, ascending."""
+        self.medium.delete(number, [(i * self.nbytes, self.nbytes) for i in but.tolist()])
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
     KEY           a Redis stream: entry 1-n says of chunk n its `nbytes`, and `at`, when it was
                   written, in seconds
     KEY:n         the bytes of chunk n, a string
-    KEY:notes     a hash of the notes
+    KEY:n:kept    a hash of records of a deleted chunk that stay, by their first byte; KEY:parts has
+                  the numbers of such chunks
+    KEY:notes     a hash of the notes; KEY:readers and KEY:memories, of those in such a folder
 
 `XADD KEY 1-*` gives the next number and never one twice.
 """
@@ -29,6 +31,21 @@ n = string.match(redis.call('XADD', KEYS[1], '1-*', unpack(about)), '%-(%d+)$')
 redis.call('SET', KEYS[1] .. ':' .. n, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[3] .. ' ' .. n)
 return tonumber(n)
+"""
+#: Deletes a chunk, but for records that it puts into a hash, by their first byte.
+_DELETE = """
+local kept = {}
+for i = 2, #ARGV, 2 do
+  kept[ARGV[i]] = true
+  local record = redis.call('GETRANGE', KEYS[2], ARGV[i], ARGV[i] + ARGV[i + 1] - 1)
+  if record ~= '' then redis.call('HSET', KEYS[3], ARGV[i], record) end
+end
+redis.call('XDEL', KEYS[1], ARGV[1])
+redis.call('UNLINK', KEYS[2])
+for _, first in ipairs(redis.call('HKEYS', KEYS[3])) do
+  if not kept[first] then redis.call('HDEL', KEYS[3], first) end
+end
+redis.call(next(kept) and 'SADD' or 'SREM', KEYS[4], string.sub(ARGV[1], 3))
 """
 #: Seconds without an answer.
 _DEADLINE_S = 30.0
@@ -74,7 +91,8 @@ class RedisStream:
         return None
 
     def numbers(self) -> list[int]:
-        return [int(entry.partition(b"-")[2]) for entry, _ in self._do("xrange", self._key)]
+        there = [int(entry.partition(b"-")[2]) for entry, _ in self._do("xrange", self._key)]
+        return sorted([*map(int, self._do("smembers", f"{self._key}:parts")), *there])
 
     def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
         with self._failing():
@@ -82,30 +100,46 @@ class RedisStream:
             for number, offset, out in pieces:
                 asked.getrange(f"{self._key}:{number}", offset, offset + len(out) - 1)
             parts = asked.execute()
-        for (number, _, out), part in zip(pieces, parts, strict=True):
-            if len(part) != len(out):
+        for (number, offset, out), part in zip(pieces, parts, strict=True):
+            found = part or self._kept(number, offset, len(out))
+            if len(found) != len(out):
                 return number
-            out[:] = part
+            out[:] = found
         return None
 
-    def delete(self, number: int) -> None:
-        self._do("xdel", self._key, f"1-{number}")
-        self._do("unlink", f"{self._key}:{number}")
+    def _kept(self, number: int, offset: int, nbytes: int) -> bytes:
+        """Return some of the records that `delete` left of a chunk; fewer if they are not there."""
+        data = b""
+        while len(data) < nbytes:
+            record = self._do("hget", f"{self._key}:{number}:kept", offset + len(data))
+            if record is None:
+                break
+            data += record
+        return data
+
+    def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
+        keys = self._key, f"{self._key}:{number}", f"{self._key}:{number}:kept"
+        kept = [str(n) for part in but for n in part]
+        self._do("eval", _DELETE, 4, *keys, f"{self._key}:parts", f"1-{number}", *kept)
 
     # --- notes ----------------------------------------------------------------------------------
 
     def note(self, name: str) -> bytes | None:
-        found: bytes | None = self._do("hget", f"{self._key}:notes", name)
+        found: bytes | None = self._do("hget", *self._field(name))
         return found
 
     def notes(self, folder: str) -> dict[str, bytes]:
-        found = {k.decode(): v for k, v in self._do("hgetall", f"{self._key}:notes").items()}
-        start = f"{folder}/"
-        return {k.removeprefix(start): v for k, v in found.items() if k.startswith(start)}
+        found = self._do("hgetall", f"{self._key}:{folder}")
+        return {name.decode(): data for name, data in found.items()}
 
     def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
-        wrote = self._do("hsetnx" if new else "hset", f"{self._key}:notes", name, data)
+        wrote = self._do("hsetnx" if new else "hset", *self._field(name), data)
         return bool(wrote) or not new
+
+    def _field(self, name: str) -> tuple[str, str]:
+        """Return the hash of a note, and its name there."""
+        folder, _, field = name.rpartition("/")
+        return f"{self._key}:{folder or 'notes'}", field
 
     # --- the server -----------------------------------------------------------------------------
 
