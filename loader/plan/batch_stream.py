@@ -49,7 +49,8 @@ class BatchStream:
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
         self._dealt = -1  # last epoch whose dealing the cluster knows
-        self._told = False  # whether the daemon knows what a job that rehearses may read
+        # Whether the daemon should know, and knows, what a job that rehearses may read.
+        self._asked = self._told = False
         # Weak: a cycle would keep the session's mappings until Python's cyclic collector runs.
         deal = weakref.WeakMethod(self._deal)
         self._publisher = PlanPublisher(
@@ -170,7 +171,7 @@ class BatchStream:
         read from the source. If the nodes cannot all know the order, they ask each other without a
         plan (`follow`).
         """
-        if self._untold and not self._tell_samples(first=not epoch.pieces):
+        if self._untold and not self._tell_samples():
             return
         plan = epoch.plan
         if not self.session.client.cluster or epoch.epoch <= self._dealt:
@@ -193,12 +194,13 @@ class BatchStream:
         """Whether the daemon does not know yet what a job that rehearses may read."""
         return self._order is not None and self._order.rehearses and not self._told
 
-    def _tell_samples(self, *, first: bool) -> bool:
+    def _tell_samples(self) -> bool:
         """Tell the daemon what a job that rehearses may read, so that all else leaves first.
 
-        Returns False before the first piece of a plan if there are many samples: the planner thread
-        calls this again with the second piece (14 million take 2 s).
+        Returns False at the first call if there are many samples: the planner thread makes the next
+        one, with the second piece of the plan (14 million take 2 s).
         """
+        first, self._asked = not self._asked, True
         try:
             samples = numbers_of(self.binding.dataset)
             if first and samples > SAMPLES:

@@ -35,7 +35,8 @@ from torch.utils.data import (
 import creel
 from creel.errors import ConfigError
 from creel.loader.client import connections
-from kit import unique_name
+from creel.loader.plan import batch_stream
+from kit import unique_name, until
 from shown import plain
 from testbed.ranks import ranks
 
@@ -256,6 +257,27 @@ def test_four_tasks_read_each_object_once(
     client = connections.connected(daemon["daemon.name"])
     assert client is not None
     assert [one["reads"] for one in client.ask("stats")["sources"]] == [120]
+
+
+@pytest.mark.parametrize("at_once", [10, 1 << 18])
+def test_the_daemon_knows_in_the_first_epoch_that_a_job_rehearses(
+    tmp_path: Path, daemon: dict[str, Any], monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Also if there are more samples than it is told of before the first steps."""
+    monkeypatch.setattr(batch_stream, "SAMPLES", at_once)
+    task = files(tmp_path / "data", 60)
+    loader = creel.DataLoader(
+        task, 6, True, collate_fn=list, rehearsal=creel.Rehearsal(2), creel=daemon
+    )
+    batches = iter(loader)
+    next(batches)
+    client = connections.connected(daemon["daemon.name"])
+    assert client is not None
+    until(
+        lambda: [d["policy"] for d in client.ask("stats")["core"]["datasets"].values()] == ["far"],
+        what="the policy of a job that rehearses",
+    )
+    assert len(list(batches)) == 9
 
 
 def test_what_no_later_step_can_need_leaves_memory_first(tmp_path: Path) -> None:
