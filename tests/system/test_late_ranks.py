@@ -22,7 +22,7 @@ from testbed.ranks import ranks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-HUNG_S, COLLECTIVE_S = 0.5, 8.0
+HUNG_S, COLLECTIVE_S = 1.5, 12.0
 
 
 class Gated(Dataset[int]):
@@ -53,7 +53,8 @@ def test_the_late_rank_names_itself_and_its_worker_before_the_collective_gives_u
         told: list[tuple[float, str]] = []
 
         def shown(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-            if issubclass(category, StallWarning):
+            # On a busy machine a worker's start may take long, too.
+            if issubclass(category, StallWarning) and "starting" not in str(message):
                 told.append((time.monotonic(), str(message)))
                 if len(told) == 1:
                     (tmp_path / "first").touch()
