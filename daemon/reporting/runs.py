@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from creel.counters import GAUGES, OF_RANKS
 
-#: Numbers that are no counters: of tiers and of ranks what is now, of sources the bounds of times.
+#: Numbers of tiers that say what is now, and of sources the bounds of times: no counters.
 _OF_TIERS = frozenset({"used_nbytes", "budget_nbytes", "samples"})
-_OF_ROWS = frozenset({"le"} | {one.key for one in OF_RANKS if GAUGES & set(one.words)})
+_OF_SOURCES = frozenset({"le"})
+_OF_RANKS = frozenset(one.key for one in OF_RANKS if not GAUGES & set(one.words))
 
 Answer = Mapping[str, Any]
 
@@ -47,23 +49,29 @@ class Runs:
             "tiers": _difference(answer["tiers"], before.get("tiers", {}), _OF_TIERS),
             "run_s": now - self.began if self.began else 0.0,
         }
-        for key, names in (("sources", ("dataset",)), ("ranks", ("job", "rank"))):
-            told[key] = list(_rows(answer[key], before.get(key, ()), names))
+        told["sources"] = [
+            _difference(row, was, _OF_SOURCES)
+            for row, was in _changed(answer["sources"], before.get("sources", ()), ("dataset",))
+        ]
+        told["ranks"] = [
+            _difference(row, was, row.keys() - _OF_RANKS)
+            for row, was in _changed(answer["ranks"], before.get("ranks", ()), ("job", "rank"))
+        ]
         return told
 
 
-def _rows(
+def _changed(
     rows: Iterable[Answer], before: Iterable[Answer], names: tuple[str, ...]
-) -> Iterable[dict[str, Any]]:
-    """Yield the rows in which something was counted since, without what was counted before."""
+) -> Iterable[tuple[Answer, Answer]]:
+    """Yield the rows in which something was counted since, each with the row as it was."""
     old = {tuple(row[name] for name in names): row for row in before}
     for row in rows:
         was = old.get(tuple(row[name] for name in names), {})
         if row != was:
-            yield _difference(row, was, _OF_ROWS) | {name: row[name] for name in names}
+            yield row, was
 
 
-def _difference(now: Any, before: Any, leave: frozenset[str]) -> Any:
+def _difference(now: Any, before: Any, leave: AbstractSet[str]) -> Any:
     """Subtract the numbers in one value from those in another of the same form.
 
     >>> _difference({"hits": 5, "used_nbytes": 9, "of": {"a": [1, 2]}}, {"hits": 3}, _OF_TIERS)

@@ -76,7 +76,7 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
             {},
             "files that the dataset opens itself (/data/1): creel.wrap(dataset)",
         ),
-        ({"stall_s": CAUSES | {"collate": 90.0}}, {}, "collation"),
+        ({"stall_s": CAUSES | {"collate": 90.0}, "own_file": "/data/1"}, {}, "collation"),
         ({"stall_s": CAUSES | {"sampler": 90.0}}, {}, "your sampler"),
         ({"stall_s": CAUSES | {"daemon": 90.0}}, {}, "persistent_workers=True"),
         ({"stall_s": CAUSES | {"source": 90.0}}, {}, "for the first time"),

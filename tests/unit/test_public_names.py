@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -115,3 +116,19 @@ def test_all_that_can_be_shown_is_there(capsys: pytest.CaptureFixture[str]) -> N
     for name in shipped.EXAMPLES:
         assert main.main(["example", name]) == 0
         assert "from creel import" in (text := capsys.readouterr().out) or "import creel" in text
+
+
+def test_a_release_is_not_built_in_a_clone_nor_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes links into README, so only a copy may be given; the last commit is checked."""
+    release = runpy.run_path(str(ROOT / "scripts/release.py"))["main"]
+    build = ["release.py", "build", "--repository", "https://forge.example/us/creel"]
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(sys, "argv", [*build, "--tree", str(tmp_path)])
+    with pytest.raises(SystemExit, match="is a clone: give a copy"):
+        release()
+    monkeypatch.setattr(sys, "argv", build)
+    monkeypatch.setitem(release.__globals__, "check", lambda: ["README.md says: not yet"])
+    with pytest.raises(SystemExit, match="not yet"):
+        release()

@@ -12,7 +12,14 @@ from creel.daemon.reporting.runs import Runs
 def answer(hits: int, samples: int = 0) -> dict[str, Any]:
     """An answer of `stats` with so many hits and reads, and samples of rank 3."""
     source = {"dataset": "d", "reads": hits, "seconds": {"le": [0.1], "counts": [hits], "sum": 0.5}}
-    rank = {"job": "a", "rank": 3, "samples": samples, "workers": 2, "stall_s": {"decode": 0.5}}
+    rank = {
+        "job": "a",
+        "rank": 3,
+        "samples": samples,
+        "workers": 2,
+        "stall_s": {"decode": 0.5},
+        "fed": 0.9,
+    }
     return {
         "memory": {"used_nbytes": 7},
         "tiers": {"memory": {"hits": hits, "evictions": {"due_later": hits}, "used_nbytes": 9}},
@@ -36,7 +43,7 @@ def test_what_was_counted_before_a_run_is_not_of_it() -> None:
     assert (source["reads"], source["seconds"]["counts"]) == (30, [30])
     assert source["seconds"]["le"] == [0.1]
     assert (rank["rank"], rank["samples"], rank["workers"]) == (3, 5, 2)
-    assert rank["stall_s"]["decode"] == 0
+    assert (rank["stall_s"]["decode"], rank["fed"]) == (0, 0.9)
     assert runs.since(answer(100, 40), 12.0)["sources"] == [], "nothing was read in this run"
 
 

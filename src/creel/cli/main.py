@@ -208,12 +208,14 @@ def stats(
 
     if watch + why + bad > 1:
         raise click.UsageError("one of --watch, --why and --bad at a time")
+    if run and (why or bad):
+        raise click.UsageError("--run is for counters: --why and --bad have none")
     interval: float = how["interval"]
     as_json: bool = how["as_json"]
     of = {"run": True} if run else {}
     with _client(context) as client:
         if why:
-            show.reasons(client, client.ask("stats", **of), as_json=as_json)
+            show.reasons(client, as_json=as_json)
             return
         if bad:
             show.bad_samples(client.ask("bad_samples"), as_json=as_json)

@@ -93,8 +93,9 @@ def _no_daemon(name: str) -> str:
     )
 
 
-def reasons(client: Client, answer: Values, *, as_json: bool) -> None:
+def reasons(client: Client, *, as_json: bool) -> None:
     """Print what each rank waited for, and what would help (`--why`)."""
+    answer = client.ask("stats")
     machine = Machine(limits.cores(), *limits.memory(active=True))
     told = what_if.outlooks(
         answer, {s["session"]: rows for s, rows in recorded(client, answer)}, machine

@@ -47,12 +47,12 @@ def reason(rank: Values, node: Values) -> str:
     took = f"{format_seconds(waited)} for {format_count(rank['batches'])} batches"
     if waited <= _HARDLY * (waited + lay_ready):
         return f"hardly waited ({took}): faster data would gain nothing"
-    if rank.get("own_file"):
+    cause = worst_cause(rank["stall_s"])
+    if rank.get("own_file") and cause in {"source", "decode"}:
         return (
             f"waited {took}, for files that the dataset opens itself ({rank['own_file']}):"
             " creel.wrap(dataset) caches them"
         )
-    cause = worst_cause(rank["stall_s"])
     share = 100 * rank["stall_s"].get(cause, 0) / waited
     what = _of_source(rank, node) if cause == "source" else _BY_CAUSE[cause]
     return f"waited {took}, {share:.0f} % of it for {what}"
