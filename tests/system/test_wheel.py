@@ -75,6 +75,7 @@ def test_it_has_what_a_person_looks_for_and_nothing_of_ours(wheel: Path) -> None
         "creel/py.typed",
         "creel/deploy/creeld.service",
         "creel/deploy/creeld@.service",
+        "creel/deploy/kubernetes.yaml",
         *(f"creel/deploy/slurm/{n}.sh" for n in ("prolog", "task-prolog", "epilog", "job")),
         *(f"creel/examples/{n}.py" for n in EXAMPLES),
     }
