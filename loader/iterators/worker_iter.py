@@ -33,6 +33,7 @@ from creel.loader.transport.pinning import Pinning
 from creel.loader.workers.events import BatchResult, LeaderLoss
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.pool import WorkerPool
+from creel.loader.workers.seeding import reads_singly
 from creel.loader.workers.shared_pool import SharedPool
 from creel.loader.workers.stages import StallWarning
 from creel.loader.workers.worker import WorkerArgs
@@ -95,8 +96,11 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         context: Any = loader.multiprocessing_context or torch.multiprocessing
         args = self._worker_args(loader)
         spare, loader_state.spare = loader_state.spare, ()
-        kind = SharedPool if loader.workers == "shared" else WorkerPool
-        return kind(context, args, self._num_workers, max_leased, spare, followers)
+        how = context, args, self._num_workers, max_leased, spare, followers
+        if loader.workers == "own":
+            return WorkerPool(*how)
+        cuts = followers is None and collates_plainly(loader) and reads_singly(self._dataset)
+        return SharedPool(*how, cuts=cuts)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
         """Return what workers start with. As in torch, they see no later changes."""
