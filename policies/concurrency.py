@@ -19,6 +19,10 @@ PART_S = 0.002
 #: the interpreter (1 KB files from a cold local disk come 1.2 times as fast).
 LONG_PART_S = 0.01
 _PART_OBJECTS = 256
+#: Least work of a part of a batch. Each part is a message of its own, and is copied once more: if
+#: all batches were cut, parts of 5 ms would cost a ninth of the speed on busy cores
+#: (benchmarks/shared.py, even).
+_LEAST_PART_S = 0.004
 _FIRST_GUESS_S = 0.001  # per object, before any measurement
 _FIRST_CPU_S = 0.0001
 _CPU_DECAY = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
@@ -112,3 +116,18 @@ def workers_auto(cores: float, ranks_here: int) -> int:
     (4, 16, 1, 2)
     """
     return max(min(math.ceil(cores), math.ceil(2 * cores / ranks_here)), 1)
+
+
+def parts(rows: int, workers: int, sample_s: float | None) -> int:
+    """Return into how many parts a batch is cut, which workers make at the same time.
+
+    Args:
+        rows: samples of the batch.
+        workers: of the rank.
+        sample_s: mean time to make a sample; None: not known yet.
+
+    >>> parts(64, 8, None), parts(4, 8, 0.05), parts(64, 8, 0.0003)
+    (8, 4, 4)
+    """
+    worth = math.inf if sample_s is None else rows * sample_s / _LEAST_PART_S
+    return max(int(min(rows, workers, worth)), 1)

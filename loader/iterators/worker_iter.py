@@ -21,6 +21,7 @@ from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.log_lines import with_rank
 from creel.loader.reading.bad_samples import BadSample
+from creel.loader.seeding.by_sample import reads_singly
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     ExceptionWrapper,
@@ -95,8 +96,11 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         context: Any = loader.multiprocessing_context or torch.multiprocessing
         args = self._worker_args(loader)
         spare, loader_state.spare = loader_state.spare, ()
-        kind = SharedPool if loader.workers == "shared" else WorkerPool
-        return kind(context, args, self._num_workers, max_leased, spare, followers)
+        how = context, args, self._num_workers, max_leased, spare, followers
+        if loader.workers == "own":
+            return WorkerPool(*how)
+        cuts = followers is None and collates_plainly(loader) and reads_singly(self._dataset)
+        return SharedPool(*how, cuts=cuts)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
         """Return what workers start with. As in torch, they see no later changes."""

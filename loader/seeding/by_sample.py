@@ -135,17 +135,18 @@ class Seeded(Dataset[Any]):
         """`begin` must be called before each batch, unless its index is `Numbered`."""
         self.dataset = dataset
         self._seeds = BatchSeeds(0, 0, False)
+        self._first = 0
 
-    def begin(self, seeds: BatchSeeds) -> None:
-        """Set what the seeds of the next batch come from."""
-        self._seeds = seeds
+    def begin(self, seeds: BatchSeeds, first: int = 0) -> None:
+        """Set what the seeds of the next batch come from, or of a part from its row `first` on."""
+        self._seeds, self._first = seeds, first
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
         index = self._begun(index)
-        self._seed(index, 0)
+        self._seed(index, self._first)
         return self.dataset[index]
 
     def __getitems__(self, indices: Any) -> Any:
@@ -154,7 +155,7 @@ class Seeded(Dataset[Any]):
             self.seed_batch()
             return self.dataset.__getitems__(indices)
         samples = []
-        for place, index in enumerate(indices):
+        for place, index in enumerate(indices, self._first):
             self._seed(index, place)
             samples.append(self.dataset[index])
         return samples

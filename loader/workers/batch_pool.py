@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from creel.loader.transport.unpacking import discard, unpack
+from creel.loader.workers.events import JoinedBatch
 
 if TYPE_CHECKING:
     from creel.loader.reading.bad_samples import BadSample
@@ -33,11 +34,12 @@ class BatchPool(ABC):
 
     def open(self, event: BatchResult) -> object:
         """Return the batch itself, or an ExceptionWrapper if the worker failed."""
-        return event.packed if self.pinner is not None else unpack(event.packed, event.inbox)
+        done = self.pinner is not None or isinstance(event, JoinedBatch)
+        return event.packed if done else unpack(event.packed, event.inbox)
 
     def discard(self, event: BatchResult) -> None:
         """Give back the slots of an unwanted batch."""
-        if self.pinner is None:
+        if self.pinner is None and not isinstance(event, JoinedBatch):
             discard(event.packed, event.inbox)
 
     def readers(self) -> Sequence[Reader]:

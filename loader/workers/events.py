@@ -25,6 +25,11 @@ class BatchResult:
 
 
 @dataclass(frozen=True)
+class JoinedBatch(BatchResult):
+    """A batch that several workers have made: `packed` is the data itself."""
+
+
+@dataclass(frozen=True)
 class WorkerDeath:
     """A worker process ended unexpectedly; the pool marks one of its `members` as `dead`."""
 

@@ -13,7 +13,7 @@ import torch
 
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.transport.unpacking import unpack
-from creel.loader.workers.events import BatchResult, WorkerEvent
+from creel.loader.workers.events import BatchResult, JoinedBatch, WorkerEvent
 
 if TYPE_CHECKING:
     from creel.loader.transport.pinning import Pinning
@@ -68,7 +68,8 @@ class Pinner:
             return event
         data: object = None
         try:
-            data = unpack(event.packed, event.inbox)
+            joined = isinstance(event, JoinedBatch)
+            data = event.packed if joined else unpack(event.packed, event.inbox)
             if not isinstance(data, ExceptionWrapper):
                 data = self._pinning.pin(data)
         except Exception:  # noqa: BLE001  what a user's pin_memory() raises is the result

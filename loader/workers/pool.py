@@ -353,16 +353,21 @@ class WorkerPool(BatchPool):
                 tuple() as bad,
             ):
                 self.bad.extend(cast("tuple[BadSample, ...]", bad))
-                if not self._expects(tag, index):
+                if not self._expects(tag, index, times):
                     discard(member.inbox.accept(sent, fds), member.inbox)
                     return True
                 if self._followers is not None:
                     self._followers.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
                 self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
+            case _:
+                self._take_part(worker, message, fds)
         return True
 
-    def _expects(self, tag: int, batch: int) -> bool:  # noqa: ARG002  a subclass needs them
+    def _take_part(self, worker: int, message: tuple[object, ...], fds: list[int]) -> None:
+        """Take what is no whole batch."""
+
+    def _expects(self, tag: int, batch: int, times: BatchTimes) -> bool:  # noqa: ARG002  as above
         """Note that a batch has arrived; False if it had before."""
         return True
 

@@ -8,17 +8,25 @@ that died are made again by the others.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Sized
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from creel.loader.transport.batch_message import BatchMessage
+from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel, pair
-from creel.loader.workers.events import WorkerDeath
+from creel.loader.transport.parts import UnevenPartsError, joined
+from creel.loader.transport.unpacking import unpack
+from creel.loader.workers.events import JoinedBatch, WorkerDeath
 from creel.loader.workers.pool import WorkerPool, until_forked
-from creel.loader.workers.stages import IDLE, STARTING
-from creel.loader.workers.worker_words import BATCH, STAGE, TAG
+from creel.loader.workers.stages import IDLE, STARTING, BatchTimes, merged
+from creel.loader.workers.worker_words import BATCH, PART, STAGE, TAG, WHOLE
+from creel.policies.concurrency import parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,21 +39,44 @@ _log = logging.getLogger("creel.loader")
 
 #: Workers that may die at one batch: the last of these deaths is the trainer's error.
 MOST_DEATHS = 3
+#: Weight of a batch in the mean time of a sample.
+_WEIGHT = 0.1
+
+
+@dataclass(frozen=True)
+class _MadePart:
+    """A part of a batch that has arrived."""
+
+    data: Any
+    times: BatchTimes
+    kind: str
 
 
 @dataclass(eq=False)
 class _OpenTask:
-    """A batch that has not arrived: the message that asks for it, and who died at it."""
+    """A batch that has not arrived: messages that ask for it or its parts, and who died at it."""
 
-    message: tuple[object, ...]
+    whole: tuple[object, ...]
+    #: By the number of the part; WHOLE: all of it.
+    messages: dict[int, tuple[object, ...]]
+    rows: int
+    done: dict[int, _MadePart] = field(default_factory=dict)
     deaths: list[int] = field(default_factory=list)
 
 
 class SharedPool(WorkerPool):
-    """Worker processes that all read one task socket."""
+    """Worker processes that all read one task socket.
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        """Start workers; arguments as for `WorkerPool`."""
+    The first batches of an epoch are cut into parts, which workers make at the same time, as
+    training has none yet. Later all workers are busy, and parts would only cost. Parts that do not
+    fit together are made again as a whole.
+    """
+
+    def __init__(self, *args: Any, cuts: bool = False, **given: Any) -> None:
+        """Start workers; other arguments as for `WorkerPool`.
+
+        cuts: batches are what `default_collate` makes of samples that are read one by one.
+        """
         ours, theirs = pair()
         self._tasks = Channel(ours, whole=True)
         self._reading = Channel(theirs)  # of the workers; this process only empties it
@@ -55,6 +86,10 @@ class SharedPool(WorkerPool):
         self._joined: tuple[str, str, int] | None = None
         self._ended: set[int] = set()  # workers
         self._failed: _OpenTask | None = None
+        self._cuts = cuts
+        self._sample_s: float | None = None  # mean time to make one
+        if cuts:
+            keep_freed_memory()  # joined batches are the trainer's memory
         super().__init__(*args, **given)
 
     def _given(self) -> list[int]:
@@ -97,19 +132,25 @@ class SharedPool(WorkerPool):
                 freed = self._followers.returned(number, freed)
             if freed:
                 self._post(member, ("freed", freed))
-        kind = "task"
-        if many:
-            kind, index = "tasks", np.asarray(index, np.int64).tobytes()
-        ids = claim.ids.tobytes()
-        message: tuple[object, ...]
-        message = "any", self._orders, (kind, tag, batch, index, [], claim.step, ids, seeds)
-        # First, as another thread may receive it.
-        self._open[tag, batch] = _OpenTask(message)
+        rest = claim.step, claim.ids.tobytes(), seeds
+        whole = "any", self._orders, _whole(tag, batch, index, rest, many=many)
+        task = _OpenTask(whole, {WHOLE: whole}, rows=len(index) if isinstance(index, Sized) else 1)
+        count = self._parts(task, batch)
+        if count > 1:
+            cut = _cut(tag, batch, index, rest, count, many=many)
+            task.messages = {part: ("any", self._orders, one) for part, one in enumerate(cut)}
+        self._open[tag, batch] = task  # first, as another thread may receive it
         try:
-            self._tasks.post(message)
+            for message in task.messages.values():
+                self._tasks.post(message)
         except BaseException:
             self._open.pop((tag, batch), None)
             raise
+
+    def _parts(self, task: _OpenTask, batch: int) -> int:
+        """Return into how many parts a batch is to be cut: the first ones of an epoch."""
+        workers = len(self.members) - len(self._ended)
+        return parts(task.rows, workers, self._sample_s) if self._cuts and batch < workers else 1
 
     def _congested(self) -> bool:
         waiting = super()._congested()
@@ -117,8 +158,58 @@ class SharedPool(WorkerPool):
 
     # --- receiving ------------------------------------------------------------------------
 
-    def _expects(self, tag: int, batch: int) -> bool:
+    def _expects(self, tag: int, batch: int, times: BatchTimes) -> bool:
+        task = self._open.get((tag, batch))
+        if task is None or WHOLE not in task.messages:
+            return False
+        self._measure(times, task.rows)
         return self._open.pop((tag, batch), None) is not None
+
+    def _measure(self, times: BatchTimes, rows: float) -> None:
+        """Update the mean time to make a sample."""
+        mine = max(times.collating - times.ready, 0) / 1e9 / max(rows, 1)
+        mean = mine if self._sample_s is None else self._sample_s
+        self._sample_s = mean + _WEIGHT * (mine - mean)
+
+    def _take_part(self, worker: int, message: tuple[object, ...], fds: list[int]) -> None:
+        match message:
+            case ("part", int(tag), int(batch), int(part), sent, BatchTimes() as times, _, kind):
+                found = _MadePart(None, times, "")
+                if isinstance(sent, BatchMessage):
+                    found = _MadePart(self._opened(worker, sent, fds), times, str(kind))
+                task = self._open.get((tag, batch))
+                if task is None or part not in task.messages:
+                    return
+                self._measure(times, task.rows / len(task.messages))
+                task.done[part] = found
+                if len(task.done) == len(task.messages):
+                    self._complete((tag, batch), task, worker)
+
+    def _opened(self, worker: int, sent: BatchMessage, fds: list[int]) -> Any:
+        """Return the data of a part; None if it cannot be unpickled, as the batch will say."""
+        inbox = self.members[worker].inbox
+        packed = inbox.accept(sent, fds)
+        try:
+            return unpack(packed, inbox)
+        except Exception:  # noqa: BLE001  user code may run here
+            return None
+
+    def _complete(self, key: tuple[int, int], task: _OpenTask, worker: int) -> None:
+        """Join the parts of a batch, or have it made as a whole if they do not fit."""
+        found = [task.done[part] for part in sorted(task.done)]
+        same = found[0].kind if len({part.kind for part in found}) == 1 else ""
+        try:
+            data = joined([part.data for part in found] if same else [])
+        except UnevenPartsError as e:
+            _log.debug("batch %d is made as a whole: %s", key[1], e)
+            self._cuts = False
+            task.messages = {WHOLE: task.whole}
+            task.done.clear()
+            self._tasks.post(task.whole)
+            return
+        if self._open.pop(key, None) is not None:
+            times = merged([part.times for part in found])
+            self._events.append(JoinedBatch(worker, *key, data, times, self.members[worker].inbox))
 
     def _died(self, worker: int) -> None:
         self._ended.add(worker)
@@ -144,16 +235,18 @@ class SharedPool(WorkerPool):
         while self._reading.get(0) is not None:
             pass
         begun = set(self._begun())
-        for key, task in sorted(self._open.items()):
+        for key, task in sorted(self._open.items(), key=itemgetter(0)):
             if key[0] != self.tag:
                 self._open.pop(key, None)  # nobody waits for it
-            elif key not in begun:
-                self._tasks.post(task.message)
+                continue
+            for part, message in task.messages.items():
+                if part not in task.done and (*key, part) not in begun:
+                    self._tasks.post(message)
 
-    def _begun(self) -> dict[tuple[int, int], int]:
-        """Return which living worker makes a batch, by (tag, batch)."""
+    def _begun(self) -> dict[tuple[int, int, int], int]:
+        """Return which living worker makes a batch or part, by (tag, batch, part)."""
         return {
-            (row[TAG], row[BATCH]): worker
+            (row[TAG], row[BATCH], row[PART]): worker
             for worker, (row, member) in enumerate(zip(self._words.rows, self.members, strict=True))
             if not member.dead and row[STAGE] not in {IDLE, STARTING}
         }
@@ -169,7 +262,8 @@ class SharedPool(WorkerPool):
     # --- watching and closing ---------------------------------------------------------------
 
     def holder(self, worker: int, batch: int) -> int:
-        return self._begun().get((self.tag, batch), worker)
+        found = (who for key, who in self._begun().items() if key[:2] == (self.tag, batch))
+        return next(found, worker)
 
     def close(self) -> Slots:
         spare = super().close()
@@ -177,3 +271,27 @@ class SharedPool(WorkerPool):
             self._tasks.close()
             self._reading.close()
         return spare
+
+
+def _whole(
+    tag: int, batch: int, index: object, rest: tuple[object, ...], *, many: bool
+) -> tuple[object, ...]:
+    """Return the message that asks for a batch."""
+    step, ids, seeds = rest
+    if many:
+        return ("tasks", tag, batch, np.asarray(index, np.int64).tobytes(), [], step, ids, seeds)
+    return ("task", tag, batch, index, [], step, ids, seeds)
+
+
+def _cut(
+    tag: int, batch: int, index: Any, rest: tuple[object, ...], count: int, *, many: bool
+) -> list[tuple[object, ...]]:
+    """Return the messages that ask for `count` parts of a batch, even in their number of rows."""
+    ends = [len(index) * part // count for part in range(count + 1)]
+    found: list[tuple[object, ...]] = []
+    for part, (first, end) in enumerate(itertools.pairwise(ends)):
+        some = index[first:end]
+        kind = "tasks" if many else "task"
+        given = np.asarray(some, np.int64).tobytes() if many else list(some)
+        found.append(("part", tag, batch, part, kind, first, given, *rest))
+    return found

@@ -7,6 +7,7 @@ monotonic clock, which all processes of a node share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from creel.counters import CAUSES
@@ -57,6 +58,17 @@ def recorded_moments(times: BatchTimes) -> tuple[int, int, int, int]:
     """
     ready = min(times.ready + times.direct_ns, max(times.collating, times.ready))
     return times.began, ready, times.collating, times.packed
+
+
+def merged(parts: Sequence[BatchTimes]) -> BatchTimes:
+    """Return the times of a batch that was made in parts, at the same time.
+
+    >>> merged([BatchTimes(1, 2, 5, 6), BatchTimes(2, 2, 9, 10)])
+    BatchTimes(began=1, ready=2, collating=9, packed=10, direct_ns=0, lost=0)
+    """
+    began, ready, *_ = map(min, zip(*parts, strict=True))
+    _, _, collating, packed, direct_ns, lost = map(max, zip(*parts, strict=True))
+    return BatchTimes(began, ready, collating, packed, direct_ns, lost)
 
 
 class StallWarning(UserWarning):

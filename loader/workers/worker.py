@@ -15,6 +15,10 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "quit"
 With `SharedPool`, tasks come over one socket that all workers read:
     T "any", how many "again", "bind" and "join" came before, task as above
+    T "any", the same, ("part", tag, index of batch, number of the part, its first row in the batch,
+             indices of its samples, `Claim` and `BatchSeeds` of the whole batch)
+    W "part", tag, index of batch, number of the part, packed part or None if it raised, its times,
+              `kind_of` its samples, new bad samples [+ fds of new slots]
 A tag identifies one epoch of one iterator. Tasks with a tag below `WorkerWords.void` are
 skipped.
 """
@@ -55,11 +59,21 @@ from creel.loader.torch_private import (
     signal_handling,
 )
 from creel.loader.torch_private import worker as torch_worker
-from creel.loader.transport.batch_message import Collate, Outbox
+from creel.loader.transport.batch_message import BatchMessage, Collate, Outbox
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel
+from creel.loader.transport.parts import kind_of
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, BatchTimes
-from creel.loader.workers.worker_words import BATCH, COUNTER, SINCE_NS, STAGE, TAG, WorkerWords
+from creel.loader.workers.worker_words import (
+    BATCH,
+    COUNTER,
+    PART,
+    SINCE_NS,
+    STAGE,
+    TAG,
+    WHOLE,
+    WorkerWords,
+)
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -133,15 +147,16 @@ class _Worker(StepReader):
         self._cpu_ns = time.process_time_ns()
         self._tasks: Channel | None = None  # that all workers read
         self._obeyed = 0  # "again", "bind" and "join"
-        self._tag = 0
+        self._tag, self._part, self._kind = 0, WHOLE, ""
         (_, (words, *shared)) = self._get()
         self._words = WorkerWords(words, self._num_workers)
         os.close(words)
         if shared:
             self._tasks = Channel(socket.socket(fileno=shared[0]))
-            self._poll = select.poll()  # select() fails for descriptors above 1023
-            self._poll.register(self._tasks, select.POLLIN)
-            self._poll.register(self._channel, select.POLLIN)
+            self._poll = select.epoll()
+            # A task wakes one of the idle workers, not all.
+            self._poll.register(self._tasks, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+            self._poll.register(self._channel, select.EPOLLIN)
         self._row = self._words.rows[self._id]
         self._dataset, self._collate = args.dataset, args.collate_fn
         self._binding = args.binding
@@ -178,6 +193,7 @@ class _Worker(StepReader):
     def _timed(self, collate: Collate) -> Collate:
         def timed(samples: Sequence[object]) -> object:
             self._collating = self._enter(COLLATING)
+            self._kind = kind_of(samples[0]) if self._part != WHOLE else ""
             return collate(samples)
 
         return timed
@@ -204,7 +220,7 @@ class _Worker(StepReader):
         while self._tasks is not None:
             if (got := self._own(0)) is not None or (got := self._tasks.get(0)) is not None:
                 return got
-            if not self._poll.poll(MP_STATUS_CHECK_INTERVAL * 1000):
+            if not self._poll.poll(MP_STATUS_CHECK_INTERVAL):
                 self._check_trainer()
         return self._own_next()
 
@@ -260,10 +276,22 @@ class _Worker(StepReader):
                 self._outbox.give_back(freed)
                 if self._seeded is not None and isinstance(seeds, BatchSeeds):
                     self._seeded.begin(seeds)
-                if tag >= self._words.void:
-                    if kind == "tasks" and isinstance(index, bytes):
-                        index = np.frombuffer(index, np.int64).tolist()
-                    self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
+                self._asked(tag, batch, WHOLE, kind, index, step, ids)
+            case (
+                "part",
+                int(tag),
+                int(batch),
+                int(part),
+                str(kind),
+                int(first),
+                index,
+                int(step),
+                bytes(ids),
+                BatchSeeds() as seeds,
+            ):
+                if self._seeded is not None:
+                    self._seeded.begin(seeds, first)
+                self._asked(tag, batch, part, kind, index, step, ids)
             case ("freed", list(freed)):
                 self._outbox.give_back(freed)
             case ("quit",):
@@ -271,6 +299,17 @@ class _Worker(StepReader):
             case _:
                 self._obey(message)
                 self._obeyed += 1
+
+    def _asked(
+        self, tag: int, batch: int, part: int, kind: str, index: object, step: int, ids: bytes
+    ) -> None:
+        """Make a batch or a part of it, unless nobody waits for it any more."""
+        if tag < self._words.void:
+            return
+        if kind == "tasks" and isinstance(index, bytes):
+            index = np.frombuffer(index, np.int64).tolist()
+        self._part = part
+        self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
 
     def _obey(self, message: tuple[object, ...]) -> None:
         match message:
@@ -352,10 +391,11 @@ class _Worker(StepReader):
             return self._fetcher.fetch(index)
         if session is None:
             return self.fetch(index, Lease())
-        made = self._gatherer
+        made = self._gatherer if self._part == WHOLE else None
         if made is not None and made.gather.has_code and not binding.gathers(made.gather):
             self._gather()  # user code in this process has assigned another transform
-        return self.read_step(binding, session, *claim, index, self._gatherer)
+        gatherer = self._gatherer if self._part == WHOLE else None
+        return self.read_step(binding, session, *claim, index, gatherer)
 
     def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
         """Wait until a step's objects are pinned; on False the location table may be outdated."""
@@ -393,7 +433,8 @@ class _Worker(StepReader):
 
     def _enter(self, stage: int) -> int:
         now, row = time.monotonic_ns(), self._row
-        row[TAG], row[BATCH], row[SINCE_NS], row[STAGE] = self._tag, self._batch, now, stage
+        row[TAG], row[BATCH], row[PART] = self._tag, self._batch, self._part
+        row[SINCE_NS], row[STAGE] = now, stage
         return now
 
     def _send(self, tag: int, batch: int, data: object) -> None:
@@ -405,16 +446,26 @@ class _Worker(StepReader):
             self._put(tag, batch, portable(self._failure()))
 
     def _put(self, tag: int, batch: int, data: object) -> None:
-        message, fds = self._outbox.pack(data)
+        message: BatchMessage | None = None
+        fds: list[int] = []
+        if self._part != WHOLE and isinstance(data, ExceptionWrapper):
+            self._outbox.abandon()  # the batch is made as a whole, and raises there
+        else:
+            message, fds = self._outbox.pack(data)
         now = time.monotonic_ns()
         when = self._began, self._ready, self._collating or now, now
         times = BatchTimes(*when, self._direct_ns, int(self._lost))
         rest = times, self._tolerance.take_new()
 
-        def without() -> tuple[object, ...]:
-            return ("batch", tag, batch, self._outbox.without_slots(data, message), *rest)
+        def wrapped(packed: BatchMessage | None) -> tuple[object, ...]:
+            if self._part == WHOLE:
+                return ("batch", tag, batch, packed, *rest)
+            return ("part", tag, batch, self._part, packed, *rest, self._kind)
 
-        self._channel.put(("batch", tag, batch, message, *rest), fds, without)
+        def without() -> tuple[object, ...]:
+            return wrapped(message and self._outbox.without_slots(data, message))
+
+        self._channel.put(wrapped(message), fds, without)
 
 
 def portable(failure: ExceptionWrapper) -> ExceptionWrapper:

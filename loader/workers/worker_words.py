@@ -10,10 +10,12 @@ from creel.cache.memory.memfd import mapped
 from creel.counters import OF_WORKERS
 
 #: The word of a row that says what a worker does (`stages`), for which batch, since when (ns), and
-#: the tag of that batch.
-STAGE, BATCH, SINCE_NS, TAG = range(4)
+#: the tag of that batch, and which part of it.
+STAGE, BATCH, SINCE_NS, TAG, PART = range(5)
+#: In place of the number of a part.
+WHOLE = -1
 #: The word of each counter by name.
-COUNTER = {name: TAG + 1 + i for i, name in enumerate(OF_WORKERS)}
+COUNTER = {name: PART + 1 + i for i, name in enumerate(OF_WORKERS)}
 _ROW = 32
 _VOID = 0
 _FIRST = 8  # word of the first row

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import Batched, Mixed, Nones, Plain, Ragged, Raising
 from test_seeding import Grouped, Noisy, epochs, jittered, noisy_collate
 from test_with_daemon import embedded
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
@@ -23,6 +24,7 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.policies.concurrency import workers_auto
 from creel.system.limits import cores
 from kit import seeds, until
+from shown import plain
 
 pytestmark = [pytest.mark.timeout(180)]
 
@@ -100,6 +102,45 @@ def test_an_idle_worker_makes_what_a_busy_one_would_have_made() -> None:
     assert [int(batch) for batch in batches] == [0, 1, 2, 3]
 
 
+class Together(Dataset[Any]):
+    """Each of the two samples waits until the other is being read."""
+
+    def __init__(self) -> None:
+        self.begun = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Any:
+        self.begun[i] = 1
+        until(lambda: int(self.begun.sum()) == 2, 60, "both are read at once")
+        return i, "text", {"x": torch.full((3,), float(i))}
+
+
+def test_the_first_batch_is_made_by_all_workers_at_once() -> None:
+    [(numbers, texts, rows)] = loader(Together(), batch_size=2, shuffle=False)
+    assert numbers.tolist() == [0, 1]
+    assert texts == ("text", "text")
+    assert rows["x"].tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("kind", [Ragged, Raising, Nones, Mixed, Batched, Plain])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_parts_of_any_samples_end_as_own_workers_do(kind: type[Any], workers: int) -> None:
+    def outcome(batches: Any) -> Any:
+        try:
+            return plain(next(batches))
+        except Exception as e:  # noqa: BLE001  any of the dataset's, or the end
+            return type(e), str(e).strip().rpartition("\n")[2]
+
+    def outcomes(**given: Any) -> list[Any]:
+        batches = iter(loader(kind(20), shuffle=False, **given))
+        return [outcome(batches) for _ in range(6)]
+
+    own = outcomes(num_workers=2, workers="own", seeding="sample")
+    assert outcomes(num_workers=workers) == own
+
+
 def test_rows_of_the_daemon_are_the_same(shared: dict[str, Any], tmp_path: Path) -> None:
     np.arange(40 * 6, dtype=np.float32).tofile(tmp_path / "rows")
     rows = creel.RecordDataset(tmp_path / "rows", torch.float32, (6,), transform=jittered)
@@ -112,15 +153,19 @@ def test_rows_of_the_daemon_are_the_same(shared: dict[str, Any], tmp_path: Path)
 
 
 class Slow(Noisy):
+    seconds = 0.002
+
     def __getitem__(self, i: int) -> Any:
-        time.sleep(0.002)
+        time.sleep(self.seconds)
         return super().__getitem__(i)
 
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_killed_workers_cost_no_batch(seed: int) -> None:
     r = random.Random(seed)
-    given: dict[str, Any] = {"dataset": Slow(60), "num_workers": 4, "persistent_workers": True}
+    slow = Slow(60)
+    slow.seconds = (0.002, 0.01)[seed % 2]  # the latter in parts
+    given: dict[str, Any] = {"dataset": slow, "num_workers": 4, "persistent_workers": True}
     made, found = loader(**given), []
     torch.manual_seed(5)
     wanted = epochs(loader, **given)
