@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from creel.policies.arrays import Ints
 
 
+#: Bytes of a field that are read to their place in the batch; smaller ones are read by record and
+#: then copied, since a read takes longer.
+_LARGE = 16 << 10
+
+
 class DirectBatches:
     """Reads records into a batch as default_collate would make it; for one thread.
 
@@ -53,6 +58,8 @@ class DirectBatches:
             return None
         if not self._gather.raw.same(self._stream.raw()):
             return None
+        if self._gather.nbytes >= _LARGE * len(self._stream.fields.parts):
+            return self._stream.read_fields(ids, self._memory)
         nbytes = len(ids) * self._gather.nbytes
         if len(self._rows) != nbytes:
             self._rows = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

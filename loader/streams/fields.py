@@ -12,23 +12,27 @@ from creel.loader.datasets.records import torch_dtype
 
 
 class Fields:
-    """Takes records apart into their fields: views, without a copy."""
+    """Takes records apart into their fields: views, without a copy.
+
+    Attributes:
+        parts: name, type and shape of each, and its first byte in a record, and the byte behind it.
+    """
 
     def __init__(self, layout: np.dtype[Any]) -> None:
         """Raises ConfigError for a type that torch lacks."""
-        self._fields: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
+        self.parts: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
         fields: Mapping[str, Any] = layout.fields or {}
         for name in layout.names or ():
             kind, offset = fields[name][:2]
             dtype = torch_dtype(kind.base)
-            self._fields.append((name, dtype, kind.shape, offset, offset + kind.itemsize))
+            self.parts.append((name, dtype, kind.shape, offset, offset + kind.itemsize))
 
     def rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return (n, ...) tensors of (n, nbytes) records."""
         n = len(rows)
         return {
             name: rows[:, start:stop].view(dtype).view(n, *shape)
-            for name, dtype, shape, start, stop in self._fields
+            for name, dtype, shape, start, stop in self.parts
         }
 
     def __call__(self, record: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -99,7 +99,7 @@ class Stream(RecordDataset):
         self.timeout_s = timeout_s
         self.dtype, self.shape, self.nbytes = torch.uint8, (self.log.nbytes,), self.log.nbytes
         self.labels, self.to = None, None
-        fields = Fields(self.log.layout)
+        self.fields = fields = Fields(self.log.layout)
         self._splits = transform is None and batch_transform is None
         self.transform = self.batch_transform = None
         if transform is not None:
@@ -200,6 +200,35 @@ class Stream(RecordDataset):
             (int(chunks[a]), int(inside[a]) * self.nbytes, out[a:b].data.cast("B"))
             for a, b in pairwise(bounds)
         ]
+        self._fill(pieces)
+
+    def read_fields(
+        self, ids: Ints, memory: Callable[[int], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the fields of (n,) records, each in `memory(nbytes)`; a read for each of them.
+
+        Raises:
+            SourceError: as `read_rows`.
+        """
+        n, fields, pieces = len(ids), {}, []
+        chunks, inside = (part.tolist() for part in np.divmod(ids, self.log.about.records))
+        for name, dtype, shape, start, stop in self.fields.parts:
+            flat = memory(n * (stop - start))
+            fields[name] = flat.view(dtype).view(n, *shape)
+            rows = flat.numpy().reshape(n, stop - start)
+            pieces.append([(start, row.data) for row in rows])
+        self._fill(
+            [
+                (chunk, place * self.nbytes + start, row)
+                for chunk, place, parts in zip(
+                    chunks, inside, zip(*pieces, strict=True), strict=True
+                )
+                for start, row in parts
+            ]
+        )
+        return fields
+
+    def _fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> None:
         lacking = self.log.medium.fill(pieces)
         if lacking is not None:
             raise self._lacks(lacking)

@@ -156,6 +156,30 @@ def test_a_producer_goes_on_behind_what_was_deleted_and_where_a_number_is_missin
         taken(Stream(folder, None, begin=2).batches(1))
 
 
+def test_nothing_is_deleted_between_the_look_for_a_number_and_its_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a producer that was behind would use the number of a chunk that was read meanwhile."""
+    late = filled(folder, [1] * 4, chunk=1, producers=2)
+    link, deleting = os.link, list[threading.Thread]()
+
+    def delete() -> None:
+        for number in range(3):
+            late.delete(number)
+
+    def linked(*args: Any) -> None:
+        if not deleting:
+            deleting.append(threading.Thread(target=delete))
+            deleting[0].start()
+            deleting[0].join(0.2)  # it must wait for us
+        link(*args)
+
+    monkeypatch.setattr(os, "link", linked)
+    assert late.append(memoryview(bytes(NBYTES)), 2) == 4
+    deleting[0].join(30)
+    assert late.numbers() == [3, 4]
+
+
 def test_a_chunk_that_was_appended_is_not_written_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ class LogFolder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other producers from appending, where the file system has locks.
+        """Keep other producers from appending and deleting, where the file system has locks.
 
         Elsewhere one that is stopped for so long, between a look at the readers and its `link`,
         that its number is used, read and deleted, would use it again.
@@ -97,34 +97,26 @@ class LogFolder:
 
     def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
         opened: dict[int, int] = {}
+        number = -1
         try:
-            for number, offset, out in pieces:
+            for number, first, out in pieces:
                 if number not in opened:
                     if len(opened) == _MOST_OPEN:
                         _close(opened)
-                    with self._failing(self.address(number)), suppress(FileNotFoundError):
-                        opened[number] = os.open(self.address(number), os.O_RDONLY | os.O_CLOEXEC)
-                if number not in opened or not self._read(number, opened[number], offset, out):
+                    opened[number] = os.open(self.address(number), os.O_RDONLY | os.O_CLOEXEC)
+                if not _read(opened[number], first, out):
                     return number
+        except FileNotFoundError:
+            return number
+        except OSError as e:
+            raise _failure(e, self.address(number)) from e
         finally:
             _close(opened)
         return None
 
-    def _read(self, number: int, fd: int, offset: int, out: memoryview) -> bool:
-        first = offset
-        with self._failing(self.address(number)):
-            while len(out):
-                got = os.preadv(fd, [out], offset)
-                if not got:
-                    return False
-                out, offset = out[got:], offset + got
-            if os.fstat(fd).st_mode & _HOLES:  # now: perhaps only since it was opened
-                return os.lseek(fd, first, os.SEEK_HOLE) >= offset
-        return True
-
     def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
         """See Medium; gives back memory though a daemon has the file open."""
-        with self._failing(), suppress(FileNotFoundError):
+        with self._failing(), suppress(FileNotFoundError), self._alone():
             fd = os.open(self.address(number), os.O_RDWR | os.O_CLOEXEC)
             try:
                 if but:
@@ -187,15 +179,31 @@ class LogFolder:
         return path
 
     @contextmanager
-    def _failing(self, path: str = "") -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         """Raise SourceError for an OSError in the block."""
         try:
             yield
-        except SourceError:
-            raise
         except OSError as e:
-            why = "its file system has no hard links" if e.errno == errno.EPERM else e.strerror
-            raise SourceError(e.errno or 0, why or str(e), path or self.path) from e
+            raise _failure(e, self.path) from e
+
+
+def _failure(e: OSError, path: str) -> SourceError:
+    if isinstance(e, SourceError):
+        return e
+    why = "its file system has no hard links" if e.errno == errno.EPERM else e.strerror
+    return SourceError(e.errno or 0, why or str(e), path)
+
+
+def _read(fd: int, first: int, out: memoryview) -> bool:
+    """Fill a buffer from byte `first` of a file on; False if it has fewer, or a hole there."""
+    offset = first
+    while len(out):
+        got = os.preadv(fd, [out], offset)
+        if not got:
+            return False
+        out, offset = out[got:], offset + got
+    # Asked now: the hole may be there only since the file was opened.
+    return not os.fstat(fd).st_mode & _HOLES or os.lseek(fd, first, os.SEEK_HOLE) >= offset
 
 
 def _linked(temporary: str, path: str) -> bool:
