@@ -143,8 +143,29 @@ class Manifest:
         numbers = ((mine, its) for mine, its in zip(self._numbers, other._numbers, strict=True))
         if not all(np.array_equal(mine[:n], its) for mine, its in numbers):
             return False
-        pieces = (np.arange(k, min(k + _COMPARE, n)) for k in range(0, n, _COMPARE))
-        return all(self.addresses(rows) == other.addresses(rows) for rows in pieces)
+        if len(self._prefix) > len(other._prefix):
+            return other._same_addresses(self, n)
+        return self._same_addresses(other, n)
+
+    def _same_addresses(self, other: Manifest, n: int) -> bool:
+        """Whether the first n addresses are the same; the root of `other` is as long or longer."""
+        if not other._prefix.startswith(self._prefix):
+            return False
+        lead = np.frombuffer(other._prefix.removeprefix(self._prefix).encode(), np.uint8)
+        (bounds, text), (ends, rest) = self._letters, other._letters
+        if not np.array_equal(np.diff(bounds[: n + 1]), np.diff(ends[: n + 1]) + len(lead)):
+            return False
+        step = max(_COMPARE // (1 + len(lead) // 32), 1)
+        for first in range(0, n, step):
+            last = min(first + step, n)
+            whole = np.frombuffer(text[bounds[first] : bounds[last]], np.uint8)
+            at = (bounds[first:last] - bounds[first])[:, None] + np.arange(len(lead))
+            left = np.ones(len(whole), np.bool_)
+            left[at] = False
+            part = np.frombuffer(rest[ends[first] : ends[last]], np.uint8)
+            if not ((whole[at] == lead).all() and np.array_equal(whole[left], part)):
+                return False
+        return True
 
     @property
     def _numbers(self) -> tuple[Ints, Ints, Ints]:

@@ -288,7 +288,8 @@ class Residency:
             return
         n = len(old)
         same = self.versions.inherit(old.versions)
-        learnt = np.flatnonzero((self.length[:n] < 0) & (old.length >= 0))
+        unread = (self.length[:n] < 0) & (self.state[:n] == ABSENT)  # nobody brings its length
+        learnt = np.flatnonzero(unread & (old.length >= 0))
         if len(learnt):
             self.set_lengths(learnt, old.length[learnt])
         ids = np.flatnonzero((old.state == RESIDENT) & (self.state[:n] == ABSENT))

@@ -60,7 +60,6 @@ class Versions:
         fresh = (self.seen[:n] == 0) & (self.version[:n] == UNKNOWN)
         for mine, its in ((self.version, old.version), (self.seen, old.seen)):
             mine[:n][fresh] = its[fresh]
-        self.asked[:n][fresh] = np.maximum(self.asked[:n], old.asked)[fresh]
         if self._since is not None and old._since is not None:
             self._since[:n][fresh] = old._since[fresh]
         same: Mask = ~differ(self.version[:n], old.version) & (old.version != CHANGING)

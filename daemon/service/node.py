@@ -604,7 +604,7 @@ class Node:
         self.registry.share_samples(session)
         if message.rehearsed and session.among is not None:
             self.handle_event(events.SamplesTold(session.id, session.among))
-            session.rehearses = True
+            session.rehearses, session.dataset.drained = True, False
             self._grow()
 
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
@@ -619,7 +619,8 @@ class Node:
         counts = message.samples, message.world, message.each, message.batch
         order = JobOrder(*counts, message.seed, message.remapped, among, _replays(message))
         if order.sound() and (message.among or message.samples == len(session.dataset.manifest)):
-            self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
+            dealt = events.EpochDealt(session.id, message.epoch, order, view)
+            self.handle_event(dealt if order.quick else events.EpochFollowed(session.id, view))
 
     def truncated(self, session: SessionRecord, step: int) -> None:
         session.truncate(step)

@@ -68,7 +68,7 @@ class DatasetRecord:
     tables_nbytes: int  # as the function `tables_nbytes` counts
     versions: Versions  # only the core writes it
     begins_with: tuple[str, ...] = ()  # keys of the datasets that it begins with, the longest first
-    drained: bool = False  # whether another dataset took over its residents since its last use
+    drained: bool = False  # whether another took over its residents since it was rehearsed last
     claims: set[str] = field(default_factory=set)  # tokens of clients without a session yet
     used_at: float = 0.0  # monotonic seconds when the last claim or session began or ended
 
@@ -329,7 +329,6 @@ class Registry:
         words, fd = _new_words()
         words[HEARTBEAT] = time.monotonic_ns()
         session = SessionRecord(next(self._ids), token, dataset, request, words, fd)
-        dataset.drained = False
         self.sessions[session.id] = session
         dataset.unclaim(token)
         return session

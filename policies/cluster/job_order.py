@@ -16,6 +16,8 @@ from creel.policies.order.remap import Exchange
 from creel.policies.order.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
 from creel.policies.rehearsal.passes import Passes
 
+#: Most passes of a memory in an epoch that a daemon draws, 1 ms each, and most rows of these.
+_MOST_PASSES, _MOST_ROWS = 2048, 1 << 26
 #: `JobOrder.seed` of an order that is not shuffled.
 IN_ORDER = -1
 
@@ -87,6 +89,12 @@ class JobReplays(NamedTuple):
             and 0 <= self.first_step < 1 << 62
         )
 
+    def quick(self, steps: int) -> bool:
+        """Whether `rows` takes at most some seconds, and half a gigabyte."""
+        drawn = -(-steps // self.passes.steps)
+        few = drawn <= _MOST_PASSES and drawn * self.passes.kept <= _MOST_ROWS
+        return few and steps * self.passes.step_rows <= _MOST_ROWS
+
     def rows(self, steps: int) -> Ints:
         """Return the (steps, each * world) rows of the memory that each step replays."""
         passes = self.passes
@@ -136,6 +144,11 @@ class JobOrder(NamedTuple):
     def _replays_soundly(self, replays: JobReplays) -> bool:
         known = self.among is not None and not self.remapped
         return known and replays.sound(self.steps, self.world)
+
+    @property
+    def quick(self) -> bool:
+        """Whether a daemon may compute it: one thread plans for all jobs of a node."""
+        return self.replays is None or self.replays.quick(self.steps)
 
     @property
     def numbers(self) -> int:

@@ -10,11 +10,14 @@ import pytest
 from core_shell import CoreShell
 from creel.cache.memory.pools.allocator import Allocator, Lengths
 from creel.cache.memory.pools.free_ranges import NOWHERE
+from creel.cache.storage import manifest
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.stores.access import Access
 from creel.daemon.core.events import (
+    CheckVersions,
     DatasetAdded,
     DatasetGrew,
+    EpochBegan,
     FetchObjects,
     SessionClosed,
     Unregistered,
@@ -90,6 +93,48 @@ def test_what_is_of_another_version_is_not_taken_over() -> None:
     assert new.seen.tolist() == [old.seen[0], 5, 5, 0]
 
 
+def test_a_check_that_the_old_dataset_asked_for_is_asked_for_anew() -> None:
+    """Its answer never comes to the new one, whose reader would wait for it."""
+    shell = CoreShell(1 << 16)
+    lengths = np.array([100, 101, 102, 103, 104])
+    add(shell, "a", lengths[:4])
+    read(shell, 1, "a", [0, 1, 2, 3])
+    shell.open(2, "a", recheck="epoch")
+    shell.feed(EpochBegan(2, 0))
+    shell.feed(SessionClosed(1))
+    add(shell, "b", lengths, "a")
+    shell.open(3, "b", recheck="epoch")
+    shell.feed(EpochBegan(3, 0))
+    shell.feed(EpochBegan(2, 1))
+    shell.tell(2, 1, np.arange(4, dtype=np.int32), np.array([2, 4]))
+    assert any(isinstance(action, CheckVersions) for action in shell.waiting)
+    shell.feed(SessionClosed(2))
+    shell.feed(DatasetGrew("b", "a"))
+    shell.tell(3, 0, np.arange(5, dtype=np.int32), np.array([2, 4, 5]))
+    shell.settle()
+    assert shell.ready[3].ready == 3
+
+
+def test_the_length_of_what_is_on_its_way_is_the_one_that_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file has been rewritten since the old dataset read it."""
+    shell = CoreShell(1 << 20)
+    monkeypatch.setattr(shell, "nbytes_read", lambda fetch: np.full(len(fetch.ids), 100))
+    add(shell, "a", np.full(4, -1))
+    assert read(shell, 1, "a", [0, 1, 2, 3]) == [0, 1, 2, 3]
+    shell.feed(SessionClosed(1))
+    add(shell, "b", np.full(6, -1), "a")
+    shell.open(2, "b")
+    shell.tell(2, 0, np.array([0, 5], np.int32), np.array([1, 2]))
+    assert any(isinstance(action, FetchObjects) for action in shell.waiting)
+    shell.feed(DatasetGrew("b", "a"))
+    shell.core.check()
+    monkeypatch.setattr(shell, "nbytes_read", lambda fetch: np.full(len(fetch.ids), 177))
+    shell.settle()
+    shell.core.check()
+
+
 def test_datasets_in_other_pieces_keep_what_they_have() -> None:
     shell = CoreShell(1 << 16)
     add(shell, "a", np.full(4, 10))
@@ -151,6 +196,30 @@ def test_a_manifest_begins_with_another_one_of_the_same_rows_and_rights() -> Non
     assert not ab.begins_with(ab)
     assert not ab.begins_with(Manifest.of_files([]))
     assert not ab.begins_with(c)
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_a_head_is_found_whatever_part_of_its_addresses_is_the_root(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the addresses as text, compared some rows at a time."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(manifest, "_COMPARE", int(rng.integers(1, 9)))
+    roots = ["", "/a", "/a/\u00e9", "/a/\u00e9x", "/b"]
+    for _ in range(20):
+        root, other = rng.choice(roots, 2)
+        names = rng.choice(["1", "22", "\u00e9/1", "\u00e9x/22"], 12).tolist()
+        whole = Manifest.of_files(names if root else [f"/a/{name}" for name in names], root=root)
+        n = int(rng.integers(1, 12))
+        uris = whole.addresses(np.arange(n))
+        if rng.random() < 0.3:
+            uris[rng.integers(n)] += "x"
+        cut = f"{other}/" if other else ""
+        if not all(uri.startswith(cut) for uri in uris):
+            continue
+        head = Manifest.of_files([uri.removeprefix(cut) for uri in uris], root=other)
+        same = head.addresses(np.arange(n)) == whole.addresses(np.arange(n))
+        assert whole.begins_with(head) == same
 
 
 def test_addresses_that_are_reached_otherwise_are_others() -> None:

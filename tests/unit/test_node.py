@@ -256,5 +256,10 @@ def test_what_earlier_tasks_hold_is_taken_over_once_no_rank_reads_them() -> None
         node.tick()
         assert grown() == [(second.key, first.key)]
         node.close_session(node.registry.open("t", Open(first.key, "eval", 0, 1, "never")))
+        assert grown() == [(second.key, first.key)], "an evaluation keeps what it has read again"
+        once_more = node.registry.open("t", Open(first.key, "job", 0, 1, "never"))
+        told = DealtSamples("t", once_more.id, 2, 0, rehearsed=True)
+        node.sampled(once_more, told, np.array([1, 0], np.int32))
+        node.close_session(once_more)
         assert grown() == 2 * [(second.key, first.key)]
     node.close()

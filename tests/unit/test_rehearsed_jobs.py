@@ -16,7 +16,8 @@ from core_shell import CoreShell
 from creel.daemon.core.events import Progressed, SamplesTold, SessionClosed
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.order.epoch_plan import EpochPlan
-from creel.policies.cluster.job_order import JobOrder, SampleObjects
+from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
+from creel.policies.rehearsal.passes import Passes
 
 FILES, TASK = 130, 37
 
@@ -148,3 +149,21 @@ def test_a_rank_that_goes_on_to_the_next_task_leaves_the_others_behind() -> None
     groups = shell.core._residencies["d"].readers.groups
     assert [sorted(s.id for s in group.sessions.values()) for group in groups] == [[3, 4]]
     assert {s.shift for group in groups for s in group.sessions.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    "kept, each, steps, quick",
+    [
+        (200, 8, 10_000, True),
+        (200, 256, 10_000, False),
+        (10, 10, 100_000, False),
+        (1000, 1 << 20, 2000, False),
+        (1 << 20, 32, 100_000, True),
+    ],
+)
+def test_an_order_that_takes_long_to_compute_is_followed(
+    kept: int, each: int, steps: int, quick: bool
+) -> None:
+    """The planner serves all jobs of a node."""
+    replays = JobReplays(Passes(kept, each, 1, seed=1), 0)
+    assert replays.quick(steps) == quick
