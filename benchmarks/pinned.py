@@ -1,16 +1,20 @@
 """Batches on a GPU: `pin_memory=True` and `batch.to("cuda", non_blocking=True)`, creel and torch.
 
-    python benchmarks/pinned.py [WORKLOAD ...] [--workers N] [--rounds N] [--json]
+    python benchmarks/pinned.py [WORKLOAD ...] [--workers N] [--rounds N] [--step-ms MS] [--json]
 
 The data are those of `cost_per_batch.py`, in memory for both. The loop only copies each batch to
-the device; an epoch ends when the last copy has. Needs a CUDA device.
+the device; an epoch ends when the last copy has. With `--step-ms`, each batch then occupies the
+device for so long, and the loop waits for that, as for a loss: `ahead`, `creel.prefetch_to` over
+creel's loader, copies the next batch meanwhile. Needs a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +29,34 @@ import creel
 ON_A_DEVICE = [name for name in WORKLOADS if name != "jpeg bytes x 64"]
 
 
-def epochs(loader: DataLoader[Any], min_s: float) -> Callable[[Round], None]:
+def epochs(batches: Iterable[Any], min_s: float, step_s: float) -> Callable[[Round], None]:
     """Return a function that runs whole epochs until `min_s` have passed."""
+    cycles = int(step_s * cycles_per_s()) if step_s else 0
 
     def way(into: Round) -> None:
         while into.wall_s < min_s:
             with measured(into):
-                for batch in loader:
-                    batch.to("cuda", non_blocking=True)
+                for batch in batches:
+                    batch.to("cuda", non_blocking=True)  # nothing, if it is there
                     into.batches += 1
+                    if cycles:
+                        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
+                        torch.cuda.current_stream().synchronize()  # as `loss.item()`
                 torch.cuda.synchronize()
 
     return way
+
+
+@cache
+def cycles_per_s() -> float:
+    """Return how fast the device counts in `torch.cuda._sleep`."""
+    cycles = 100_000_000
+    for _ in range(2):  # the first one also starts the device
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        torch.cuda.synchronize()
+    return cycles / (time.perf_counter() - began)
 
 
 def main() -> None:
@@ -47,6 +67,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="least time of a round")
+    parser.add_argument("--step-ms", type=float, default=0, help="of the device for each batch")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     skip_unless(torch.cuda.is_available(), "a CUDA device")
@@ -56,10 +77,14 @@ def main() -> None:
             for workers in options.workers:
                 work = WORKLOADS[name](Path(folder))
                 kwargs = work.arguments(num_workers=workers, pin_memory=True)
+                ours = creel.DataLoader(work.ours, **kwargs)
+                how = options.seconds, options.step_ms / 1e3
                 ways = {
-                    "torch": epochs(DataLoader(work.theirs, **kwargs), options.seconds),
-                    "creel": epochs(creel.DataLoader(work.ours, **kwargs), options.seconds),
+                    "torch": epochs(DataLoader(work.theirs, **kwargs), *how),
+                    "creel": epochs(ours, *how),
                 }
+                if options.step_ms:
+                    ways["ahead"] = epochs(creel.prefetch_to("cuda", ours), *how)
                 found = Comparison(f"{name}, {workers} workers").run(ways, options.rounds)
                 rows.append(found.summary())
     report(rows)
