@@ -50,6 +50,8 @@ NO_TIMES = BatchTimes()
 def recorded_moments(times: BatchTimes) -> tuple[int, int, int, int]:
     """Return when a batch began, was ready, began to collate and was packed, for the recorder.
 
+    Those of `times` themselves without direct reads.
+
     Direct reads alternate with decoding, sample by sample. They count as waiting for objects, as if
     all of them came first.
 

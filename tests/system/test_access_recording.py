@@ -455,6 +455,7 @@ def test_nothing_is_kept_open(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         dataset[N]
     assert len(dataset[3]) > 0
-    assert len(kept()) == 1  # the journal
+    assert any(JOURNAL in name for _, name in descriptors())
+    assert len(kept()) <= 1  # the journal: in an earlier test's file, if that is still there
     del dataset
     assert not kept()
