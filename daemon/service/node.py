@@ -117,6 +117,7 @@ class Node:
         self.clients: Callable[[], int] = lambda: 0
         self.pids: Callable[[], dict[str, int]] = dict
         self.request_address = ""
+        self.sound = True  # whether the core's tables are consistent with the arena
         self.returns = False  # set by the loop: whether a service manager starts it again
         restored = {one.key: unpacked(one) for one in kept[0].datasets} if kept else {}
         if kept:
@@ -150,7 +151,6 @@ class Node:
         )
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
-        self._sound = True  # whether the core's tables are consistent with the arena
         self._send = send
         self._call_soon = call_soon
         self._background = BackgroundThread("creel-register")
@@ -224,7 +224,7 @@ class Node:
 
     def _give_up(self) -> None:
         log.error("this daemon ends: its state may be inconsistent")
-        self._sound = False
+        self.sound = False
         self.stop(True, "a bug")
 
     def _publish(self, action: events.Publish) -> None:
@@ -424,7 +424,7 @@ class Node:
         self.fetcher.join(_ENDING_S)
         for session in self.registry.sessions.values():
             session.unready(0)
-        if not self._sound:
+        if not self.sound:
             return None
         if not self.fetcher.ended:
             log.info("the memory is not left to the next daemon: a read that hangs may write to it")
@@ -638,7 +638,7 @@ class Node:
         self._planner.close()
         self.clusters.close()
         self.fetcher.join(0.5)
-        self.disk.close(self.core.end if self._sound else list)
+        self.disk.close(self.core.end if self.sound else list)
         self.registry.close()
         self.arena.close()
 
