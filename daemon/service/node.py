@@ -177,8 +177,8 @@ class Node:
     def handle_event(self, event: events.Event) -> bool:
         """Handle an event and execute the actions; return False if that failed.
 
-        Does nothing while draining: READY is not lowered for clients that disconnect then, so no
-        byte may move, and the core's tables would not match the shared ones.
+        Does nothing while draining: no byte may move then, as clients that disconnect may keep
+        their READY, and the core's tables would not match the shared ones.
 
         Writes the heartbeat first: with plans for millions of objects an event may take a second,
         and a turn of the loop handles many events.
@@ -418,7 +418,8 @@ class Node:
         """Write the index of what is in the arena, for the next daemon; None if it cannot be used.
 
         Nothing is written to the arena any more. Sessions lose their ready steps, as the next
-        daemon will move bytes: a reader that copies meanwhile notices, and reads directly.
+        daemon will move bytes: a reader that copies meanwhile notices, and reads directly. Those
+        closed while draining have lost them already (`close_session`).
         """
         self.fetcher.close()
         self.fetcher.join(_ENDING_S)
@@ -514,7 +515,8 @@ class Node:
     def close_session(self, session: SessionRecord) -> None:
         """Close a session; the core unpins its objects."""
         self.ranks.add_closed(session)
-        if self.state != "draining":  # while draining, the arena does not change any more
+        # While draining, this daemon writes to the arena no more; one that it is kept for will.
+        if self.state != "draining" or self.returns:
             session.unready(0)
         self.registry.remove(session)
         self.handle_event(events.SessionClosed(session.id))

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from creel.cache.memory.shared_words import STATE
 from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
@@ -233,6 +234,28 @@ def test_a_reader_of_the_last_daemon_takes_no_byte_of_the_next_ones(
     assert session.hold(3) == -1
     assert not session.held(3, stamp), "what was being copied is discarded"
     client.close()
+
+
+def test_a_reader_whose_session_closes_while_the_daemon_drains_takes_no_byte_of_the_next_ones(
+    manager: Manager, tmp_path: Path
+) -> None:
+    """As when a trainer begins another epoch then, and its workers still read the last one."""
+    manifest = data(tmp_path, "files")
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        assert session.wait(3, 30)
+        assert manager.process is not None
+        with Client.connect(manager.name, "worker", client.token) as worker:
+            theirs = worker.attach(session.id)
+            stamp = theirs.hold(3)
+            assert theirs.held(3, stamp)
+            manager.process.send_signal(signal.SIGTERM)
+            until(lambda: session.words[STATE] == 1, what="it drains")
+            session.close()
+            manager.process.wait(30)
+            assert not theirs.held(3, stamp), "what was being copied is discarded"
+            assert theirs.hold(3) == -1
 
 
 def test_memory_that_a_hung_read_could_write_to_is_not_kept(
