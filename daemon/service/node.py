@@ -407,10 +407,12 @@ class Node:
 
         def enter() -> None:
             if dataset is not None:
-                self._add_dataset("", dataset)
+                self._add_dataset("", dataset, objects.page)
             known = self.registry.datasets.get(key)
             kept = objects if known is not None and known is dataset else None
-            self.handle_event(Restored(key, kept))
+            done = self.handle_event(Restored(key, kept))
+            if kept is not None and done and not self.core.resident(key):
+                log.warning("what the last daemon held of %s is of no use: damaged", key)
 
         self._call_soon(enter)
 
@@ -439,7 +441,8 @@ class Node:
             log.warning("the memory cannot be left to the next daemon", exc_info=True)
             return None
 
-    def _add_dataset(self, token: str, dataset: DatasetRecord) -> Answer:
+    def _add_dataset(self, token: str, dataset: DatasetRecord, page: int = 0) -> Answer:
+        """Register a dataset that is ready for it; `page`: as in `DatasetAdded`."""
         known = self.registry.datasets.get(dataset.key)
         if known is None:
             try:
@@ -451,8 +454,8 @@ class Node:
                 return Answer(Refused(str(e)))
             table, lengths = dataset.table, dataset.manifest.summed
             head = dataset.begins_with[0] if dataset.begins_with else ""
-            columns = table.offset.view(), table.length, lengths, dataset.versions, head
-            if not self.handle_event(events.DatasetAdded(dataset.key, *columns)):
+            columns = table.offset.view(), table.length, lengths, dataset.versions
+            if not self.handle_event(events.DatasetAdded(dataset.key, *columns, head, page)):
                 self._close(dataset)
                 return Answer(Refused("this daemon has no memory for another dataset"))
             self.registry.add(dataset)

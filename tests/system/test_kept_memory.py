@@ -158,6 +158,31 @@ def test_a_restart_reads_nothing_again(manager: Manager, tmp_path: Path, kind: s
     assert "bug" not in manager.log()
 
 
+def test_a_dataset_that_grew_survives_a_restart(manager: Manager, tmp_path: Path) -> None:
+    """Its memory is divided as that of the first task, whose files are smaller by far."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = folder(tmp_path / "a", [100 + i % 7 for i in range(50)])
+    both = Manifest.concat([first, folder(tmp_path / "b", [400_000 + i for i in range(20)])])
+    ids = np.arange(len(both), dtype=np.int32)
+    with manager.start() as client:
+        session = opened(client, first)
+        plan(session, ids[:50], 10)
+        assert session.wait(4, 20)
+        session = opened(client, both)
+        plan(session, ids, 10)
+        assert session.wait(6, 20)
+        manager.stop()
+    with manager.start() as client:
+        until(lambda: len(client.ask("datasets")["datasets"]) == 2, what="registered")
+        rows = client.ask("datasets")["datasets"]
+        assert [one["resident_objects"] for one in rows if one["objects"] == len(both)] == [70]
+        session = opened(client, both)
+        plan(session, ids, 10)
+        assert read_steps(session, both, ids, 10) == len(both)
+        assert reads(client) == 0
+
+
 def test_a_file_that_changes_between_two_daemons_is_read_anew(
     manager: Manager, tmp_path: Path
 ) -> None:
