@@ -384,7 +384,9 @@ _AT_ONCE = frozenset(
 
 
 def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_fd: int) -> int:
-    """Run the daemon until it is stopped; return the exit code.
+    """Run the daemon until it is stopped; return the exit code: 1 if it gave up.
+
+    A service manager then starts it again.
 
     Args:
         flags: see Daemon.
@@ -415,7 +417,7 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
         daemon.keep_memory()
     finally:
         daemon.close()
-    return 0
+    return 0 if daemon.node.sound else 1
 
 
 def _working_directory() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -162,7 +163,7 @@ class Core:
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
         old = self._residencies.get(e.begins_with)
         page = 0 if old is None or old.pool.same_size else old.pool.page
-        self._residencies[e.dataset] = Residency(e.dataset, *columns, self.disk, page)
+        self._residencies[e.dataset] = Residency(e.dataset, *columns, self.disk, e.page or page)
 
     def _grew(self, e: events.DatasetGrew) -> None:
         if not {e.dataset, e.old} <= set(self._residencies) or self.busy(e.old):
@@ -274,9 +275,9 @@ class Core:
     def _restored_objects(self, e: Restored) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None and e.kept is not None:
-            restore(residency, e.kept)
-        else:
-            self._admission.space.abandon(e.dataset)
+            with contextlib.suppress(IllegalEventError):  # costs what was kept, and no more
+                restore(residency, e.kept)
+        self._admission.space.abandon(e.dataset)  # whatever was not restored
         self._set_reaches()
 
     def _warmed(self, e: events.Warm) -> None:
@@ -404,6 +405,10 @@ class Core:
         """Return the residents of all datasets, for the daemon after this one."""
         held = {name: one for name, one in self._residencies.items() if one.resident}
         return {name: kept_of(one) for name, one in held.items()}
+
+    def resident(self, dataset: str) -> int:
+        """Return the number of a dataset's objects in memory."""
+        return self._residencies[dataset].resident
 
     def planned(self, session: int) -> tuple[int, int]:
         """Return the steps that an open session has done, and those of its plan."""

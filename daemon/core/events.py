@@ -34,7 +34,8 @@ class DatasetAdded(Event, frozen=True):
     Only the shell writes to `offset`, a live view, when it executes `Publish`; all offsets are
     NOWHERE at first. Only the core writes to `length`, which `lengths` summarizes. `versions` holds
     the versions of the files, none of them known yet. `begins_with`: a dataset whose residents it
-    may take over (`DatasetGrew`), so that its memory is divided alike.
+    may take over (`DatasetGrew`), so that its memory is divided alike. `page`: how it was divided
+    by the last daemon, as in `Allocator.pool`.
     """
 
     dataset: str
@@ -43,6 +44,7 @@ class DatasetAdded(Event, frozen=True):
     lengths: Lengths
     versions: Versions
     begins_with: str = ""
+    page: int = 0
 
 
 class DatasetGrew(Event, frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Descriptor, memfd
+from creel.cache.memory.pools.allocator import is_page
 from creel.daemon.core.restart.kept import KeptObjects
 from creel.policies.arrays import Ids, Ints
 
@@ -23,7 +24,7 @@ log = logging.getLogger("creel.node")
 
 ARENA, INDEX = NAMES = "creel-arena", "creel-index"
 #: Raised whenever places in the arena, or anything below, mean something else than before.
-_FORMAT = 1
+_FORMAT = 2
 
 
 class StoredDataset(msgspec.Struct, frozen=True):
@@ -35,6 +36,7 @@ class StoredDataset(msgspec.Struct, frozen=True):
     columns: bytes  # place, nbytes, version
     ranges: bytes  # starts, sizes
     runs: dict[int, bytes]
+    page: int
 
 
 class KeptMemory(msgspec.Struct, frozen=True):
@@ -51,16 +53,22 @@ def packed(key: str, manifest: bytes, kept: KeptObjects) -> StoredDataset:
     columns = np.stack((kept.place, kept.nbytes, kept.version)).tobytes()
     runs = {place: one.astype(np.int64).tobytes() for place, one in kept.runs.items()}
     ranges = np.stack(kept.ranges).astype(np.int64).tobytes()
-    return StoredDataset(key, manifest, kept.ids.tobytes(), columns, ranges, runs)
+    return StoredDataset(key, manifest, kept.ids.tobytes(), columns, ranges, runs, kept.page)
 
 
 def unpacked(one: StoredDataset) -> KeptObjects:
-    """Return the objects of an entry of the index."""
+    """Return the objects of an entry of the index.
+
+    Raises:
+        ValueError: columns of other lengths, or an impossible page.
+    """
+    if one.page and not is_page(one.page):
+        raise ValueError(f"pages of {one.page} bytes")
     ids: Ids = np.frombuffer(one.ids, np.int32)
     place, nbytes, version = _numbers(one.columns).reshape(3, len(ids))
     start, size = _numbers(one.ranges).reshape(2, -1)
     runs = {at: _numbers(run).reshape(-1, 2) for at, run in one.runs.items()}
-    return KeptObjects(ids, place, nbytes, version, (start, size), runs)
+    return KeptObjects(ids, place, nbytes, version, (start, size), runs, one.page)
 
 
 def _numbers(data: bytes) -> Ints:

@@ -117,6 +117,7 @@ class Node:
         self.clients: Callable[[], int] = lambda: 0
         self.pids: Callable[[], dict[str, int]] = dict
         self.request_address = ""
+        self.sound = True  # whether the core's tables are consistent with the arena
         self.returns = False  # set by the loop: whether a service manager starts it again
         restored = {one.key: unpacked(one) for one in kept[0].datasets} if kept else {}
         if kept:
@@ -150,7 +151,6 @@ class Node:
         )
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
-        self._sound = True  # whether the core's tables are consistent with the arena
         self._send = send
         self._call_soon = call_soon
         self._background = BackgroundThread("creel-register")
@@ -177,8 +177,8 @@ class Node:
     def handle_event(self, event: events.Event) -> bool:
         """Handle an event and execute the actions; return False if that failed.
 
-        Does nothing while draining: READY is not lowered for clients that disconnect then, so no
-        byte may move, and the core's tables would not match the shared ones.
+        Does nothing while draining: no byte may move then, as clients that disconnect may keep
+        their READY, and the core's tables would not match the shared ones.
 
         Writes the heartbeat first: with plans for millions of objects an event may take a second,
         and a turn of the loop handles many events.
@@ -224,7 +224,7 @@ class Node:
 
     def _give_up(self) -> None:
         log.error("this daemon ends: its state may be inconsistent")
-        self._sound = False
+        self.sound = False
         self.stop(True, "a bug")
 
     def _publish(self, action: events.Publish) -> None:
@@ -407,10 +407,12 @@ class Node:
 
         def enter() -> None:
             if dataset is not None:
-                self._add_dataset("", dataset)
+                self._add_dataset("", dataset, objects.page)
             known = self.registry.datasets.get(key)
             kept = objects if known is not None and known is dataset else None
-            self.handle_event(Restored(key, kept))
+            done = self.handle_event(Restored(key, kept))
+            if kept is not None and done and not self.core.resident(key):
+                log.warning("what the last daemon held of %s is of no use: damaged", key)
 
         self._call_soon(enter)
 
@@ -418,13 +420,14 @@ class Node:
         """Write the index of what is in the arena, for the next daemon; None if it cannot be used.
 
         Nothing is written to the arena any more. Sessions lose their ready steps, as the next
-        daemon will move bytes: a reader that copies meanwhile notices, and reads directly.
+        daemon will move bytes: a reader that copies meanwhile notices, and reads directly. Those
+        closed while draining have lost them already (`close_session`).
         """
         self.fetcher.close()
         self.fetcher.join(_ENDING_S)
         for session in self.registry.sessions.values():
             session.unready(0)
-        if not self._sound:
+        if not self.sound:
             return None
         if not self.fetcher.ended:
             log.info("the memory is not left to the next daemon: a read that hangs may write to it")
@@ -438,7 +441,8 @@ class Node:
             log.warning("the memory cannot be left to the next daemon", exc_info=True)
             return None
 
-    def _add_dataset(self, token: str, dataset: DatasetRecord) -> Answer:
+    def _add_dataset(self, token: str, dataset: DatasetRecord, page: int = 0) -> Answer:
+        """Register a dataset that is ready for it; `page`: as in `DatasetAdded`."""
         known = self.registry.datasets.get(dataset.key)
         if known is None:
             try:
@@ -450,8 +454,8 @@ class Node:
                 return Answer(Refused(str(e)))
             table, lengths = dataset.table, dataset.manifest.summed
             head = dataset.begins_with[0] if dataset.begins_with else ""
-            columns = table.offset.view(), table.length, lengths, dataset.versions, head
-            if not self.handle_event(events.DatasetAdded(dataset.key, *columns)):
+            columns = table.offset.view(), table.length, lengths, dataset.versions
+            if not self.handle_event(events.DatasetAdded(dataset.key, *columns, head, page)):
                 self._close(dataset)
                 return Answer(Refused("this daemon has no memory for another dataset"))
             self.registry.add(dataset)
@@ -514,7 +518,8 @@ class Node:
     def close_session(self, session: SessionRecord) -> None:
         """Close a session; the core unpins its objects."""
         self.ranks.add_closed(session)
-        if self.state != "draining":  # while draining, the arena does not change any more
+        # While draining, this daemon writes to the arena no more; one that it is kept for will.
+        if self.state != "draining" or self.returns:
             session.unready(0)
         self.registry.remove(session)
         self.handle_event(events.SessionClosed(session.id))
@@ -639,7 +644,7 @@ class Node:
         self._planner.close()
         self.clusters.close()
         self.fetcher.join(0.5)
-        self.disk.close(self.core.end if self._sound else list)
+        self.disk.close(self.core.end if self.sound else list)
         self.registry.close()
         self.arena.close()
 

@@ -2,7 +2,8 @@
 
 No failure here raises into a training step: if the daemon is slow, lost or draining, `ready` and
 `wait` return False, and the caller reads the source itself. Bytes of steps < READY stay valid even
-when the daemon dies: the mapping outlives it, and no process is left that writes there.
+when the daemon dies: the mapping outlives it, and no process is left that writes there. A service
+that leaves its memory to the next daemon lowers READY to 0 before it ends.
 
 A client belongs to the process that made it. After a fork the child's copy is dead (`alive` is
 False) and its descriptors are closed, so that the daemon sees the parent's death at once.

@@ -231,3 +231,24 @@ def test_a_failure_ends_the_session_it_was_about_and_no_other(
         assert all(f"{e}: " in log for e in ("MemoryError", "ZeroDivisionError", "RuntimeError"))
         assert "cannot be mended" not in log
         assert status(daemon)["state"] == "serving"
+
+
+BEYOND_REPAIR = """
+from creel.daemon.core import core
+def broken(self, event):
+    raise ZeroDivisionError("no such luck")
+core.Core._opened = lambda self, event, now: broken(self, event)
+core.Core.recover = broken
+"""
+
+
+def test_a_daemon_beyond_repair_ends_as_failed_so_that_its_service_starts_it_again(
+    daemon_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The units say Restart=on-failure."""
+    manifest = folder(tmp_path, [100] * 4)
+    with small(daemon_name, monkeypatch, BEYOND_REPAIR) as daemon:
+        with daemon.client() as client, pytest.raises(UnavailableError):
+            opened(client, manifest)
+        assert daemon.process.wait(30) == 1, daemon.log()
+        assert "its state may be inconsistent" in daemon.log()

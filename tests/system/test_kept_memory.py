@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from creel.cache.memory.shared_words import STATE
 from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
@@ -157,6 +158,31 @@ def test_a_restart_reads_nothing_again(manager: Manager, tmp_path: Path, kind: s
     assert "bug" not in manager.log()
 
 
+def test_a_dataset_that_grew_survives_a_restart(manager: Manager, tmp_path: Path) -> None:
+    """Its memory is divided as that of the first task, whose files are smaller by far."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = folder(tmp_path / "a", [100 + i % 7 for i in range(50)])
+    both = Manifest.concat([first, folder(tmp_path / "b", [400_000 + i for i in range(20)])])
+    ids = np.arange(len(both), dtype=np.int32)
+    with manager.start() as client:
+        session = opened(client, first)
+        plan(session, ids[:50], 10)
+        assert session.wait(4, 20)
+        session = opened(client, both)
+        plan(session, ids, 10)
+        assert session.wait(6, 20)
+        manager.stop()
+    with manager.start() as client:
+        until(lambda: len(client.ask("datasets")["datasets"]) == 2, what="registered")
+        rows = client.ask("datasets")["datasets"]
+        assert [one["resident_objects"] for one in rows if one["objects"] == len(both)] == [70]
+        session = opened(client, both)
+        plan(session, ids, 10)
+        assert read_steps(session, both, ids, 10) == len(both)
+        assert reads(client) == 0
+
+
 def test_a_file_that_changes_between_two_daemons_is_read_anew(
     manager: Manager, tmp_path: Path
 ) -> None:
@@ -233,6 +259,28 @@ def test_a_reader_of_the_last_daemon_takes_no_byte_of_the_next_ones(
     assert session.hold(3) == -1
     assert not session.held(3, stamp), "what was being copied is discarded"
     client.close()
+
+
+def test_a_reader_whose_session_closes_while_the_daemon_drains_takes_no_byte_of_the_next_ones(
+    manager: Manager, tmp_path: Path
+) -> None:
+    """As when a trainer begins another epoch then, and its workers still read the last one."""
+    manifest = data(tmp_path, "files")
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        assert session.wait(3, 30)
+        assert manager.process is not None
+        with Client.connect(manager.name, "worker", client.token) as worker:
+            theirs = worker.attach(session.id)
+            stamp = theirs.hold(3)
+            assert theirs.held(3, stamp)
+            manager.process.send_signal(signal.SIGTERM)
+            until(lambda: session.words[STATE] == 1, what="it drains")
+            session.close()
+            manager.process.wait(30)
+            assert not theirs.held(3, stamp), "what was being copied is discarded"
+            assert theirs.hold(3) == -1
 
 
 def test_memory_that_a_hung_read_could_write_to_is_not_kept(

@@ -14,7 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from creel.cache.memory.shared_words import DONE, HEARTBEAT, KNOWN, WANTED
+from creel.cache.memory.shared_words import (
+    DONE,
+    HEARTBEAT,
+    KNOWN,
+    READY,
+    REVOKED,
+    WANTED,
+    SharedWords,
+)
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config
@@ -60,6 +68,30 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     # The core is not asked: an action that is not executed would make its tables wrong.
     assert handle.called is not draining
     assert (offset[:].tolist() == [-1, -1]) is draining
+    node.close()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_session_that_closes_while_draining_is_ready_only_if_no_daemon_follows(
+    *, returns: bool
+) -> None:
+    """The memory of a service goes to the next daemon, which moves bytes below such readers."""
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    node = node_of(calls.put)
+    node.returns = returns
+    manifest = Manifest.of_files(["/a"])
+    node.register("token", lambda: manifest, [], lambda _: None)
+    while manifest.key not in node.registry.datasets:
+        calls.get(timeout=60)()
+    session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
+    session.set_ready(3, 0, ())
+    theirs = SharedWords(session.words_fd)
+    before = theirs[REVOKED]
+    node.state = "draining"
+    node.close_session(session)
+    assert theirs[READY] == (0 if returns else 3)
+    assert (theirs[REVOKED] > before) is returns
+    theirs.close()
     node.close()
 
 

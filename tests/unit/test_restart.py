@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from copy import deepcopy
 
 import msgspec
 import numpy as np
@@ -74,7 +76,11 @@ def again(kept: dict[str, KeptObjects], columns: dict[str, I64]) -> Reader:
     ranges = {name: one.ranges for name, one in kept.items()}
     after.core = Core(Allocator(CAPACITY, ranges), default_window())
     for name, length in columns.items():
-        after.add(name, length.copy(), Versions(len(length)))
+        after.offset[name] = np.full(len(length), NOWHERE, np.int64)
+        shared = after.offset[name].view()
+        known = length.copy(), lengths_of(length), Versions(len(length))
+        page = kept[name].page if name in kept else 0
+        after.feed(events.DatasetAdded(name, shared, *known, page=page))
         after.feed(Restored(name, kept.get(name)))
         after.core.check()
     return after
@@ -93,7 +99,7 @@ def test_the_next_core_has_all_residents_where_they_lay(seed: int) -> None:
     after = again(shell.core.kept(), columns)
     for name, places in before.items():
         assert np.array_equal(after.offset[name], places)
-        assert (places != NOWHERE).any()
+    assert any((places != NOWHERE).any() for places in before.values())
     for i, name in enumerate(columns):  # it goes on as any core does, at the limit of its memory
         read_some(after, name, rng, 10 + i)
     after.core.check()
@@ -175,16 +181,74 @@ def test_ranges_that_cannot_be_are_refused(start: list[int], size: list[int]) ->
         Allocator(CAPACITY, {"a": (np.array(start), np.array(size))})
 
 
-def test_objects_outside_of_their_ranges_are_refused() -> None:
+def test_objects_outside_of_their_ranges_cost_the_memory_alone() -> None:
     for length in (np.full(4, 10), np.array([10, 20, 10, 30])):
         one = (np.array([1], np.int32), np.array([640]), np.array([length[1]]), np.array([5]))
         kept = KeptObjects(*one, (np.array([0]), np.array([40])), {})
         after = Reader(CAPACITY)
         after.core = Core(Allocator(CAPACITY, {"a": kept.ranges}), default_window())
         after.add("a", length)
-        with pytest.raises(IllegalEventError):
-            after.feed(Restored("a", kept))
+        after.feed(Restored("a", kept))
+        after.core.check()
+        assert (after.offset["a"] == NOWHERE).all()
+        assert after.core.snapshot()["memory"]["node"]["free_nbytes"] == CAPACITY
     assert lengths_of(np.full(4, 10)).only == 10
+
+
+def damaged(rng: np.random.Generator, kept: KeptObjects) -> KeptObjects:
+    """Return kept objects with another number in one of their columns."""
+    kept = deepcopy(kept)
+    columns: list[NDArray[np.signedinteger]] = [kept.ids, kept.place, kept.nbytes, kept.version]
+    columns += [*kept.ranges, *(run.reshape(-1) for run in kept.runs.values())]
+    some = columns[int(rng.integers(len(columns)))]
+    at = int(rng.integers(len(some)))
+    limits = np.iinfo(some.dtype)
+    other = (limits.min, -1, 0, 1, some[at] - 1, some[at] + 64, some[at - 1], limits.max)
+    some[at] = other[int(rng.integers(len(other)))]
+    return kept
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_a_damaged_index_costs_the_memory_alone(seed: int) -> None:
+    """Its ranges are refused as a whole, or the core goes on: with its objects, or without."""
+    rng = np.random.default_rng(seed)
+    kind = str(rng.choice(["records", "files", "unknown", "runs"]))
+    shell = Reader(CAPACITY)
+    length = np.full(300, 40_000) if kind == "runs" else lengths(rng, kind)
+    if kind == "runs":  # others lie in between, and leave
+        length[::2] = 3000
+    shell.add("a", length.copy())
+    read_some(shell, "a", rng, 1)
+    before = shell.core.kept()["a"]
+    kept = damaged(rng, before)
+    after = Reader(CAPACITY)
+    with suppress(IllegalEventError):
+        after.core = Core(Allocator(CAPACITY, {"a": kept.ranges}), default_window())
+    after.add("a", length.copy())
+    after.feed(Restored("a", kept))
+    after.core.check()
+    read_some(after, "a", rng, 2)
+    after.core.check()
+
+
+@pytest.mark.parametrize("kind", ["records", "files"])
+def test_a_dataset_that_grew_is_restored_with_the_pages_of_the_first(kind: str) -> None:
+    """The mean of all its objects would ask for others, between which no object begins."""
+    small = np.full(8, 100)
+    if kind == "files":
+        small[0] = 101
+    length = np.concatenate([small, small if kind == "records" else np.full(4, 200_000)])
+    shell = Reader(CAPACITY)
+    shell.add("a", small.copy())
+    shell.offset["b"] = np.full(len(length), NOWHERE)
+    columns = shell.offset["b"].view(), length.copy(), lengths_of(length), Versions(len(length))
+    shell.feed(events.DatasetAdded("b", *columns, "a"))
+    shell.open(1, "b")
+    shell.tell(1, 0, np.arange(len(length), dtype=np.int32), np.array([len(length)]))
+    shell.settle()
+    after = again(shell.core.kept(), {"b": length})
+    assert np.array_equal(after.offset["b"], shell.offset["b"])
+    assert (after.offset["b"] != NOWHERE).all()
 
 
 # --- descriptors from the service manager -----------------------------------------------------

@@ -134,9 +134,10 @@ class Allocator:
             places, nbytes: (k,) of the objects; `runs`: of those that consist of several.
 
         Raises:
-            IllegalEventError: the ranges are not those of the objects.
+            IllegalEventError: the ranges are not those of the objects (nothing was changed).
         """
-        pool.adopt(self._kept.pop(name), places, nbytes, runs)
+        pool.adopt(self._kept.get(name, (NONE, NONE)), places, nbytes, runs)
+        self._kept.pop(name, None)
 
     def abandon(self, name: str) -> None:
         """Free the ranges kept for a dataset, if there are any."""
@@ -216,6 +217,8 @@ def _around(kept: Iterable[Ranges], nbytes: int) -> FreeRanges:
     start, size = map(np.concatenate, zip(*kept, strict=True))
     order = start.argsort()
     first, end = start[order], (start + size)[order]
+    inside = (start >= 0) & (start <= nbytes) & (size <= nbytes)  # so that their sums are exact
+    must(bool(inside.all()), "a kept range lies beyond the space")
     must(bool((size > 0).all()), "an empty range is kept")
     must(bool((first >= np.append(0, end)[:-1]).all()), "kept ranges overlap")
     must(int(end.max(initial=0)) <= nbytes, "a kept range ends beyond the space")
@@ -225,6 +228,16 @@ def _around(kept: Iterable[Ranges], nbytes: int) -> FreeRanges:
     for a, b in zip(gap[0][some].tolist(), gap[1][some].tolist(), strict=True):
         free.put(a, b - a)
     return free
+
+
+def is_page(nbytes: int) -> bool:
+    """Return whether pages of a pool may have this size.
+
+    >>> is_page(128), is_page(96), is_page(32), is_page(1 << 17)
+    (True, False, False, False)
+    """
+    low, high = _PAGES
+    return low <= nbytes <= high and nbytes.bit_count() == 1
 
 
 def page_size(mean: float) -> int:

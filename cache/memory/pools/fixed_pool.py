@@ -90,13 +90,16 @@ class FixedPool:
         nbytes: Ints,  # noqa: ARG002  (as in ObjectPool)
         runs: Runs,  # noqa: ARG002
     ) -> None:
-        start, size = ranges
-        first, rest = np.divmod(np.stack((start, size)), self.record)
+        (first, count), rest = np.divmod(np.stack(ranges), self.record)
         must(not rest.any(), "slabs of records of another length")
-        for record, count in zip(*first.tolist(), strict=True):
-            self._add(record, count)
         records, rest = np.divmod(places, self.record)
-        must(not rest.any() and bool((self._state[records] == _FREE).all()), "a record in no slab")
+        must(not rest.any() and len(np.unique(records)) == len(records), "no places of records")
+        order = first.argsort()
+        slab = np.searchsorted(first[order], records, side="right") - 1
+        must(bool((slab >= 0).all()), "a record in no slab")
+        must(bool((records < (first + count)[order][slab]).all()), "a record in no slab")
+        for record, n in zip(first.tolist(), count.tolist(), strict=True):
+            self._add(record, n)
         self._state[records] = _USED
         free = self._stack[: self._top]
         free = free[self._state[free] == _FREE]

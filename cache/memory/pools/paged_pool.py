@@ -115,25 +115,32 @@ class PagedPool:
         Raises:
             IllegalEventError: a place in several runs is not in use.
         """
+        return self._rooms(places, nbytes, self._chains)
+
+    def _rooms(self, places: Ints, nbytes: Ints, runs: Runs) -> tuple[Ints, Ints]:
+        """Return the result of `rooms` for objects that these runs hold."""
         if len(places) != len(nbytes):
             raise IllegalEventError("as many sizes as places are needed")
         sizes, whole = self.rounded(nbytes), places >= 0
         if every(whole):
             return places, sizes
-        chains = [self._chains.get(place) for place in places[~whole].tolist()]
+        chains = [runs.get(place) for place in places[~whole].tolist()]
         found = [chain for chain in chains if chain is not None]
         must(len(found) == len(chains), "a place of runs that are not in use")
         at, size = np.concatenate(found).T
         return np.concatenate([places[whole], at]), np.concatenate([sizes[whole], size])
 
     def adopt(self, ranges: tuple[Ints, Ints], places: Ints, nbytes: Ints, runs: Runs) -> None:
-        self._chains = dict(runs)
-        at, size = self.rooms(places, nbytes)
+        at, size = self._rooms(places, nbytes, runs)
         kept, order = ranges[0].argsort(), at.argsort()
         same = np.array_equal(ranges[0][kept], at[order]) and np.array_equal(
             ranges[1][kept], size[order]
         )
         must(same and not (at % self.page).any(), "the objects take other ranges")
+        chains = {place: runs[place] for place in places[places < 0].tolist()}
+        begin = all(chained(place) == run[0, 0] for place, run in chains.items())
+        must(begin, "a place of runs that begin elsewhere")
+        self._chains = chains
         np.bitwise_or.at(self._begins, *self._bits(at))
         self.used = int(size.sum())
 

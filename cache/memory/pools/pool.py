@@ -39,7 +39,7 @@ class ObjectPool(Protocol):
         """Take over ranges with objects in them, as the result of `ranges` was; the pool is empty.
 
         Raises:
-            IllegalEventError: the objects do not lie in them.
+            IllegalEventError: the objects do not lie in them (nothing was changed).
         """
 
     def clear(self) -> bool:

@@ -13,7 +13,7 @@ from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import Event
 from creel.daemon.core.residency import Residency
 from creel.policies.arrays import Ids, Ints
-from creel.policies.eviction.policy import FETCHING, RESIDENT
+from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +21,7 @@ class KeptObjects:
     """The residents of a dataset: (k,) numbers (ascending), places, bytes and versions.
 
     `ranges`: those of the dataset in the arena; `runs`: those of objects that consist of several.
+    `page`: as in `Allocator.pool`; a dataset that grew has that of the first in its row.
     """
 
     ids: Ids
@@ -29,6 +30,7 @@ class KeptObjects:
     version: Ints
     ranges: Ranges
     runs: Runs
+    page: int = 0
 
 
 class Restored(Event, frozen=True):
@@ -45,7 +47,8 @@ def kept_of(residency: Residency) -> KeptObjects:
     pool = residency.pool
     ranges = pool.ranges() if pool.same_size else pool.rooms(place, nbytes)
     version = residency.versions.held(ids)
-    return KeptObjects(ids.astype(np.int32), place, nbytes, version, ranges, pool.runs(place))
+    columns = ids.astype(np.int32), place, nbytes, version, ranges
+    return KeptObjects(*columns, pool.runs(place), 0 if pool.same_size else pool.page)
 
 
 def restore(residency: Residency, kept: KeptObjects) -> None:
@@ -54,12 +57,15 @@ def restore(residency: Residency, kept: KeptObjects) -> None:
     They count as read earlier: a session checks the versions of their files as it asks.
 
     Raises:
-        IllegalEventError: the objects are not this dataset's, or take other ranges.
+        IllegalEventError: the objects are not this dataset's, or take other ranges. Nothing was
+            changed.
     """
     ids = kept.ids.astype(np.intp)
     must(bool((np.diff(ids) > 0).all()), "kept objects out of order")
     must(not len(ids) or (ids[0] >= 0 and ids[-1] < len(residency)), "kept objects of no dataset")
+    must(bool((residency.state[ids] == ABSENT).all()), "kept objects are here already")
     known = residency.length[ids]
+    must(bool((kept.nbytes >= 0).all()), "kept objects without a length")
     must(bool(((known < 0) | (known == kept.nbytes)).all()), "kept objects of another length")
     residency.space.adopt(residency.name, residency.pool, kept.place, kept.nbytes, kept.runs)
     if not residency.pool.same_size:
