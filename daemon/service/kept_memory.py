@@ -45,7 +45,7 @@ class StoredDataset(msgspec.Struct, frozen=True):
     page: int
 
 
-class Index(msgspec.Struct, frozen=True):
+class StoredIndex(msgspec.Struct, frozen=True):
     """What one daemon leaves to the next.
 
     `budget` and `share` of the settings, and the memory that the daemon might use: "auto" depends
@@ -115,7 +115,7 @@ def write_index(
     index = Descriptor(memfd(INDEX))
     about = _FORMAT, memory.budget, memory.share, total_nbytes, arena_nbytes
     with open(index.fd, "wb", closefd=False) as file:
-        file.write(msgspec.msgpack.encode(Index(*about, datasets)))
+        file.write(msgspec.msgpack.encode(StoredIndex(*about, datasets)))
     return index
 
 
@@ -138,7 +138,7 @@ def take(
         os.ftruncate(stored.fd, 0)
         if not data:  # that daemon, or one since, has begun to change the arena
             return None
-        index = msgspec.msgpack.decode(data, type=Index)
+        index = msgspec.msgpack.decode(data, type=StoredIndex)
         if not _sound(arena, index) or not _same_size(index, memory, total_nbytes):
             log.info("the memory of the last daemon is not used: another size, or another version")
             return None
@@ -150,7 +150,7 @@ def take(
         return None
 
 
-def _sound(arena: Descriptor, index: Index) -> bool:
+def _sound(arena: Descriptor, index: StoredIndex) -> bool:
     """Return whether this arena is the one of the index, and no process can cut it."""
     seals = fcntl.fcntl(arena.fd, F_GET_SEALS)
     sealed = seals & F_SEAL_SHRINK and seals & F_SEAL_GROW
@@ -158,7 +158,7 @@ def _sound(arena: Descriptor, index: Index) -> bool:
     return bool(sealed) and whole and index.format == _FORMAT
 
 
-def _same_size(index: Index, memory: MemorySettings, total_nbytes: int) -> bool:
+def _same_size(index: StoredIndex, memory: MemorySettings, total_nbytes: int) -> bool:
     """Return whether a new arena would be as large as the one that was left.
 
     "auto" takes a share of what is free at the start, which training in between does not change:
