@@ -39,6 +39,7 @@ from creel.daemon.service.sockets.control_socket import ControlSocket, released
 from creel.daemon.service.sockets.request_socket import RequestSocket
 from creel.daemon.signals import hold_signals, watch_signals
 from creel.errors import ConfigError, CreelError, UnavailableError
+from creel.system import limits
 from creel.system.unix_peers import owner_of
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ class Daemon:
         self._moved = self._ticked = time.monotonic()
         self._unused_since: float | None = None
         self._watched = 0.0
-        kept = kept_memory.take(given, config.memory.budget) if given else None
+        total = limits.memory().total
+        kept = kept_memory.take(given, config.memory, total) if given else None
         if given:
             self._notify.unstore(*kept_memory.NAMES)
         self.node = Node(

@@ -11,20 +11,26 @@ import fcntl
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Descriptor, memfd
-from creel.cache.memory.pools.allocator import is_page
+from creel.cache.memory.pools.allocator import Allocator, is_page
+from creel.config import memory_budget
 from creel.daemon.core.restart.kept import KeptObjects
+from creel.errors import CreelError
 from creel.policies.arrays import Ids, Ints
+from creel.settings import MemorySettings
 
 log = logging.getLogger("creel.node")
 
 ARENA, INDEX = NAMES = "creel-arena", "creel-index"
 #: Raised whenever places in the arena, or anything below, mean something else than before.
 _FORMAT = 2
+#: Part of the node's memory by which it may differ and count as the same: a virtual machine's does.
+_SAME = 1 / 32
 
 
 class StoredDataset(msgspec.Struct, frozen=True):
@@ -39,13 +45,31 @@ class StoredDataset(msgspec.Struct, frozen=True):
     page: int
 
 
-class KeptMemory(msgspec.Struct, frozen=True):
-    """What one daemon leaves to the next. Used only under the same `budget`, as it was set."""
+class StoredIndex(msgspec.Struct, frozen=True):
+    """What one daemon leaves to the next.
+
+    `budget` and `share` of the settings, and the memory that the daemon might use: "auto" depends
+    on them.
+    """
 
     format: int
     budget: str
+    share: float
+    total_nbytes: int
     arena_nbytes: int
     datasets: list[StoredDataset]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """What the last daemon has left: the arena, its free bytes, and what lies in the others.
+
+    `datasets`: by key, manifest (an Arrow file) and residents, whose ranges `space` keeps.
+    """
+
+    arena: Descriptor
+    space: Allocator
+    datasets: dict[str, tuple[bytes, KeptObjects]]
 
 
 def packed(key: str, manifest: bytes, kept: KeptObjects) -> StoredDataset:
@@ -75,45 +99,75 @@ def _numbers(data: bytes) -> Ints:
     return np.frombuffer(data, np.int64)
 
 
-def write_index(budget: str, arena_nbytes: int, datasets: list[StoredDataset]) -> Descriptor:
+def write_index(
+    memory: MemorySettings, total_nbytes: int, arena_nbytes: int, datasets: list[StoredDataset]
+) -> Descriptor:
     """Write the index to a memfd.
+
+    Args:
+        memory, total_nbytes: the settings in effect and the memory of the node (`limits.memory`)
+            from which the size of the arena was derived.
 
     Raises:
         OSError: there is no memory for it.
         ValueError: a dataset is too large for its format.
     """
     index = Descriptor(memfd(INDEX))
-    kept = KeptMemory(_FORMAT, budget, arena_nbytes, datasets)
+    about = _FORMAT, memory.budget, memory.share, total_nbytes, arena_nbytes
     with open(index.fd, "wb", closefd=False) as file:
-        file.write(msgspec.msgpack.encode(kept))
+        file.write(msgspec.msgpack.encode(StoredIndex(*about, datasets)))
     return index
 
 
-def take(given: Mapping[str, Descriptor], budget: str) -> tuple[KeptMemory, Descriptor] | None:
-    """Return what the last daemon has left, and its arena; None if there is nothing of use.
+def take(
+    given: Mapping[str, Descriptor], memory: MemorySettings, total_nbytes: int
+) -> KeptMemory | None:
+    """Return what the last daemon has left; None if there is nothing of use.
 
     Args:
         given: the descriptors that systemd had stored, by name.
-        budget: the setting `memory.budget`.
+        memory, total_nbytes: as in `write_index`, of this daemon.
     """
-    arena, index = given.get(ARENA), given.get(INDEX)
-    if arena is None or index is None:
+    arena, stored = given.get(ARENA), given.get(INDEX)
+    if arena is None or stored is None:
         return None
     try:
-        with open(index.fd, "rb", closefd=False) as file:
+        with open(stored.fd, "rb", closefd=False) as file:
             file.seek(0)
             data = file.read()
-        os.ftruncate(index.fd, 0)
-        kept = msgspec.msgpack.decode(data, type=KeptMemory) if data else None
-        seals = fcntl.fcntl(arena.fd, F_GET_SEALS)
-        nbytes = os.fstat(arena.fd).st_size
-    except (OSError, msgspec.MsgspecError) as e:
+        os.ftruncate(stored.fd, 0)
+        if not data:  # that daemon, or one since, has begun to change the arena
+            return None
+        index = msgspec.msgpack.decode(data, type=StoredIndex)
+        if not _sound(arena, index) or not _same_size(index, memory, total_nbytes):
+            log.info("the memory of the last daemon is not used: another size, or another version")
+            return None
+        datasets = {one.key: (one.manifest, unpacked(one)) for one in index.datasets}
+        ranges = {key: objects.ranges for key, (_, objects) in datasets.items()}
+        return KeptMemory(arena, Allocator(index.arena_nbytes, ranges), datasets)
+    except (OSError, ValueError, msgspec.MsgspecError, CreelError) as e:
         log.warning("the memory of the last daemon is of no use: %s", e)
         return None
-    if kept is None:  # that daemon, or one since, has begun to change the arena
-        return None
-    sound = nbytes == kept.arena_nbytes and seals & F_SEAL_SHRINK and seals & F_SEAL_GROW
-    if not sound or kept.format != _FORMAT or kept.budget != budget:
-        log.info("the memory of the last daemon is not used: other settings, or another version")
-        return None
-    return kept, arena
+
+
+def _sound(arena: Descriptor, index: StoredIndex) -> bool:
+    """Return whether this arena is the one of the index, and no process can cut it."""
+    seals = fcntl.fcntl(arena.fd, F_GET_SEALS)
+    sealed = seals & F_SEAL_SHRINK and seals & F_SEAL_GROW
+    whole = os.fstat(arena.fd).st_size == index.arena_nbytes
+    return bool(sealed) and whole and index.format == _FORMAT
+
+
+def _same_size(index: StoredIndex, memory: MemorySettings, total_nbytes: int) -> bool:
+    """Return whether a new arena would be as large as the one that was left.
+
+    "auto" takes a share of what is free at the start, which training in between does not change:
+    the arena stays as long as node and cgroup allow as much memory as then.
+
+    Raises:
+        ConfigError: the budget is more than this node has.
+    """
+    if memory.budget != "auto":
+        return memory_budget(memory, total=total_nbytes, available=0) == index.arena_nbytes
+    same = (index.budget, index.share) == (memory.budget, memory.share)
+    return same and abs(total_nbytes - index.total_nbytes) <= total_nbytes * _SAME

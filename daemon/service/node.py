@@ -35,7 +35,7 @@ from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.reporting.runs import Runs
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
-from creel.daemon.service.kept_memory import KeptMemory, packed, unpacked, write_index
+from creel.daemon.service.kept_memory import KeptMemory, packed, write_index
 from creel.daemon.service.memory_guard import MemoryGuard
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
@@ -92,7 +92,7 @@ class Node:
         call_soon: runs a function on the loop thread, soon; may be called from any thread.
         send: sends (client, message) over the request socket.
         embedded: whether this daemon ends with its last client.
-        kept: the index and the arena of the last daemon of this service.
+        kept: what the last daemon of this service has left.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Node:
         call_soon: Callable[[Callable[[], None]], None],
         send: Callable[[bytes, Any], None],
         embedded: bool,
-        kept: tuple[KeptMemory, Descriptor] | None = None,
+        kept: KeptMemory | None = None,
     ) -> None:
         memory = limits.memory()
         self.config = config
@@ -119,9 +119,9 @@ class Node:
         self.request_address = ""
         self.sound = True  # whether the core's tables are consistent with the arena
         self.returns = False  # set by the loop: whether a service manager starts it again
-        restored = {one.key: unpacked(one) for one in kept[0].datasets} if kept else {}
+        self._total = memory.total
         if kept:
-            self.arena = Arena(kept[1], kept[0].arena_nbytes)
+            self.arena = Arena(kept.arena, kept.space.nbytes)
         else:
             self.arena = Arena.create(
                 memory_budget(config.memory, total=memory.total, available=memory.available)
@@ -132,8 +132,7 @@ class Node:
         self.ranks = stats.Ranks()
         self.runs = Runs()
         window = Window.of(config.window, config.fetch)
-        ranges = {key: objects.ranges for key, objects in restored.items()}
-        self.core = Core(Allocator(self.arena.nbytes, ranges), window)
+        self.core = Core(kept.space if kept else Allocator(self.arena.nbytes), window)
         kept_free = memory_reserve(config.memory, total=memory.total, auto=reserve(memory.total))
         self.memory_guard = MemoryGuard(self.core, self.handle_event, kept_free)
         self.disk = Disk(config.disk, self.arena, self._hand_in)
@@ -169,8 +168,8 @@ class Node:
             events.AskPlan: self.clusters.ask_plan,
             events.PlanRetention: lambda action: self._planner.put(partial(self._plan, action)),
         }
-        for one in kept[0].datasets if kept else []:
-            self._background.put(partial(self._restore, one.manifest, one.key, restored[one.key]))
+        for key, (manifest, objects) in kept.datasets.items() if kept else ():
+            self._background.put(partial(self._restore, manifest, key, objects))
 
     # --- events and actions -------------------------------------------------------------------
 
@@ -436,7 +435,8 @@ class Node:
         kept = self.core.kept()
         try:
             entries = [packed(k, datasets[k].manifest.to_arrow(), kept[k]) for k in kept]
-            return write_index(self.config.memory.budget, self.arena.nbytes, entries)
+            memory = self.effective.memory  # after `reload` the settings may say otherwise
+            return write_index(memory, self._total, self.arena.nbytes, entries)
         except (OSError, ValueError, MemoryError):
             log.warning("the memory cannot be left to the next daemon", exc_info=True)
             return None

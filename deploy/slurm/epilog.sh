@@ -2,6 +2,7 @@
 # Slurm epilog: ends the daemon that prolog.sh has started for this job. All its memory is freed.
 bin=/usr/bin
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
+folder=/run/creel-slurm  # of all jobs: it stays, as another prolog may be about to write there
 name=slurm-$SLURM_JOB_ID
 end_s=15  # for a last answer, and for writing what belongs on the disk tier
 
@@ -22,6 +23,5 @@ while [ -n "$(daemon)" ] && [ "$(date +%s)" -lt "$until" ]; do
 done
 pids=$(daemon)
 [ -z "$pids" ] || kill -KILL $pids 2>/dev/null
-rm -f "/run/creel-slurm/$SLURM_JOB_ID.key"
-rmdir /run/creel-slurm 2>/dev/null
+rm -f "$folder/$SLURM_JOB_ID.key"
 exit 0

@@ -16,10 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.cache.memory.shared_words import STATE
 from creel.cache.storage.manifest import Manifest
+from creel.daemon.service import kept_memory
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
+from creel.settings import MemorySettings
 from daemons import content, folder, opened, plan, read_steps
 from kit import until
 
@@ -281,6 +284,34 @@ def test_a_reader_whose_session_closes_while_the_daemon_drains_takes_no_byte_of_
             manager.process.wait(30)
             assert not theirs.held(3, stamp), "what was being copied is discarded"
             assert theirs.hold(3) == -1
+
+
+@pytest.mark.parametrize("what", ["columns", "ranges", "manifest", "places", "nothing"])
+def test_a_damaged_index_costs_the_memory_alone(
+    manager: Manager, tmp_path: Path, what: str
+) -> None:
+    manifest = data(tmp_path, "files")
+    held = [manifest.location(i)[2] for i in range(2)]
+    columns = np.array([[64 if what == "places" else 0, 1 << 20], held, [0, 0]]).tobytes()
+    sizes = -(-np.array(held) // 64) * 64
+    ranges = np.array([[1 << 20 if what == "ranges" else 0, 1 << 20], sizes]).tobytes()
+    arena = Descriptor(sealed_memfd(kept_memory.ARENA, 32 << 20))
+    columns = columns[: -5 if what == "columns" else None]
+    table = manifest.to_arrow()[: 200 if what == "manifest" else None]
+    ids = IDS[:2].tobytes()
+    dataset = kept_memory.StoredDataset(manifest.key, table, ids, columns, ranges, {}, 64)
+    memory = MemorySettings(budget="32MiB")
+    index = kept_memory.write_index(memory, 1 << 40, 32 << 20, [dataset])
+    manager.store = {kept_memory.ARENA: os.dup(arena.fd), kept_memory.INDEX: os.dup(index.fd)}
+    with manager.start() as client:
+        session = opened(client, manifest, recheck="epoch")
+        held_now = client.ask("datasets")["datasets"][0]["resident_objects"]
+        assert held_now == (2 if what == "nothing" else 0)
+        assert ("of no use" in manager.log()) is (what in ("columns", "ranges", "places"))
+        session.begin(0)
+        plan(session, IDS, 10)
+        assert read_steps(session, manifest, IDS, 10) == N
+    assert "bug" not in manager.log()
 
 
 def test_memory_that_a_hung_read_could_write_to_is_not_kept(

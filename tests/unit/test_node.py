@@ -35,12 +35,15 @@ from creel.daemon.core.events import (
     SamplesTold,
     Tick,
 )
+from creel.daemon.service import kept_memory
+from creel.daemon.service import node as node_module
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
 from creel.messages import Command, Deal, DealtReplays, DealtSamples, Extend, Open
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.settings import MemorySettings
+from creel.system import limits
 from kit import cluster_view, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -93,6 +96,21 @@ def test_a_session_that_closes_while_draining_is_ready_only_if_no_daemon_follows
     assert (theirs[REVOKED] > before) is returns
     theirs.close()
     node.close()
+
+
+def test_what_is_left_was_sized_by_the_settings_in_effect_not_by_those_read_since() -> None:
+    auto = MemorySettings(budget="auto")
+    for left_by, same in ((MemorySettings(budget="1MiB"), False), (auto, True)):
+        with mock.patch.object(node_module, "memory_budget", return_value=1 << 20):
+            node = Node(
+                Config(memory=left_by), call_soon=print, send=lambda *_: None, embedded=False
+            )
+        node.config = Config(memory=auto)
+        index = node.keep()
+        assert index is not None
+        left = {kept_memory.ARENA: node.arena.own, kept_memory.INDEX: index}
+        assert (kept_memory.take(left, auto, limits.memory().total) is not None) is same
+        node.close()
 
 
 def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) -> None:

@@ -118,6 +118,16 @@ def test_all_that_can_be_shown_is_there(capsys: pytest.CaptureFixture[str]) -> N
         assert "from creel import" in (text := capsys.readouterr().out) or "import creel" in text
 
 
+def test_the_end_of_a_slurm_job_leaves_the_folder_to_others_that_begin(tmp_path: Path) -> None:
+    """Their prolog makes it, and then writes a key there, while this epilog runs."""
+    script = (ROOT / "deploy/slurm/epilog.sh").read_text()
+    script = script.replace("/run/creel-slurm", str(tmp_path)).replace("/usr/bin\n", "/none\n", 1)
+    (tmp_path / "7.key").touch()
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "4294967294", "SLURM_JOB_GID": "4294967294"}
+    subprocess.run(["sh", "-c", script], env=job, timeout=60, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_release_is_not_built_in_a_clone_nor_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

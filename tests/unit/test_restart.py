@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from copy import deepcopy
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +25,9 @@ from creel.daemon.core.restart.kept import KeptObjects, Restored
 from creel.daemon.core.versions import Versions
 from creel.daemon.reporting.notify import handed_over
 from creel.daemon.service import kept_memory
+from creel.daemon.service.kept_memory import StoredDataset
 from creel.errors import IllegalEventError
+from creel.settings import MemorySettings
 from kit import default_window, lengths_of, seeds
 
 I64 = NDArray[np.int64]
@@ -254,34 +257,98 @@ def test_a_dataset_that_grew_is_restored_with_the_pages_of_the_first(kind: str) 
 # --- descriptors from the service manager -----------------------------------------------------
 
 
+MB, GB = 1 << 20, 1 << 30
+
+
+def stored(memory: MemorySettings, *datasets: StoredDataset) -> dict[str, Descriptor]:
+    """Return what a daemon of a node with 8 GB leaves, with an arena of 1 MB."""
+    arena = Descriptor(sealed_memfd(kept_memory.ARENA, MB))
+    index = kept_memory.write_index(memory, 8 * GB, MB, list(datasets))
+    return {kept_memory.ARENA: arena, kept_memory.INDEX: index}
+
+
 @pytest.fixture
 def left() -> dict[str, Descriptor]:
-    arena = Descriptor(sealed_memfd(kept_memory.ARENA, 4096))
-    return {kept_memory.ARENA: arena, kept_memory.INDEX: kept_memory.write_index("4KiB", 4096, [])}
+    return stored(MemorySettings(budget="1MiB"))
+
+
+def taken(left: dict[str, Descriptor], total: int = 8 * GB, **settings: Any) -> bool:
+    memory = MemorySettings(**({"budget": "1MiB"} | settings))
+    return kept_memory.take(left, memory, total) is not None
 
 
 def test_what_was_left_is_taken_once(left: dict[str, Descriptor]) -> None:
-    taken = kept_memory.take(left, "4KiB")
-    assert taken is not None
-    assert taken[0].arena_nbytes == 4096
-    assert kept_memory.take(left, "4KiB") is None, "the arena may have been written to since"
+    found = kept_memory.take(left, MemorySettings(budget="1024KiB"), 8 * GB)
+    assert found is not None
+    assert found.space.free_bytes == MB
+    assert not taken(left), "the arena may have been written to since"
 
 
 def test_nothing_is_taken_under_other_settings(left: dict[str, Descriptor]) -> None:
-    assert kept_memory.take(left, "8KiB") is None
-    assert kept_memory.take(left, "4KiB") is None
+    assert not taken(left, budget="2MiB")
+    assert not taken(left)
+
+
+@pytest.mark.parametrize(
+    "total, settings, same",
+    [
+        (8 * GB, {}, True),
+        (8 * GB - 100 * MB, {}, True),
+        (2 * GB, {}, False),  # the cgroup allows less, or more
+        (64 * GB, {}, False),
+        (8 * GB, {"share": 0.7}, False),
+        (8 * GB, {"budget": "2MiB"}, False),
+        (2 * GB, {"budget": "1MiB"}, True),
+        (MB // 2, {"budget": "1MiB"}, False),
+        (4 * MB, {"budget": "25%"}, True),
+        (8 * MB, {"budget": "25%"}, False),
+    ],
+)
+def test_memory_sized_by_itself_is_taken_where_as_much_is_allowed_as_then(
+    total: int, settings: dict[str, Any], same: bool
+) -> None:
+    assert taken(stored(MemorySettings()), total, **({"budget": "auto"} | settings)) is same
+
+
+def one_dataset(**changes: Any) -> StoredDataset:
+    """Return a dataset of two objects."""
+    ids = np.arange(2, dtype=np.int32).tobytes()
+    columns = np.array([[0, 4096], [1000, 1001], [5, 5]]).tobytes()
+    ranges = np.array([[0, 4096], [1024, 1024]]).tobytes()
+    return msgspec.structs.replace(StoredDataset("a", b"", ids, columns, ranges, {}, 64), **changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"columns": b"12345"},
+        {"ids": b"123"},
+        {"ranges": np.array([[0, 512], [1024, 1024]]).tobytes()},
+        {"ranges": np.array([[0, MB], [1024, 1024]]).tobytes()},
+        {"ranges": np.array([[0, 1 << 62], [1024, 1 << 62]]).tobytes()},
+        {"ranges": b"1" * 8},
+        {"runs": {-7: b"12345678"}},
+        {"page": 96},
+    ],
+    ids=str,
+)
+def test_an_index_of_impossible_numbers_is_not_taken(change: dict[str, Any]) -> None:
+    memory = MemorySettings(budget="1MiB")
+    assert taken(stored(memory, one_dataset()))
+    assert not taken(stored(memory, one_dataset(**change)))
+    assert not taken(stored(memory, one_dataset(), one_dataset(key="b")))
 
 
 def test_an_arena_that_could_shrink_or_an_index_of_noise_is_not_taken(
     left: dict[str, Descriptor],
 ) -> None:
     plain = Descriptor(memfd("plain"))
-    os.ftruncate(plain.fd, 4096)
-    assert kept_memory.take(left | {kept_memory.ARENA: plain}, "4KiB") is None
+    os.ftruncate(plain.fd, MB)
+    assert not taken(left | {kept_memory.ARENA: plain})
     noise = Descriptor(memfd("noise"))
     os.write(noise.fd, b"\x93noise")
-    assert kept_memory.take(left | {kept_memory.INDEX: noise}, "4KiB") is None
-    assert kept_memory.take({}, "4KiB") is None
+    assert not taken(left | {kept_memory.INDEX: noise})
+    assert not taken({})
 
 
 def test_descriptors_are_for_the_process_that_is_named() -> None:
