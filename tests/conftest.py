@@ -88,6 +88,8 @@ os.environ["CREEL_LOADER__DIRECT"] = "never"
 os.environ.setdefault(
     "CREEL_MEMORY__RESERVE", "0"
 )  # a machine that is short of memory fails no test
+#: What names no daemon shall not meet one that another process's test, or a person, has started.
+os.environ["CREEL_SOCKET"] = f"tests-{os.getpid()}"
 
 
 @pytest.fixture
