@@ -80,6 +80,8 @@ def test_what_is_foretold_of_a_change_is_what_it_brings(train: Callable[..., Any
     cores = Cores()
     step_s, told = train(2)
     foretold = {one["what"]: one for one in told["changes"]}
+    if not {"workers", "keep_decoded"} <= foretold.keys():
+        cores.skip_unless_spare()  # what takes the time is then something else
     workers = foretold["workers"]["workers"]
     came = {"now": step_s, "workers": train(workers)[0]}
     came["keep_decoded"], kept = train(2, keep_decoded="64MiB")
