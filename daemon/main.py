@@ -190,7 +190,7 @@ class Daemon:
         if self._ready_fd >= 0:
             _write(self._ready_fd, "1")
             self._epoll.register(self._ready_fd, 0)  # hang-ups are always reported
-            self.node.expect()
+            self.node.datasets.expect()
 
     def run(self) -> None:
         self._notify.ready(self._status())
@@ -264,7 +264,7 @@ class Daemon:
         self._ticked = now
         self.control_socket.sweep(now)
         if self.node.state == "serving":
-            self.node.forget_idle()
+            self.node.datasets.forget_idle()
             self.node.clusters.tick(now)
             if self.node.registry.sessions:
                 self.node.tick()

@@ -140,7 +140,7 @@ class Manifest:
         access = tuple((row, one) for row, one in self.access if row < n)
         if not 0 < n < self.table.num_rows or other.salt or self.salt or access != other.access:
             return False
-        numbers = ((mine, its) for mine, its in zip(self._numbers, other._numbers, strict=True))
+        numbers = zip(self._numbers, other._numbers, strict=True)
         if not all(np.array_equal(mine[:n], its) for mine, its in numbers):
             return False
         if len(self._prefix) > len(other._prefix):

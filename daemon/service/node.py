@@ -6,14 +6,13 @@ goes through `handle_event`, which executes the core's actions.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,34 +20,29 @@ from numpy.typing import NDArray
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.memfd import Descriptor
 from creel.cache.memory.pools.allocator import Allocator
-from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
-from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.source import Source
-from creel.cache.storage.stores.access import check_grants
+from creel.cache.memory.shared_words import KNOWN, OBJECT_NS
 from creel.config import Config, memory_budget, memory_reserve
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
-from creel.daemon.core.restart.kept import KeptObjects, Restored
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.reporting.runs import Runs
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
+from creel.daemon.service.datasets import Datasets
 from creel.daemon.service.kept_memory import KeptMemory, packed, write_index
 from creel.daemon.service.memory_guard import MemoryGuard
-from creel.daemon.service.quota import Quota
-from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
+from creel.daemon.service.registry import Registry, SessionRecord
 from creel.daemon.service.storage.disk import Disk, DiskSource
 from creel.daemon.service.storage.fetcher import Fetcher
-from creel.errors import CreelError, UnavailableError
+from creel.errors import UnavailableError
 from creel.messages import (
     PROTOCOL,
     Deal,
     DealtSamples,
     Extend,
     Follow,
-    Grants,
     Hosting,
     Joined,
     JointJournal,
@@ -66,13 +60,9 @@ from creel.policies.rehearsal.passes import Passes
 from creel.system import limits
 from creel.version import VERSION
 
-T = TypeVar("T")
-
 log = logging.getLogger("creel.node")
 
 BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
-#: Files kept open per dataset with many objects per file (the default soft limit is 1024).
-_KEPT_FILES = 128
 _ENDING_S = 2.0  # for reads under way when the daemon ends; with one that hangs nothing is kept
 
 
@@ -148,11 +138,18 @@ class Node:
             call_soon=call_soon,
             unreachable=self.fetcher.remove_peer,
         )
-        self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
+        self.datasets = Datasets(
+            *(self.arena.nbytes, self.registry, self.core, self.disk, self.fetcher),
+            config=lambda: self.config,
+            handle=self.handle_event,
+            call_soon=call_soon,
+            check_serving=self._check_serving,
+            pids=lambda: self.pids(),  # noqa: PLW0108  set by the loop
+        )
+        self.quota = self.datasets.quota
         self._beaten = self.started
         self._send = send
         self._call_soon = call_soon
-        self._background = BackgroundThread("creel-register")
         self._planner = BackgroundThread("creel-plan")
         self._do: dict[type[events.Action], Callable[[Any], None]] = {
             events.Publish: self._publish,
@@ -169,7 +166,7 @@ class Node:
             events.PlanRetention: lambda action: self._planner.put(partial(self._plan, action)),
         }
         for key, (manifest, objects) in kept.datasets.items() if kept else ():
-            self._background.put(partial(self._restore, manifest, key, objects))
+            self.datasets.restore(manifest, key, objects)
 
     # --- events and actions -------------------------------------------------------------------
 
@@ -287,7 +284,7 @@ class Node:
     def tick(self) -> None:
         self.fetcher.tick()
         self.handle_event(events.Tick())
-        self._grow()
+        self.datasets.grow()
 
     # --- datasets and sessions ----------------------------------------------------------------
 
@@ -295,125 +292,6 @@ class Node:
         """Return the greeting and the arena's descriptor."""
         where = self.request_address, self.arena.nbytes, os.getpid()
         return Welcome(PROTOCOL, token, *where, self.returns), self.arena.fd
-
-    def expect(self) -> None:
-        """Import pyarrow in the background, as a client is about to register a dataset."""
-
-        def load() -> None:
-            with contextlib.suppress(ImportError, MemoryError):  # `register` reports the failure
-                import pyarrow as pa
-
-                del pa
-
-        self._background.put(load)
-
-    def register(
-        self,
-        token: str,
-        read: Callable[[], Manifest],
-        grants: Grants,
-        reply: Callable[[Answer], None],
-    ) -> None:
-        """Read and check a manifest in the background, then register it on the loop thread.
-
-        grants: how its remote addresses are reached.
-        """
-
-        def read_with_key() -> Manifest:
-            manifest = read()
-            check_grants(grants, len(manifest.access))
-            _ = manifest.key, manifest.summed  # cached here, as the loop must not compute them
-            return manifest
-
-        def enter(dataset: DatasetRecord) -> None:
-            self.quota.coming.pop(token, None)
-            reply(self._add_dataset(token, dataset))
-
-        def enter_manifest(manifest: Manifest) -> None:
-            known = self.registry.datasets.get(manifest.key)
-            if known is not None:
-                known.source.grants = grants
-                enter(known)
-                return
-            record = LocationTable.record_of(manifest.summed, self.arena.nbytes)
-            nbytes = tables_nbytes(manifest, record, disk=bool(self.config.disk.path))
-            try:
-                self.quota.check(nbytes, f"{len(manifest)} objects")
-            except UnavailableError as e:
-                refuse(Answer(Refused(str(e))))
-                return
-            self.quota.coming[token] = nbytes
-            others = [dataset.manifest for dataset in self.registry.datasets.values()]
-            self._in_background(
-                lambda: self._prepare(manifest, grants, record, nbytes, others), enter, refuse
-            )
-
-        def refuse(answer: Answer) -> None:
-            self.quota.coming.pop(token, None)
-            reply(answer)
-
-        self._in_background(read_with_key, enter_manifest, reply)
-
-    def _in_background(
-        self, work: Callable[[], T], then: Callable[[T], None], reply: Callable[[Answer], None]
-    ) -> None:
-        """Run `work` in the background, then `then(result)` here; `reply` if `work` fails."""
-
-        def attempt() -> None:
-            try:
-                call = partial(then, work())
-            except CreelError as e:
-                call = partial(reply, Answer(Refused(str(e))))
-            except Exception:
-                log.exception("a manifest could not be read")
-                call = partial(reply, Answer(Refused("the manifest cannot be read")))
-            self._call_soon(call)
-
-        self._background.put(attempt)
-
-    def _prepare(
-        self,
-        manifest: Manifest,
-        grants: Grants,
-        record: int,
-        tables_nbytes: int,
-        others: list[Manifest],
-    ) -> DatasetRecord:
-        """Do all work proportional to the number of objects, in the background thread."""
-        settings = self.config.fetch
-        source = Source(manifest, settings, files=_KEPT_FILES, relative=False, grants=grants)
-        dataset = DatasetRecord.create(manifest, source, record, tables_nbytes)
-        self.disk.attach(manifest.key, len(manifest))
-        heads = sorted(filter(manifest.begins_with, others), key=len, reverse=True)
-        dataset.begins_with = tuple(head.key for head in heads)
-        return dataset
-
-    def _restore(self, data: bytes, key: str, objects: KeptObjects) -> None:
-        """Register a dataset of the last daemon with its residents, in the background thread.
-
-        Clients' datasets are registered in the same thread after it, so that nothing moves before.
-        """
-        dataset = None
-        try:
-            manifest = Manifest.from_arrow(data)
-            record = LocationTable.record_of(manifest.summed, self.arena.nbytes)
-            nbytes = tables_nbytes(manifest, record, disk=bool(self.config.disk.path))
-            grants: Grants = [{} for _ in manifest.access]  # until a client gives its own
-            if manifest.key == key:
-                dataset = self._prepare(manifest, grants, record, nbytes, [])
-        except Exception:
-            log.exception("a dataset of the last daemon cannot be used")
-
-        def enter() -> None:
-            if dataset is not None:
-                self._add_dataset("", dataset, objects.page)
-            known = self.registry.datasets.get(key)
-            kept = objects if known is not None and known is dataset else None
-            done = self.handle_event(Restored(key, kept))
-            if kept is not None and done and not self.core.resident(key):
-                log.warning("what the last daemon held of %s is of no use: damaged", key)
-
-        self._call_soon(enter)
 
     def keep(self) -> Descriptor | None:
         """Write the index of what is in the arena, for the next daemon; None if it cannot be used.
@@ -440,54 +318,6 @@ class Node:
         except (OSError, ValueError, MemoryError):
             log.warning("the memory cannot be left to the next daemon", exc_info=True)
             return None
-
-    def _add_dataset(self, token: str, dataset: DatasetRecord, page: int = 0) -> Answer:
-        """Register a dataset that is ready for it; `page`: as in `DatasetAdded`."""
-        known = self.registry.datasets.get(dataset.key)
-        if known is None:
-            try:
-                self._check_serving()
-                self.forget_idle(room=1)
-                self.registry.check_room()
-            except UnavailableError as e:
-                self._close(dataset)
-                return Answer(Refused(str(e)))
-            table, lengths = dataset.table, dataset.manifest.summed
-            head = dataset.begins_with[0] if dataset.begins_with else ""
-            columns = table.offset.view(), table.length, lengths, dataset.versions
-            if not self.handle_event(events.DatasetAdded(dataset.key, *columns, head, page)):
-                self._close(dataset)
-                return Answer(Refused("this daemon has no memory for another dataset"))
-            self.registry.add(dataset)
-            self.fetcher.add(dataset.key, dataset.source)
-            found = self.disk.found(dataset.key)
-            if found is not None:
-                self.handle_event(found)
-        elif known is not dataset:  # two clients registered the same dataset at once
-            dataset.close()
-            dataset = known
-        dataset.claim(token)
-        if token not in self.pids():  # the client left meanwhile
-            dataset.unclaim(token)
-        return Answer(Registered(dataset.key))
-
-    def renew(self, key: str, grants: Grants) -> None:
-        """Read a dataset with these grants from now on.
-
-        Raises:
-            UnavailableError: no such dataset, or this daemon cannot read so.
-            MalformedError: grants for another number of accesses.
-        """
-        known = self.registry.datasets.get(key)
-        if known is None:
-            raise UnavailableError(f"dataset {key!r} is not registered here")
-        check_grants(grants, len(known.manifest.access))
-        known.source.grants = grants
-
-    def _close(self, dataset: DatasetRecord) -> None:
-        """Close a dataset that was not added."""
-        self.disk.detach(dataset.key, dataset.table.length)
-        dataset.close()
 
     def open(self, token: str, request: Open) -> SessionRecord:
         """Open a session.
@@ -523,7 +353,7 @@ class Node:
             session.unready(0)
         self.registry.remove(session)
         self.handle_event(events.SessionClosed(session.id))
-        self._grow()
+        self.datasets.grow()
 
     def client_left(self, token: str) -> None:
         """Close the sessions of a client that has disconnected, and drop its claims."""
@@ -531,45 +361,6 @@ class Node:
             self.close_session(session)
         self.registry.client_left(token)
         self.clusters.client_left(token)
-
-    def _grow(self) -> None:
-        """Let datasets of jobs that rehearse take over the residents of idle ones.
-
-        Tasks in folders of their own are such datasets: each begins with those before it.
-        """
-        heads = {
-            s.dataset: s.dataset.begins_with for s in self.registry.sessions.values() if s.rehearses
-        }
-        for dataset, keys in heads.items():
-            for old in self.registry.idle() if keys else []:
-                if old.key in keys and not old.drained and not self.core.busy(old.key):
-                    old.drained = True
-                    self.handle_event(events.DatasetGrew(dataset.key, old.key))
-
-    def forget_idle(self, *, room: int = 0) -> None:
-        """Forget idle datasets beyond the time and number in the settings.
-
-        Args:
-            room: number of further datasets that must fit within `daemon.max_datasets`.
-        """
-        limits_ = self.config.daemon
-        expired = self.registry.expired(
-            time.monotonic(),
-            limits_.idle_s,
-            limits_.max_idle_datasets,
-            tables_limit=self.quota.limit,
-            room=room,
-        )
-        for dataset in expired:
-            self._forget(dataset)
-
-    def _forget(self, dataset: DatasetRecord) -> None:
-        """Forget an idle dataset and free its memory, unless it has fetches in flight."""
-        if not self.core.busy(dataset.key):
-            self.handle_event(events.Unregistered(dataset.key))
-            self.fetcher.remove(dataset.key)
-            self.disk.detach(dataset.key, dataset.table.length)
-            self.registry.forget(dataset)
 
     def extended(self, session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]) -> None:
         """Append to a session's plan.
@@ -610,7 +401,7 @@ class Node:
         if message.rehearsed and session.among is not None:
             self.handle_event(events.SamplesTold(session.id, session.among))
             session.rehearses, session.dataset.drained = True, False
-            self._grow()
+            self.datasets.grow()
 
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
         """Tell the core how an epoch is dealt to the ranks of a job, or that this is not known."""
@@ -640,7 +431,7 @@ class Node:
 
     def close(self) -> None:
         self.fetcher.close()
-        self._background.close()
+        self.datasets.close()
         self._planner.close()
         self.clusters.close()
         self.fetcher.join(0.5)

@@ -83,7 +83,7 @@ def test_a_session_that_closes_while_draining_is_ready_only_if_no_daemon_follows
     node = node_of(calls.put)
     node.returns = returns
     manifest = Manifest.of_files(["/a"])
-    node.register("token", lambda: manifest, [], lambda _: None)
+    node.datasets.register("token", lambda: manifest, [], lambda _: None)
     while manifest.key not in node.registry.datasets:
         calls.get(timeout=60)()
     session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
@@ -123,7 +123,7 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
     with mock.patch.object(threading.Thread, "start", side_effect=refused):
         files = [str(tmp_path / name) for name in ("x", "another, which fills the memory")]
         manifest = Manifest.of_files(files, lengths=[3000, 1 << 20])
-        node.register("token", lambda: manifest, [], answers.append)
+        node.datasets.register("token", lambda: manifest, [], answers.append)
         while not answers:
             calls.get_nowait()()
         session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
@@ -139,7 +139,7 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     node = node_of(calls.put)
     manifest = Manifest.of_files(["/a"])
-    node.register("token", lambda: manifest, [], lambda _: None)
+    node.datasets.register("token", lambda: manifest, [], lambda _: None)
     while manifest.key not in node.registry.datasets:
         calls.get(timeout=60)()
     bad, other = (
@@ -156,7 +156,7 @@ def test_a_clients_words_may_say_anything() -> None:
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     node = node_of(calls.put)
     manifest = Manifest.of_files(["/a"], lengths=[100])
-    node.register("token", lambda: manifest, [], lambda _: None)
+    node.datasets.register("token", lambda: manifest, [], lambda _: None)
     while manifest.key not in node.registry.datasets:
         calls.get(timeout=60)()
     session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
@@ -185,7 +185,7 @@ def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: 
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     node = node_of(calls.put)
     for name in "abc":
-        node.register(name, partial(Manifest.of_files, [f"/{name}"]), [], lambda _: None)
+        node.datasets.register(name, partial(Manifest.of_files, [f"/{name}"]), [], lambda _: None)
     while len(node.registry.datasets) < 3:
         calls.get(timeout=60)()
     with mock.patch.object(node.core, "snapshot", wraps=node.core.snapshot) as look:
@@ -200,7 +200,7 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
     node = node_of(lambda job: job())
     manifest = Manifest.of_files(["/a"])
     answers: list[object] = []
-    node.register("token", lambda: manifest, [], answers.append)
+    node.datasets.register("token", lambda: manifest, [], answers.append)
     until(lambda: bool(answers), what="it is registered")
     session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
     slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
@@ -295,6 +295,7 @@ def test_what_earlier_tasks_hold_is_taken_over_once_no_rank_reads_them() -> None
 
     with (
         mock.patch.object(node, "handle_event", events.append),
+        mock.patch.object(node.datasets, "_handle", events.append),
         mock.patch.object(node.core, "busy", return_value=False),
     ):
         ending = node.registry.open("t", Open(first.key, "job", 1, 2, "never"))

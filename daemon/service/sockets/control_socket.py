@@ -309,7 +309,7 @@ class ControlSocket:
 
     def _register(self, connection: _Connection, request: Register | Renew, fds: list[int]) -> None:
         if isinstance(request, Renew):
-            self._node.renew(request.dataset, request.grants)
+            self._node.datasets.renew(request.dataset, request.grants)
             self._send(connection, Answer(Registered(request.dataset)))
             return
         if len(fds) != 1:
@@ -321,14 +321,14 @@ class ControlSocket:
         connection.busy = True
         self._epoll.modify(connection.socket.fileno(), select.EPOLLRDHUP)
 
-        def reply(answer: Answer) -> None:
+        def reply(answer: Registered | Refused) -> None:
             if self._connections.get(connection.socket.fileno()) is connection:
                 connection.busy = False
                 events = select.EPOLLIN | select.EPOLLRDHUP
                 self._epoll.modify(connection.socket.fileno(), events)
-                self._send(connection, answer)
+                self._send(connection, Answer(answer))
 
-        self._node.register(
+        self._node.datasets.register(
             connection.token,
             lambda: read_manifest(fd, request.nbytes),
             request.grants,
