@@ -22,7 +22,7 @@ def looks(
     Args:
         stats: the answer of `creel stats --json`.
         datasets: the rows of `creel ls --json`.
-        env: environment variables of a training process here.
+        env: environment variables of a rank.
         cores: processors that processes here can keep busy.
     """
     sessions = stats["sessions"]
@@ -77,7 +77,7 @@ def batches(sessions: Sequence[Row], datasets: Sequence[Row], budget_nbytes: int
 
 
 def opened(sessions: Sequence[Row]) -> Finding:
-    """Name files that datasets open themselves, which their loaders have found training wait for."""
+    """Name files that datasets open themselves, and that their loaders have seen awaited."""
     waiting = [f"pid {one['pid']} for {one['own_file']}" for one in sessions if one["own_file"]]
     if not waiting:
         return Finding("own files", "ok", "no rank waits for files that its dataset opens itself")
