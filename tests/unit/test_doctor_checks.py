@@ -109,6 +109,7 @@ def test_a_folder_without_files_does_not_work(tmp_path: Path) -> None:
 
 def test_a_disk_tier_slower_than_what_it_stands_for(tmp_path: Path) -> None:
     assert dataset.tier(1e9, 3e9).level == "ok"
+    assert dataset.tier(1e9, 0.9e9).level == "ok", "one disk, measured twice"
     assert _warns(dataset.tier(3e9, 1e8), "name a faster disk")
     (tmp_path / "a").write_bytes(b"x" * 1000)
     *_, found = dataset.looks(str(tmp_path / "a"), str(tmp_path), time.time())
