@@ -331,5 +331,5 @@ def enough_workers(ranks: Sequence[RankWindow], cores: float) -> int | None:
     now, best = max(one.wait_s for one in forecast(ranks, cores)), wait_s(most)
     if best > _HELPS * now:
         return None
-    good = max(best + _ALIKE * now, 0.0)
+    good = best + _ALIKE * now
     return next(n for n in range(fewest, most + 1) if wait_s(n) <= good)

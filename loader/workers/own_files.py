@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.reading.bad_samples import plain
 from creel.system.forks import join, pause_before_fork
 
 _log = logging.getLogger("creel.loader")
@@ -194,8 +195,8 @@ class OwnFiles:
         return max(min(_PART * epoch_s, _MOST_S), _LEAST_S)
 
     def _found(self, path: str) -> None:
-        self.path, self._unseen = path, False
+        self.path, self._unseen = plain(path), False
         text = "this dataset opens files itself; creel.wrap(dataset) caches them"
         if text not in _said and rank_and_world()[0] == 0:  # the others have the same dataset
             _said.add(text)
-            _log.warning("%s (training waits for %s)", text, path)
+            _log.warning("%s (training waits for %s)", text, self.path)

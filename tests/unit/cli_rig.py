@@ -46,6 +46,7 @@ SESSION: dict[str, Any] = {
     "lead_now_s": 4.0,
     "utilisation": 0.87,
     "made": 3,
+    "own_file": "",
 }
 STATS: dict[str, Any] = {
     "memory": STATUS["memory"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
@@ -10,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from cli_rig import STATUS, FakeClient, answering
+from cli_rig import SESSION, STATUS, FakeClient, answering
 
 from creel.cli import doctor, main
 from creel.cli.checks.finding import Finding
@@ -82,6 +83,19 @@ def test_doctor_ends_with_1_when_something_cannot_work(
     out = capsys.readouterr().out
     assert "bad   daemon" in out
     assert "more than this node has" in out
+
+
+def test_the_threads_of_a_rank_are_those_that_its_launcher_has_set(
+    daemon: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen(["/bin/sleep", "60"], env={"OMP_NUM_THREADS": "77"})
+    try:
+        monkeypatch.setitem(SESSION, "pid", child.pid)
+        assert "OMP_NUM_THREADS=77" in checked("OMP threads", daemon.ask).found
+    finally:
+        child.kill()
+        child.wait()
+        daemon.close()
 
 
 def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

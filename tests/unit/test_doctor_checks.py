@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_rig import SESSION
@@ -53,21 +53,18 @@ def test_a_budget_below_two_batches() -> None:
     assert _warns(running.batches([SESSION], FILES, need - 1), "raise it")
 
 
-def _waiting(**more: Any) -> dict[str, Any]:
-    stalls = SESSION["stall_s"] | {"source": 60.0, "decode": 0.0}
-    return SESSION | {"stall_s": stalls, "lead_s": 1.0, "dataset": "counts only"} | more
-
-
 def test_a_dataset_that_opens_its_own_files_and_waits_for_them() -> None:
-    assert _warns(running.opened([_waiting()], {"d"}), "creel.wrap(dataset)")
-    assert running.opened([_waiting(dataset="d")], {"d"}).level == "ok"
-    assert running.opened([_waiting(lead_s=1e4)], {"d"}).level == "ok", "it hardly waits"
+    assert running.opened([SESSION]).level == "ok"
+    found = running.opened([SESSION, SESSION | {"own_file": "/data/1"}])
+    assert _warns(found, "creel.wrap(dataset)")
+    assert found.found.endswith("itself: pid 70 for /data/1")
 
 
 def test_all_that_a_daemon_tells_is_looked_at() -> None:
-    stats = {"sessions": [_waiting(workers=99)], "memory": {"budget_nbytes": 1}}
+    session = SESSION | {"workers": 99, "own_file": "/data/1"}
+    stats = {"sessions": [session], "memory": {"budget_nbytes": 1}}
     found = {one.name: one.level for one in running.looks(stats, FILES, {}, 2.0)}
-    assert found == {"workers": "warn", "OMP threads": "ok", "batches": "ok", "own files": "warn"}
+    assert found == {"workers": "warn", "OMP threads": "ok", "batches": "warn", "own files": "warn"}
 
 
 JOB = "0::/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0\n"
@@ -112,6 +109,7 @@ def test_a_folder_without_files_does_not_work(tmp_path: Path) -> None:
 
 def test_a_disk_tier_slower_than_what_it_stands_for(tmp_path: Path) -> None:
     assert dataset.tier(1e9, 3e9).level == "ok"
+    assert dataset.tier(1e9, 0.9e9).level == "ok", "one disk, measured twice"
     assert _warns(dataset.tier(3e9, 1e8), "name a faster disk")
     (tmp_path / "a").write_bytes(b"x" * 1000)
     *_, found = dataset.looks(str(tmp_path / "a"), str(tmp_path), time.time())
@@ -187,6 +185,21 @@ def test_another_node_is_measured_or_it_is_said_why_not() -> None:
     assert abs(answer.ahead_s) < 1
     lost = nodes.ask("127.0.0.1", port, wait_s=0.2)
     assert "not reached at port" in lost.reason
+
+
+def test_a_node_that_answers_others_first_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_MEASURED_S", 0.1)
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        address = server.getsockname()
+        for _ in range(4):  # each of them says nothing for as long as it may
+            stack.enter_context(socket.create_connection(address))
+        serving = threading.Thread(target=nodes._serve, args=(server, 5))
+        serving.start()
+        answer = nodes.ask(*address)
+        serving.join(30)
+    assert answer.reason == ""
+    assert abs(answer.ahead_s) < 0.15, "it waited for 0.4 s, and both have one clock"
 
 
 def test_what_lies_between_nodes_is_judged() -> None:

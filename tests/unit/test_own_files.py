@@ -78,6 +78,7 @@ class Sight(Looks):
         ("", 1.0, 2.0, 10, True, ""),  # it could not be seen which file
         ("/data/1", 1.0, 29.0, 0, True, ""),  # the length of an epoch is not known
         ("/data/1", 1.0, 31.0, 0, True, "/data/1"),
+        ("/data/\udcff", 1.0, 2.0, 10, True, r"/data/\udcff"),  # no message could have it
     ],
 )
 def test_a_file_is_named_once_training_has_waited_long_for_storage(
@@ -101,7 +102,7 @@ def test_a_file_is_named_once_training_has_waited_long_for_storage(
     assert files.path == found
     said = ["this dataset opens files itself; creel.wrap(dataset) caches them"] * bool(found)
     assert [m.partition(" (training waits for ")[0] for m in caplog.messages] == said
-    assert not found or f"({'training waits for '}{path})" in caplog.text
+    assert not found or f"(training waits for {found})" in caplog.text
 
 
 def test_waits_that_are_a_small_part_of_an_epoch_start_no_look(

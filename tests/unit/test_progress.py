@@ -39,3 +39,14 @@ def test_short_work_and_work_without_a_terminal_have_none(monkeypatch: pytest.Mo
         with line:
             assert not line._thread.is_alive()
         assert file.getvalue() == ""
+
+
+def test_a_program_may_have_no_standard_error_or_have_closed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for file in (None, closed, object()):
+        monkeypatch.setattr(sys, "stderr", file)
+        with ProgressLine("listing"):
+            pass

@@ -72,16 +72,6 @@ def _stop(node: Node, args: Args) -> dict[str, Any]:
     return {"state": node.state}
 
 
-def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
-    """Add the bad samples in `args`, if any; return all of the node."""
-    if "rows" in args:
-        session = node.registry.sessions.get(args.get("session", -1))
-        if session is None:
-            raise ConfigError("bad samples need an open session")
-        node.bad_samples.add(session.opened.job, session.opened.rank, args["rows"])
-    return {"bad": node.bad_samples.rows()}
-
-
 def _session_of(node: Node, args: Args) -> SessionRecord:
     """Return the open session that `args` name."""
     number = args.get("session")
@@ -89,6 +79,14 @@ def _session_of(node: Node, args: Args) -> SessionRecord:
     if found is None:
         raise ConfigError("no such open session")
     return found
+
+
+def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
+    """Add the bad samples in `args`, if any; return all of the node."""
+    if "rows" in args:
+        opened = _session_of(node, args).opened
+        node.bad_samples.add(opened.job, opened.rank, args["rows"])
+    return {"bad": node.bad_samples.rows()}
 
 
 def _batches(node: Node, args: Args) -> dict[str, Any]:

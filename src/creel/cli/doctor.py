@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,17 @@ def _daemon(name: str, ask: Callable[[str], dict[str, Any]]) -> Iterator[Finding
     with contextlib.suppress(OSError):  # it has just ended
         ours, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", status["pid"]))
         yield running.cgroup(ours, its)
-    yield from running.looks(stats, datasets, os.environ, limits.cores())
+    env = _environment_of(stats["sessions"][0]["pid"]) if stats["sessions"] else os.environ
+    yield from running.looks(stats, datasets, env, limits.cores())
+
+
+def _environment_of(pid: int) -> Mapping[str, str]:
+    """Return the variables that a trainer began with: torchrun sets some; without it, our own."""
+    try:
+        lines = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+    except OSError:  # it has just ended
+        return os.environ
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
 def _daemons() -> Finding:

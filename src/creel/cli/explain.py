@@ -17,7 +17,7 @@ import click
 
 from creel.cli.run import daemon_env, own_daemon
 from creel.cli.watching import view
-from creel.cli.watching.forecasts import HARDLY, ms
+from creel.cli.watching.forecasts import BATCHES, HARDLY, ms
 from creel.cli.watching.stats import recorded
 from creel.cli.watching.view import Values, format_count, format_seconds
 from creel.cli.watching.what_if import Machine, outlooks, window
@@ -63,8 +63,8 @@ def explain(
     seen = None if trial is None else window(trial.session, trial.rows[FIRST:])
     if trial is None or seen is None:
         raise ConfigError(
-            f"{script} took too few batches from one DataLoader: {FIRST + 9} are needed, and more"
-            " say more"
+            f"{script} took too few batches from one DataLoader: {FIRST + BATCHES + 1} are needed,"
+            " and more say more"
         )
     machine = Machine(limits.cores(), *limits.memory(active=True))
     return foretold(trial, seen, machine)

@@ -110,14 +110,34 @@ _as_json = click.option(
     callback=_remember_json,
     help="Print JSON (docs/cli.md has the schema).",
 )
-_interval = click.option(
-    "--interval",
-    type=click.FloatRange(0.1, 86_400),
-    callback=_refuse_nan,
-    default=1.0,
-    show_default=True,
-    help="Seconds between updates.",
-)
+
+
+def _seconds(
+    option: str, least: float, default: float, text: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return an option whose value is a number of seconds, up to a day."""
+    return click.option(
+        option,
+        type=click.FloatRange(least, 86_400),
+        callback=_refuse_nan,
+        default=default,
+        show_default=True,
+        help=text,
+    )
+
+
+_interval = _seconds("--interval", 0.1, 1.0, "Seconds between updates.")
+
+
+def _repeat(interval: float, as_json: bool, show: Callable[[], object]) -> None:
+    """Show something again and again, until Ctrl-C."""
+    import time
+
+    while True:
+        time.sleep(interval)
+        if not as_json:
+            click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
+        show()
 
 
 def _config(context: click.Context, **flags: object) -> Config:
@@ -202,8 +222,6 @@ def stats(
     context: click.Context, /, *, watch: bool, why: bool, bad: bool, run: bool, **how: Any
 ) -> None:
     """Show hits, source reads, evictions, and stalls by cause."""
-    import time
-
     from creel.cli.watching import stats as show
 
     if watch + why + bad > 1:
@@ -220,12 +238,13 @@ def stats(
         if bad:
             show.bad_samples(client.ask("bad_samples"), as_json=as_json)
             return
-        show.counters(client.ask("stats", **of), as_json=as_json, line=watch)
-        while watch:
-            time.sleep(interval)
-            if not as_json:
-                click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
-            show.counters(client.ask("stats", **of), as_json=as_json, line=True)
+
+        def counters() -> None:
+            show.counters(client.ask("stats", **of), as_json=as_json, line=watch)
+
+        counters()
+        if watch:
+            _repeat(interval, as_json, counters)
 
 
 @creel.command()
@@ -245,14 +264,7 @@ def top(context: click.Context, interval: float) -> None:
 
 @creel.command()
 @click.argument("out", type=click.Path(dir_okay=False))
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0.001, 86_400),
-    callback=_refuse_nan,
-    default=10.0,
-    show_default=True,
-    help="How far back it goes.",
-)
+@_seconds("--seconds", 0.001, 10.0, "How far back it goes.")
 @_as_json
 @click.pass_context
 def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) -> None:
@@ -420,14 +432,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     show_default=True,
     help="Stop after this many batches.",
 )
-@click.option(
-    "--limit",
-    type=click.FloatRange(1, 86_400),
-    callback=_refuse_nan,
-    default=600.0,
-    show_default=True,
-    help="Stop after this many seconds.",
-)
+@_seconds("--limit", 1, 600.0, "Stop after this many seconds.")
 @_as_json
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -470,8 +475,6 @@ def stream(
     path: str, *, watch: bool, end: bool, forget: str | None, interval: float, as_json: bool
 ) -> None:
     """Show the stream at PATH: its chunks, its rate, and how far its readers are."""
-    import time
-
     from creel.cli.watching import stream as show
 
     if end:
@@ -479,11 +482,8 @@ def stream(
     if forget is not None:
         show.forget(path, forget)
     _print(show.state(path), as_json and not watch, lambda values: show.show(values, as_json))
-    while watch:
-        time.sleep(interval)
-        if not as_json:
-            click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
-        show.show(show.state(path), as_json)
+    if watch:
+        _repeat(interval, as_json, lambda: show.show(show.state(path), as_json))
 
 
 # --- doctor, env, config ----------------------------------------------------------------------

@@ -14,7 +14,6 @@ from creel.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from creel.cache.storage.manifest import Manifest
-    from creel.loader.reading.storage import Listing
 
 _TAR = ".tar"
 
@@ -91,18 +90,16 @@ def _all_files(path: str) -> Manifest:
     if not len(found):
         raise NotFoundError(f"there are no files below {public(path)}")
     names = [escape(root, name) for name in found.names]
-    if (tars := _tars(root, found)) is not None:
+    if (tars := _tars(root, names)) is not None:
         return tars
     return Manifest.of_files(names, root=root, lengths=found.nbytes).reached(StorageOptions())
 
 
-def _tars(root: str, found: Listing) -> Manifest | None:
+def _tars(root: str, names: list[str]) -> Manifest | None:
     """Return the manifest of a folder of nothing but tars; None for any other."""
-    from creel.loader.reading.storage import escape
-
-    if not all(name.endswith(_TAR) for name in found.names):
+    if not all(name.endswith(_TAR) for name in names):
         return None
     try:
-        return _of_shards([f"{root}/{escape(root, name)}" for name in found.names])
+        return _of_shards([f"{root}/{name}" for name in names])
     except (ImportError, ConfigError):  # no torch here; not samples of WebDataset
         return None

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 #: Work that takes less is not worth a line; and how often the line is written anew.
@@ -36,7 +37,7 @@ class ProgressLine:
             shown: False for nothing at all.
         """
         self._what, self._done, self._total = what, done, total
-        self._file: TextIO | None = sys.stderr if shown and sys.stderr.isatty() else None
+        self._file = _terminal() if shown else None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="creel-progress", daemon=True)
         self._began = 0.0
@@ -77,3 +78,11 @@ class ProgressLine:
         if pause != _QUIET_S:
             file.write(_ERASE)
             file.flush()
+
+
+def _terminal() -> TextIO | None:
+    """Return standard error if that is a terminal. A program may have none, or have closed it."""
+    with suppress(AttributeError, ValueError):
+        if sys.stderr.isatty():
+            return sys.stderr
+    return None

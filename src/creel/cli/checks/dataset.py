@@ -25,6 +25,8 @@ _LISTED_S = 10.0
 _SLOW_MS = 2.0
 #: Files of this mean size gain nothing from several stripes; larger ones gain from them.
 _STRIPED_NBYTES, _SINGLE_NBYTES = 4 << 20, 256 << 20
+#: Rates that differ by less were measured on the same disk.
+_ALIKE = 0.8
 #: Seconds that a file may be newer than this node's clock: times of files may be coarse.
 _AHEAD_S = 2.0
 
@@ -130,7 +132,7 @@ def tier(source_Bps: float, disk_Bps: float) -> Finding:  # noqa: N803  bytes pe
         f"{format_size(int(disk_Bps))}/s, the dataset's storage {format_size(int(source_Bps))}/s"
     )
     remedy = "slower than what it stands for: leave disk.path empty, or name a faster disk"
-    return judged("disk tier", found, remedy if disk_Bps < source_Bps else "")
+    return judged("disk tier", found, remedy if disk_Bps < _ALIKE * source_Bps else "")
 
 
 def remote(reason: str, files: int | None) -> Finding:

@@ -11,10 +11,6 @@ from creel.units import format_size
 
 Row = Mapping[str, Any]
 
-#: Share of its time that a rank may wait for storage before the files that it opens are a subject.
-_WAITED = 0.1
-#: Waits below this many seconds say nothing.
-_LEAST_WAIT_S = 5.0
 _JOB = re.compile(r"/job_(\d+)")
 
 
@@ -26,7 +22,7 @@ def looks(
     Args:
         stats: the answer of `creel stats --json`.
         datasets: the rows of `creel ls --json`.
-        env: environment variables of a training process here.
+        env: environment variables of a rank.
         cores: processors that processes here can keep busy.
     """
     sessions = stats["sessions"]
@@ -34,7 +30,7 @@ def looks(
     yield workers(sum(int(one["workers"]) for one in sessions), cores)
     yield threads(env, cores, ranks)
     yield batches(sessions, datasets, int(stats["memory"]["budget_nbytes"]))
-    yield opened(sessions, {str(one["dataset"]) for one in datasets})
+    yield opened(sessions)
 
 
 def workers(count: int, cores: float) -> Finding:
@@ -80,22 +76,12 @@ def batches(sessions: Sequence[Row], datasets: Sequence[Row], budget_nbytes: int
     return judged("batches", found, remedy if need > budget_nbytes else "")
 
 
-def opened(sessions: Sequence[Row], known: set[str]) -> Finding:
-    """Look for ranks that wait for files which their dataset opens itself.
-
-    known: keys of the datasets that have objects; a loader of any other only counts.
-    """
-    waiting = [
-        one
-        for one in sessions
-        if one["dataset"] not in known
-        and (waited := one["stall_s"]["source"]) > _LEAST_WAIT_S
-        and waited > _WAITED * (sum(one["stall_s"].values()) + one["lead_s"])
-    ]
+def opened(sessions: Sequence[Row]) -> Finding:
+    """Name files that datasets open themselves, and that their loaders have seen awaited."""
+    waiting = [f"pid {one['pid']} for {one['own_file']}" for one in sessions if one["own_file"]]
     if not waiting:
         return Finding("own files", "ok", "no rank waits for files that its dataset opens itself")
-    pids = ", ".join(str(one["pid"]) for one in waiting)
-    found = f"the dataset of pid {pids} opens its files itself, and waits for them"
+    found = f"training waits for files that its dataset opens itself: {', '.join(waiting)}"
     return Finding("own files", "warn", found, "creel.wrap(dataset) caches them")
 
 

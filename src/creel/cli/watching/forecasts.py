@@ -18,7 +18,7 @@ from creel.policies.model import (
 )
 
 #: Fewer batches say nothing of the next ones.
-_BATCHES = 8
+BATCHES = 8
 #: Seconds after which a step that was foretold is compared with what came.
 _JUDGED_S = 10.0
 #: Waits below this share of a step are not worth a change.
@@ -67,7 +67,7 @@ class Forecasts:
         rows = []
         self.waits_s = {}
         for job, group in groupby(sessions, key=job_key):
-            ranks = [s for s in group if _news(s, before) >= _BATCHES]
+            ranks = [s for s in group if _news(s, before) >= BATCHES]
             windows = [window(s, *before[s["session"]]) for s in ranks]
             told = forecast(windows, self._cores)
             if told:

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from creel.cache.memory.batch_log import columns
-from creel.cli.watching.forecasts import HARDLY, job_key, ms
+from creel.cli.watching.forecasts import BATCHES, HARDLY, job_key, ms
 from creel.cli.watching.view import Values
 from creel.policies.memory import decoded_room, reserve
 from creel.policies.model import (
@@ -28,8 +28,6 @@ from creel.policies.model import (
 )
 from creel.units import format_size
 
-#: Fewer batches say nothing of the next ones.
-_BATCHES = 8
 #: A change that makes steps less than this many times as fast is not named.
 _GAIN = 1.05
 #: Seconds for a copy of a kept sample, and bytes a second beyond: one of 196 KB takes 0.12 ms, of
@@ -115,7 +113,7 @@ def window(session: Values, rows: Sequence[Sequence[int]]) -> RankWindow | None:
     lately = recent(found["taken"])
     taken = found["taken"][lately]
     last = {name: column[lately][1:] for name, column in found.items()}
-    if len(taken) <= _BATCHES:
+    if len(taken) <= BATCHES:
         return None
     moments = ("source", "began", "ready"), ("decode", "ready", "collating")
     busy = {
