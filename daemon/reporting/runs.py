@@ -31,12 +31,12 @@ class Runs:
     def opened(
         self, who: str | int, now: float, count: Callable[[], Answer], *, alone: bool
     ) -> None:
-        """Note a session that is about to be opened.
+        """Note a session that was opened.
 
         Args:
             who: the job's name, or the process.
             count: returns the answer of `stats`.
-            alone: whether no other session is open.
+            alone: whether no other session was open.
         """
         if alone and who not in self._who:
             self._who, self.began, self._before = set(), now, count()

@@ -332,12 +332,13 @@ class Node:
             self.quota.check(
                 4 * len(dataset.manifest), f"the plans of {len(dataset.manifest)} objects"
             )
-        who, alone = request.job or self.pids().get(token, 0), not self.registry.sessions
-        self.runs.opened(who, time.monotonic(), lambda: stats.stats(self), alone=alone)
+        alone = not self.registry.sessions
         session = self.registry.open(token, request)
         fields = (session.id, request.dataset, request.job, request.rank, request.world)
         if not self.handle_event(events.SessionOpened(*fields, request.recheck)):
             raise UnavailableError("this daemon cannot open another session")
+        who = request.job or self.pids().get(token, 0)
+        self.runs.opened(who, time.monotonic(), lambda: stats.stats(self), alone=alone)
         session.words[OBJECT_NS] = self.fetcher.object_ns(request.dataset)
         return session
 

@@ -253,22 +253,21 @@ class BatchStream:
 
     def report_bad(self, rows: Sequence[tuple[int, str, str]]) -> None:
         """Report unreadable samples to the daemon: (number, address, reason) of each."""
-        try:
-            self.session.client.ask(
-                "bad_samples", timeout_s=1.0, session=self.session.id, rows=rows
-            )
-        except (ConfigError, UnavailableError):
-            _log.debug("the daemon did not note bad samples", exc_info=True)
+        self._tell("bad_samples", rows=rows)
 
     def report_own_file(self, path: str) -> None:
         """Tell the daemon of a file that the dataset opens itself, once (`creel stats --why`)."""
         if not path or path == self._own_file:
             return
         self._own_file = path
+        self._tell("own_file", path=path)
+
+    def _tell(self, what: str, **args: Any) -> None:
+        """Have the daemon note something of this session; it is no loss if it does not."""
         try:
-            self.session.client.ask("own_file", timeout_s=1.0, session=self.session.id, path=path)
+            self.session.client.ask(what, timeout_s=1.0, session=self.session.id, **args)
         except (ConfigError, UnavailableError):
-            _log.debug("the daemon did not note a file", exc_info=True)
+            _log.debug("the daemon did not note %s", what, exc_info=True)
 
     def close(self) -> None:
         self._publisher.cancel()
