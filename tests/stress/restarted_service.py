@@ -1,6 +1,6 @@
 """Two trainings whose service is restarted again and again, with memory for two thirds of the data.
 
-    sudo python -m tests.stress.restarted_service [SECONDS]
+    sudo python -m stress.restarted_service [SECONDS]
 
 Needs what `testbed.booted` needs. Prints for each training its epochs, its wrong batches and its
 longest wait; ends with 1 if a batch was wrong.
@@ -23,7 +23,7 @@ _SETTINGS = "[memory]\nbudget = '10MiB'\n"
 
 
 def main(seconds: float) -> int:
-    with Booted("creel-stress-systemd") as machine:
+    with Booted() as machine:
         assert not machine.failed, machine.failed
         machine.run(str(CREEL), "service", "install", "--system")
         made = 'mkdir -p .config/creel data && printf "$0" > .config/creel/config.toml'

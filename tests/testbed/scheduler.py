@@ -36,7 +36,7 @@ class Slurm:
 
     def __init__(self, **settings: str) -> None:
         """settings: other values of variables of the scripts."""
-        self.folder = Path(tempfile.mkdtemp(prefix="creel-slurm-", dir="/var/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="creel-slurm-", dir=cluster.SCRATCH_DIR))
         self.folder.chmod(0o755)
         hooks = {"PROLOG": "prolog", "TASK_PROLOG": "task-prolog", "EPILOG": "epilog"}
         self._env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
