@@ -101,7 +101,7 @@ def test_a_file_is_named_once_training_has_waited_long_for_storage(
     assert files.path == found
     said = ["this dataset opens files itself; creel.wrap(dataset) caches them"] * bool(found)
     assert [m.partition(" (training waits for ")[0] for m in caplog.messages] == said
-    assert not found or f"({'training waits for '}{path})" in caplog.text
+    assert not found or f"(training waits for {path})" in caplog.text
 
 
 def test_waits_that_are_a_small_part_of_an_epoch_start_no_look(

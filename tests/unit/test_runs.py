@@ -18,7 +18,7 @@ def answer(hits: int, samples: int = 0) -> dict[str, Any]:
         "samples": samples,
         "workers": 2,
         "stall_s": {"decode": 0.5},
-        "fed": 0.9,
+        "utilisation": 0.9,
     }
     return {
         "memory": {"used_nbytes": 7},
@@ -43,7 +43,7 @@ def test_what_was_counted_before_a_run_is_not_of_it() -> None:
     assert (source["reads"], source["seconds"]["counts"]) == (30, [30])
     assert source["seconds"]["le"] == [0.1]
     assert (rank["rank"], rank["samples"], rank["workers"]) == (3, 5, 2)
-    assert (rank["stall_s"]["decode"], rank["fed"]) == (0, 0.9)
+    assert (rank["stall_s"]["decode"], rank["utilisation"]) == (0, 0.9)
     assert runs.since(answer(100, 40), 12.0)["sources"] == [], "nothing was read in this run"
 
 
