@@ -158,7 +158,7 @@ def test_killed_daemons_and_a_restarted_slurmd_fail_no_training(slurm: Slurm, st
     job = slurm.submit(f"export STEP_S=0.2\n{training(storage, epochs)}", "-N2")
     out = slurm.folder / f"rank-{job}-0"
     until(lambda: out.exists() and '"epoch"' in out.read_text(), 120, what="an epoch has ended")
-    kill = f'kill -9 $(ps -eo pid,args | awk "/[c]reeld --name slurm-{job}/ {{print \\$1}}")'
+    kill = f'kill -9 $(ps -ww -eo pid,args | awk "/[c]reeld --name slurm-{job}/ {{print \\$1}}")'
     slurm.on("n0", "sh", "-c", kill)
     slurm.on(
         "n1",

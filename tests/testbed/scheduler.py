@@ -101,9 +101,9 @@ class Slurm:
     def left(self, node: str) -> list[str]:
         """Return what jobs have left on a node: daemons, their sockets, files of the prolog."""
         found = self.on(
-            node, "sh", "-c", "ps -eo args; cat /proc/net/unix; ls -d /run/creel*/* || :"
+            node, "sh", "-c", "ps -ww -eo args; cat /proc/net/unix; ls -d /run/creel*/* || :"
         )
-        return [line for line in found.splitlines() if "creel" in line and "ps -eo" not in line]
+        return [line for line in found.splitlines() if "creel" in line and "ps -ww" not in line]
 
     def __enter__(self) -> Slurm:
         return self
