@@ -4,7 +4,7 @@
 #   make demo DATA=/path/to/images   the same on your own folder (one subfolder per class)
 #   make demo-cluster                train over emulated hosts whose memories are one (Linux, as root)
 #   make test                        all tests
-#   make bench                       every benchmark of README, one after the other (some 40 minutes);
+#   make bench                       every benchmark, one after the other;
 #                                    ends with those that lack something (DLIO: benchmarks/dlio.py);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
 #   make stress                      2,500 random programs against torch, 160 killed daemons, random tests 20 times (an hour)

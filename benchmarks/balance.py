@@ -42,7 +42,7 @@ FIRST, SETTLED, WINDOW = 10, 20, 8  # steps
 WAYS: dict[str, dict[str, Any]] = {
     "one each": {"num_workers": 1},
     "two each": {"num_workers": 2},
-    "auto": {"num_workers": "auto", "workers": "shared", "seeding": "sample"},
+    "auto": {"num_workers": "auto", "workers": "shared"},
 }
 TRAINING = (0.1, 1.2)  # of the time that all cores need for the samples of a step
 

@@ -1,21 +1,16 @@
-"""Batches with rows of a rehearsal memory: against torch, and what is said of them."""
+"""Batches with rows of a rehearsal memory: against torch, and what is read for them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-import logging
 import pickle
 import runpy
 import sys
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -24,12 +19,9 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
-    TensorDataset,
 )
 
 import creel
@@ -222,6 +214,9 @@ def test_datasets_that_read_many_samples_at_once_do_so() -> None:
         assert many.ravel().tolist() == [8] * 8 + [4] * 4
 
 
+# --- reads of storage ---------------------------------------------------------------------------
+
+
 @pytest.fixture
 def daemon() -> Iterator[dict[str, Any]]:
     name = unique_name()
@@ -229,11 +224,39 @@ def daemon() -> Iterator[dict[str, Any]]:
     connections.disconnect(name)
 
 
-def files(folder: Path, count: int) -> creel.FileDataset:
+def varied(i: int) -> int:
+    return 300 + i
+
+
+def files(folder: Path, count: int, nbytes: Callable[[int], int] = varied) -> creel.FileDataset:
     folder.mkdir()
     for i in range(count):
-        (folder / f"{i:03}.bin").write_bytes(bytes([i]) * (300 + i))
+        (folder / f"{i:03}.bin").write_bytes(bytes([i]) * nbytes(i))
     return creel.FileDataset(folder, "*.bin", decode=bytes)
+
+
+def parts(data: Any) -> list[Any]:
+    return [Subset(data, range(first, first + 30)) for first in range(0, 120, 30)]
+
+
+def reads(
+    tasks: list[Any], daemon: dict[str, Any], nbytes: Callable[[int], int] = varied, **options: Any
+) -> list[int]:
+    """Train on tasks, four epochs each; return how often a file of each source was read."""
+    rows = creel.Rehearsal(6, budget=40)
+    for task in tasks:
+        loader = creel.DataLoader(
+            task, 6, True, collate_fn=list, rehearsal=rows, creel=daemon, **options
+        )
+        for _ in range(4):
+            for batch in loader:
+                assert [len(one) for one in batch] == [nbytes(one[0]) for one in batch]
+        assert loader.stats()["direct_reads"] == 0
+        del loader
+        rows.add(task)
+    client = connections.connected(daemon["daemon.name"])
+    assert client is not None
+    return [one["reads"] for one in client.ask("stats")["sources"]]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -241,22 +264,30 @@ def test_four_tasks_read_each_object_once(
     tmp_path: Path, daemon: dict[str, Any], persistent: bool
 ) -> None:
     """Row 5 of the goals: tasks that are Subsets of one dataset, where all fits into memory."""
-    data = files(tmp_path / f"data-{persistent}", 120)
-    rows = creel.Rehearsal(6, budget=40)
-    for task in (Subset(data, range(first, first + 30)) for first in range(0, 120, 30)):
-        loader = creel.DataLoader(
-            task, 6, True, num_workers=2, persistent_workers=persistent, collate_fn=list,
-            rehearsal=rows, creel=daemon,
-        )  # fmt: skip
-        for _ in range(3):
-            for batch in loader:
-                assert [len(one) - 300 for one in batch] == [one[0] for one in batch]
-        assert loader.stats()["direct_reads"] == 0
-        del loader
-        rows.add(task)
-    client = connections.connected(daemon["daemon.name"])
-    assert client is not None
-    assert [one["reads"] for one in client.ask("stats")["sources"]] == [120]
+    tasks = parts(files(tmp_path / "data", 120))
+    assert reads(tasks, daemon, num_workers=2, persistent_workers=persistent) == [120]
+
+
+def test_what_no_later_step_can_need_leaves_memory_first(
+    tmp_path: Path, daemon: dict[str, Any]
+) -> None:
+    """Memory holds .7 of the files; .58 of them may still be read, others must make room."""
+
+    def equal(_: int) -> int:
+        return 50_000
+
+    tasks = parts(files(tmp_path / "data", 120, equal))
+    assert reads(tasks, daemon | {"memory.budget": str(84 * equal(0))}, equal) == [120]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_four_folders_read_each_file_once(
+    tmp_path: Path, daemon: dict[str, Any], workers: int
+) -> None:
+    """Each task's dataset begins with those of the tasks before it, and takes over their files."""
+    # All first: a file that has just been written is read again.
+    tasks = [files(tmp_path / f"task-{number}", 30) for number in range(4)]
+    assert reads(tasks, daemon, num_workers=workers) == 4 * [30]
 
 
 @pytest.mark.parametrize("at_once", [10, 1 << 18])
@@ -278,287 +309,6 @@ def test_the_daemon_knows_in_the_first_epoch_that_a_job_rehearses(
         what="the policy of a job that rehearses",
     )
     assert len(list(batches)) == 9
-
-
-def test_what_no_later_step_can_need_leaves_memory_first(tmp_path: Path) -> None:
-    """Memory holds .7 of the files; .58 of them may still be read, others must make room."""
-    name, nbytes = unique_name(), 50_000
-    for i in range(120):
-        (tmp_path / f"{i:03}.bin").write_bytes(bytes([i]) * nbytes)
-    data = creel.FileDataset(tmp_path, "*.bin", decode=bytes)
-    held = {"daemon.name": name, "memory.budget": str(84 * nbytes), "loader.direct": "never"}
-    rows = creel.Rehearsal(6, budget=40)
-    for task in (Subset(data, range(first, first + 30)) for first in range(0, 120, 30)):
-        loader = creel.DataLoader(task, 6, True, collate_fn=list, rehearsal=rows, creel=held)
-        for _ in range(4):
-            assert all(len(one) == nbytes for batch in loader for one in batch)
-        del loader
-        rows.add(task)
-    client = connections.connected(name)
-    assert client is not None
-    reads = [one["reads"] for one in client.ask("stats")["sources"]]
-    connections.disconnect(name)
-    assert reads == [120]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_four_folders_read_each_file_once(
-    tmp_path: Path, daemon: dict[str, Any], workers: int
-) -> None:
-    """Each task's dataset begins with those of the tasks before it, and takes over their files."""
-    rows = creel.Rehearsal(6, budget=40)
-    # All first: a file that has just been written is read again.
-    for task in [files(tmp_path / f"task-{number}", 30) for number in range(4)]:
-        loader = creel.DataLoader(
-            task, 6, True, num_workers=workers, collate_fn=list, rehearsal=rows, creel=daemon
-        )
-        for _ in range(3):
-            for batch in loader:
-                assert [len(one) - 300 for one in batch] == [one[0] for one in batch]
-        assert loader.stats()["direct_reads"] == 0
-        del loader
-        rows.add(task)
-    client = connections.connected(daemon["daemon.name"])
-    assert client is not None
-    assert [one["reads"] for one in client.ask("stats")["sources"]] == 4 * [30]
-
-
-# --- what is returned ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["creel", "no daemon", "disabled"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_indices_name_the_samples_of_each_batch(
-    workers: int, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = switched_off(monkeypatch, how)
-    loader: Any = creel.DataLoader(Noisy(NEW), 4, True, num_workers=workers, **options)
-    for _ in range(2):
-        for step, batch in enumerate(loader):
-            assert loader.indices.tolist() == batch[0].tolist()
-            assert loader.indices.dtype == np.int64
-            assert len(loader.replayed) == 0
-            if step == 4:
-                break
-    single: Any = creel.DataLoader(Noisy(NEW), None, sampler=[5, 3], num_workers=workers, **options)
-    assert [loader.indices.tolist() for loader in [single] for _ in single] == [[5], [3]]
-
-
-@pytest.mark.parametrize("how", ["no daemon", "disabled"])
-def test_indices_fit_batches_that_come_as_they_are_ready(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = switched_off(monkeypatch, how)
-    loader: Any = creel.DataLoader(
-        Noisy(NEW), 3, True, num_workers=3, in_order=False, rehearsal=memory(2), **options
-    )
-    for batch in loader:
-        assert loader.indices[:-2].tolist() == batch[0][:-2].tolist()
-        old = loader.rehearsal.dataset
-        assert [old[k][0] for k in loader.replayed.tolist()] == batch[0][-2:].tolist()
-
-
-class Meeting(BatchSampler):
-    """Its iterators are begun by three threads at the same time."""
-
-    barrier = threading.Barrier(3)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.barrier.wait(30)
-        return super().__iter__()
-
-
-def test_a_loader_that_is_switched_off_counts_and_serves_threads_as_torchs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = switched_off(monkeypatch, "disabled")
-    batches = Meeting(SequentialSampler(range(NEW)), 4, False)
-    loader: Any = creel.DataLoader(Noisy(NEW), batch_sampler=batches, **options)
-    with ThreadPoolExecutor(3) as pool:
-        iterators = [found.result(30) for found in [pool.submit(iter, loader) for _ in range(3)]]
-    assert [len(it) for it in iterators] == [len(loader)] * 3
-    for it in iterators:
-        assert [loader.indices.tolist() for batch in it] == [
-            list(range(first, min(first + 4, NEW))) for first in range(0, NEW, 4)
-        ]
-
-
-class Keyed(Dataset[Any]):
-    def __getitem__(self, key: str) -> str:
-        if key == "b":
-            raise KeyError(key)
-        return key
-
-
-@pytest.mark.parametrize("how", ["no daemon", "disabled"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_that_raised_is_not_the_last_one(
-    workers: int, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = switched_off(monkeypatch, how)
-
-    class Broken(Noisy):
-        def __getitem__(self, index: int) -> Any:
-            if index == 5:
-                raise ValueError("broken")
-            return super().__getitem__(index)
-
-    loader: Any = creel.DataLoader(Broken(12), 2, num_workers=workers, **options)
-    it, shown = iter(loader), []
-    for _ in range(6):
-        with contextlib.suppress(ValueError):
-            assert next(it)[0].tolist() == loader.indices.tolist()
-        shown.append(loader.indices.tolist())
-    assert shown == [[0, 1], [2, 3], [2, 3], [6, 7], [8, 9], [10, 11]]
-
-
-def test_keys_are_no_numbers() -> None:
-    loader: Any = creel.DataLoader(Keyed(), 1, sampler=["a", "c"], creel=False)
-    for _ in loader:
-        with pytest.raises(ConfigError, match="no numbers"):
-            _ = loader.indices
-    stream: Any = creel.DataLoader(Stream(), creel=False)
-    with pytest.raises(ConfigError, match="no numbers"):
-        _ = stream.indices
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-class Bad(Noisy):
-    """Every seventh sample cannot be read."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 7 == 3:
-            raise OSError(f"cannot read {index}")
-        return self.first + index, index
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("on_error", ["skip", "substitute"])
-def test_indices_and_rows_fit_batches_without_bad_samples(workers: int, on_error: Any) -> None:
-    rows = creel.Rehearsal(4)
-    rows.add(Bad(OLD, 1000))
-    loader: Any = creel.DataLoader(
-        Bad(NEW), 8, True, num_workers=workers, rehearsal=rows, on_error=on_error, creel=False
-    )
-    for batch in itertools.chain(loader, loader):
-        old = (1000 + loader.replayed).tolist()
-        new = loader.indices[loader.indices < NEW].tolist()
-        assert batch[0].tolist() == new + old
-        if on_error == "substitute":
-            assert len(old) == 4, "a row takes the place of a row"
-
-
-def test_a_memory_that_grows_replays_what_was_just_read() -> None:
-    """One pass over new data: no task ends, and the first block has nothing to replay."""
-    rows = creel.Rehearsal(3, budget=10, every=2)
-    data = Noisy(40, 500)
-    loader: Any = creel.DataLoader(data, 5, True, rehearsal=rows, creel=False)
-    assert loader.dataset is data
-    next(iter(loader))
-    loader.set_epoch(1)
-    read: list[int] = []
-    for step, batch in enumerate(loader):
-        assert loader.indices.tolist() == [x - 500 for x in batch[0].tolist()]
-        assert len(batch[0]) == (5 if step < 2 else 8)
-        assert set(batch[0][5:].tolist()) <= set(read[: step // 2 * 10])
-        assert len(loader.replayed) == 0, "they are no rows of the memory"
-        read += batch[0][:5].tolist()
-    assert [len(batch[0]) for batch in loader] == [5] * 8, "the memory keeps nothing of it"
-    rows.add(data)
-    assert len(rows.uids) == 10
-
-
-# --- errors and warnings ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (lambda: creel.Rehearsal(0), "per_batch=0"),
-        (lambda: creel.Rehearsal(4, budget=0), "budget=0"),
-        (lambda: creel.Rehearsal(4, seed=-1), "seed=-1"),
-        (lambda: creel.Rehearsal(4, every=0), "every=0"),
-        (lambda: creel.Rehearsal(4, every=5).add(Noisy(2), order=[1, 2]), "every="),
-        (lambda: creel.Rehearsal(4).add(Noisy(5), [1, 2]), r"shape \(2,\)"),
-        (lambda: creel.Rehearsal(4).add(Noisy(2), [1.5, 2.0]), "numbers or texts"),
-        (lambda: creel.Rehearsal(4).add(Noisy(2), order=[1.0, float("nan")]), "NaN"),
-        (lambda: creel.Rehearsal(4).add(Noisy(2), order=[1.0]), r"shape \(1,\)"),
-        (lambda: creel.Rehearsal(4).add(Stream()), "map-style"),
-        (lambda: creel.Rehearsal(4).add(Keyed()), "with a length"),
-        (lambda: creel.DataLoader(Stream(), rehearsal=memory()), "IterableDataset"),
-        (lambda: creel.DataLoader(Noisy(5), None, rehearsal=memory()), "needs batches"),
-        (lambda: creel.DataLoader(Noisy(5), remap="global-batch", rehearsal=memory()), "remap"),
-        (lambda: creel.DataLoader(Keyed(), sampler=["a"], rehearsal=memory()), "with a length"),
-    ],
-)
-def test_what_does_not_fit_is_said(make: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        make()
-
-
-def test_an_order_is_given_to_all_or_none() -> None:
-    rows = creel.Rehearsal(4)
-    rows.add(Noisy(3), order=[1, 2, 3])
-    with pytest.raises(ConfigError, match="order="):
-        rows.add(Noisy(3))
-
-
-def test_a_dataset_that_grows_is_said() -> None:
-    data = Noisy(8)
-    loader = creel.DataLoader(data, 4, True, rehearsal=memory(), creel=False)
-    data.n = 9
-    with pytest.raises(ConfigError, match="8 samples"):
-        list(loader)
-
-
-def test_a_memory_that_nothing_is_added_to_is_said_once() -> None:
-    rows = creel.Rehearsal(4)
-    creel.DataLoader(data := Noisy(5), rehearsal=rows, creel=False)
-    creel.DataLoader(data, rehearsal=rows, creel=False)
-    with pytest.warns(UserWarning, match="nothing was added"):
-        creel.DataLoader(Noisy(5), rehearsal=rows, creel=False)
-    creel.DataLoader(Noisy(5), rehearsal=rows, creel=False)
-
-
-def test_a_rehearsed_dataset_without_its_memory_is_said() -> None:
-    """As accelerate makes a loader again: without arguments that it does not know."""
-    loader = creel.DataLoader(Noisy(8), 4, rehearsal=memory(), creel=False)
-    with pytest.warns(UserWarning, match="nothing replays them"):
-        again: Any = creel.DataLoader(loader.dataset, 4, creel=False)
-    assert [len(batch[0]) for batch in again] == [4, 4]
-
-
-def test_a_memory_smaller_than_a_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    rows = creel.Rehearsal(16, budget=7, seed=1234)
-    rows.add(Noisy(20, 1000), ["text", "other"] * 10)
-    with caplog.at_level(logging.WARNING, "creel.loader"):
-        for _ in range(2):
-            loader: Any = creel.DataLoader(Noisy(8), 4, rehearsal=rows, creel=False)
-            for batch in loader:
-                counts = np.unique(batch[0][-16:].numpy(), return_counts=True)[1]
-                assert sorted(counts.tolist()) == [2, 2, 2, 2, 2, 3, 3]
-    assert caplog.text.count("it repeats them") == 1
-
-
-def test_texts_are_balanced_like_numbers() -> None:
-    rows = creel.Rehearsal(1, budget=9)
-    rows.add(Noisy(90), ["a"] * 80 + ["b", "c"] * 5)
-    labels = np.array(["a"] * 80 + ["b", "c"] * 5)[rows.uids]
-    assert np.unique(labels, return_counts=True)[1].tolist() == [3, 3, 3]
-
-
-def test_rows_of_tensors_are_read_like_any() -> None:
-    rows = creel.Rehearsal(2)
-    rows.add(TensorDataset(torch.arange(100, 110)))
-    data = TensorDataset(torch.arange(4))
-    loader: Any = creel.DataLoader(data, 2, sampler=SequentialSampler(data), rehearsal=rows)
-    found = [(batch[0].tolist(), (100 + loader.replayed).tolist()) for batch in loader]
-    assert found == [([0, 1, *found[0][1]], found[0][1]), ([2, 3, *found[1][1]], found[1][1])]
-    assert len({*found[0][1], *found[1][1]}) == 4
 
 
 # --- ranks --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from cases import Batched, Mixed, Nones, Plain, Ragged, Raising
-from test_seeding import Grouped, Noisy, epochs, jittered, noisy_collate
+from test_seeding import Endless, Grouped, Noisy, epochs, jittered, noisy_collate
 from test_with_daemon import embedded
-from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import Dataset, WeightedRandomSampler
 
 import creel
 from creel.cache.memory.memfd import memfd
@@ -238,11 +237,6 @@ def test_a_batch_at_which_one_worker_died_is_made_again() -> None:
 
 
 # --- arguments ------------------------------------------------------------------------------------
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kit import unique_name
 from testbed.cgroups import Cgroups, limits_of
+from testbed.cluster import SCRATCH_DIR
 from testbed.host import parse_size
 
 _TRAINER = """
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.05, help="seconds of a step")
     o = parser.parse_args()
     steps = str(int(parse_size(o.growth) // 30_000_000))
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+    with tempfile.TemporaryDirectory(dir=SCRATCH_DIR) as folder:
         for i in range(2000):
             Path(folder, f"{i:04}").write_bytes(os.urandom(100_000))
         for way, settings in _WAYS.items():

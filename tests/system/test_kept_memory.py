@@ -122,6 +122,17 @@ def data(path: Path, kind: str) -> Manifest:
     return folder(path, sizes, known=kind == "files")
 
 
+def held_by_the_last(manager: Manager, path: Path) -> Manifest:
+    """Return files that a daemon which has ended had all in memory."""
+    manifest = data(path, "files")
+    with manager.start() as client:
+        session = opened(client, manifest)
+        plan(session, IDS, 10)
+        assert session.wait(N // 10 - 1, 30)
+        manager.stop()
+    return manifest
+
+
 def reads(client: Client) -> int:
     return sum(int(one["reads"]) for one in client.ask("stats")["sources"])
 
@@ -189,12 +200,7 @@ def test_a_dataset_that_grew_survives_a_restart(manager: Manager, tmp_path: Path
 def test_a_file_that_changes_between_two_daemons_is_read_anew(
     manager: Manager, tmp_path: Path
 ) -> None:
-    manifest = data(tmp_path, "files")
-    with manager.start() as client:
-        session = opened(client, manifest)
-        plan(session, IDS, 10)
-        assert session.wait(N // 10 - 1, 30)
-        manager.stop()
+    manifest = held_by_the_last(manager, tmp_path)
     Path(manifest.uri(7)).write_bytes(b"y" * len(expected(manifest, 7)))
     with manager.start() as client:
         session = opened(client, manifest, recheck="epoch")
@@ -207,12 +213,7 @@ def test_a_file_that_changes_between_two_daemons_is_read_anew(
 def test_a_killed_daemon_leaves_nothing_and_uses_nothing_twice(
     manager: Manager, tmp_path: Path
 ) -> None:
-    manifest = data(tmp_path, "files")
-    with manager.start() as client:
-        session = opened(client, manifest)
-        plan(session, IDS, 10)
-        assert session.wait(N // 10 - 1, 30)
-        manager.stop()
+    manifest = held_by_the_last(manager, tmp_path)
     twice = {name: os.dup(fd) for name, fd in manager.store.items()}
     with manager.start() as client:
         opened(client, manifest)
@@ -227,12 +228,7 @@ def test_a_killed_daemon_leaves_nothing_and_uses_nothing_twice(
 
 
 def test_another_budget_begins_with_an_empty_arena(manager: Manager, tmp_path: Path) -> None:
-    manifest = data(tmp_path, "files")
-    with manager.start() as client:
-        session = opened(client, manifest)
-        plan(session, IDS, 10)
-        assert session.wait(N // 10 - 1, 30)
-        manager.stop()
+    manifest = held_by_the_last(manager, tmp_path)
     with manager.start("16MiB") as client:
         opened(client, manifest)
         assert client.ask("datasets")["datasets"][0]["resident_objects"] == 0

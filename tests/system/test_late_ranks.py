@@ -61,9 +61,8 @@ def test_the_late_rank_names_itself_and_its_worker_before_the_collective_gives_u
 
         warnings.simplefilter("default", StallWarning)  # as in a program: a warning is no error
         warnings.showwarning = shown
-        loader = creel.DataLoader(
-            *(Gated(rank, tmp_path), 4), num_workers=1, creel={"loader.hung_s": HUNG_S}
-        )
+        gated, how = Gated(rank, tmp_path), {"loader.hung_s": HUNG_S}
+        loader = creel.DataLoader(gated, 4, num_workers=1, creel=how)
         gave_up = None
         for batch in loader:
             if gave_up is None:

@@ -32,8 +32,15 @@ def storage() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def slurm(storage: Any) -> Iterator[Slurm]:  # noqa: ARG001  mounted before the hosts begin
-    with Slurm(warm_s="15", secret="/var/tmp/creel-test-slurm.key") as slurm:
+def secret(storage: Any) -> Path:
+    """Where the administrator's secret is, if there is one: a file that all hosts see."""
+    return Path(storage.mountpoint).with_name("secret")
+
+
+@pytest.fixture(scope="module")
+def slurm(secret: Path) -> Iterator[Slurm]:
+    """The hosts: they begin after `storage` is mounted."""
+    with Slurm(warm_s="15", secret=str(secret)) as slurm:
         yield slurm
 
 
@@ -77,8 +84,7 @@ def check_ranks(slurm: Slurm, job: str, epochs: int) -> list[dict[str, Any]]:
     return [next(one["stats"] for one in rank if "stats" in one) for rank in said]
 
 
-def test_a_job_finds_a_daemon_of_its_own_and_a_key_on_each_node(slurm: Slurm) -> None:
-    secret = Path("/var/tmp/creel-test-slurm.key")
+def test_a_job_finds_a_daemon_of_its_own_and_a_key_on_each_node(slurm: Slurm, secret: Path) -> None:
     secret.write_text("not to be told\n")
     secret.chmod(0o600)
     try:
@@ -152,7 +158,7 @@ def test_killed_daemons_and_a_restarted_slurmd_fail_no_training(slurm: Slurm, st
     job = slurm.submit(f"export STEP_S=0.2\n{training(storage, epochs)}", "-N2")
     out = slurm.folder / f"rank-{job}-0"
     until(lambda: out.exists() and '"epoch"' in out.read_text(), 120, what="an epoch has ended")
-    kill = f'kill -9 $(ps -eo pid,args | awk "/[c]reeld --name slurm-{job}/ {{print \\$1}}")'
+    kill = f'kill -9 $(ps -ww -eo pid,args | awk "/[c]reeld --name slurm-{job}/ {{print \\$1}}")'
     slurm.on("n0", "sh", "-c", kill)
     slurm.on(
         "n1",

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from kit import unique_name
+from testbed.cluster import SCRATCH_DIR
+
 SCRIPT = Path(__file__).with_name("systemd.sh")
 CREEL = Path(sys.executable).with_name("creel")
 USER = "alice"
@@ -35,8 +38,9 @@ class Booted:
         failed: why it did not boot, or "".
     """
 
-    def __init__(self, name: str) -> None:
-        self._env = os.environ | {"SYSTEMD_TESTBED_DIR": f"/var/tmp/{name}", "BIND": ""}
+    def __init__(self) -> None:
+        folder = SCRATCH_DIR / unique_name()
+        self._env = os.environ | {"SYSTEMD_TESTBED_DIR": str(folder), "BIND": ""}
         done = self._script("up")
         self.failed = "" if done.returncode == 0 else done.stderr
         if not self.failed:

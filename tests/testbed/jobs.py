@@ -42,7 +42,7 @@ def unavailable() -> str:
 @contextmanager
 def folder(files: int) -> Iterator[Path]:
     """Make a folder with so many files that all hosts see: each has a /tmp of its own."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
+    with tempfile.TemporaryDirectory(dir=hosts.SCRATCH_DIR) as parent:
         data = Path(parent, "data")
         data.mkdir()
         for i in range(files):

@@ -36,7 +36,7 @@ class Slurm:
 
     def __init__(self, **settings: str) -> None:
         """settings: other values of variables of the scripts."""
-        self.folder = Path(tempfile.mkdtemp(prefix="creel-slurm-", dir="/var/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="creel-slurm-", dir=cluster.SCRATCH_DIR))
         self.folder.chmod(0o755)
         hooks = {"PROLOG": "prolog", "TASK_PROLOG": "task-prolog", "EPILOG": "epilog"}
         self._env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
@@ -101,9 +101,9 @@ class Slurm:
     def left(self, node: str) -> list[str]:
         """Return what jobs have left on a node: daemons, their sockets, files of the prolog."""
         found = self.on(
-            node, "sh", "-c", "ps -eo args; cat /proc/net/unix; ls -d /run/creel*/* || :"
+            node, "sh", "-c", "ps -ww -eo args; cat /proc/net/unix; ls -d /run/creel*/* || :"
         )
-        return [line for line in found.splitlines() if "creel" in line and "ps -eo" not in line]
+        return [line for line in found.splitlines() if "creel" in line and "ps -ww" not in line]
 
     def __enter__(self) -> Slurm:
         return self

@@ -13,7 +13,7 @@
 # PROLOG and EPILOG run as root on every node of a job, TASK_* as the user per task.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-dir=${SLURM_TESTBED_DIR:-/var/tmp/slurm-testbed}   # not under /tmp or /run: all nodes see it
+dir=${SLURM_TESTBED_DIR:?a folder to make and remove, not below /tmp or /run: all nodes see it}
 python=${PYTHON:-python3}
 cluster() { (cd "$here/.." && "$python" -m testbed.cluster --name "${dir##*/}" "$@"); }
 export SLURM_CONF=$dir/slurm.conf

@@ -109,23 +109,15 @@ def test_the_next_core_has_all_residents_where_they_lay(seed: int) -> None:
 
 
 def test_an_object_in_several_runs_is_kept() -> None:
-    shell = Reader(4096)
-    length = np.array([1000, 1000, 1000, 2000])
-    shell.add("a", length.copy())
-    shell.open(0, "a")
-    shell.tell(0, 0, np.array([0, 1, 2, 3], np.int32), np.array([1, 2, 3, 4]))
-    shell.settle()
-    kept = shell.core.kept()["a"]
-    if not kept.runs:  # lay it out by hand: one object in two ranges, around another one
-        pieces = np.array([[0, 1024], [2048, 1088]])
-        place = np.array([1024, chained(0)])
-        order = np.array([1, 3], np.int32)
-        ranges = np.array([0, 1024, 2048]), np.array([1024, 1024, 1088])
-        size, version = np.array([1000, 2000]), np.full(2, VERSION)
-        kept = KeptObjects(order, place, size, version, ranges, {chained(0): pieces})
+    """Object 3 lies in two ranges, around object 1."""
+    pieces = np.array([[0, 1024], [2048, 1088]])
+    place = np.array([1024, chained(0)])
+    ranges = np.array([0, 1024, 2048]), np.array([1024, 1024, 1088])
+    ids, size, version = np.array([1, 3], np.int32), np.array([1000, 2000]), np.full(2, VERSION)
+    kept = KeptObjects(ids, place, size, version, ranges, {chained(0): pieces})
     after = Reader(4096)
     after.core = Core(Allocator(4096, {"a": kept.ranges}), default_window())
-    after.add("a", length.copy())
+    after.add("a", np.array([1000, 1000, 1000, 2000]))
     after.feed(Restored("a", kept))
     after.core.check()
     assert after.offset["a"][kept.ids].tolist() == kept.place.tolist()
