@@ -122,7 +122,7 @@ def reads_singly(dataset: object) -> bool:
     if below is not None:
         return all(map(reads_singly, below))
     rows = isinstance(dataset, RecordDataset) and dataset.batch_transform is None
-    return rows or not hasattr(dataset, "__getitems__")
+    return rows or not getattr(dataset, "__getitems__", None)  # as torch: it may be None
 
 
 class Seeded(Dataset[Any]):

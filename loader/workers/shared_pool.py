@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sized
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -134,7 +133,10 @@ class SharedPool(WorkerPool):
                 self._post(member, ("freed", freed))
         rest = claim.step, claim.ids.tobytes(), seeds
         whole = "any", self._orders, _whole(tag, batch, index, rest, many=many)
-        task = _OpenTask(whole, {WHOLE: whole}, rows=len(index) if isinstance(index, Sized) else 1)
+        rows = (
+            len(index) if isinstance(index, (list, tuple, np.ndarray)) else 1
+        )  # else not to be cut
+        task = _OpenTask(whole, {WHOLE: whole}, rows)
         count = self._parts(task, batch)
         if count > 1:
             cut = _cut(tag, batch, index, rest, count, many=many)

@@ -77,6 +77,12 @@ class Grouped(Noisy):
         return [(i, noise[k]) for k, i in enumerate(indices)]
 
 
+class Single(Grouped):
+    """A dataset that reads no batches itself, unlike its base class."""
+
+    __getitems__ = None  # type: ignore[assignment]  # torch then reads samples one by one
+
+
 class Named(Noisy):
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(int(key))
@@ -151,6 +157,7 @@ class _Flat:
         {"batch_size": None},
         {"collate_fn": noisy_collate},
         {"dataset": Grouped()},
+        {"dataset": Single()},
         {"dataset": Subset(Noisy(), range(3, 20))},
         {"dataset": Subset(Grouped(), range(3, 20)), "drop_last": True},
         {"dataset": Named(), "shuffle": False, "sampler": [str(i) for i in range(_N)]},

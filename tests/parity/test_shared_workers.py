@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def loader(dataset: Any = None, **given: Any) -> Any:
         {"batch_size": None},
         {"collate_fn": noisy_collate},
         {"dataset": Grouped()},
+        {"batch_sampler": [deque([0, 3, 2]), {5, 9}], "batch_size": 1, "shuffle": None},
         {"shuffle": False, "sampler": WeightedRandomSampler([1, 2, 3, 4] * 5, 60)},
         {"dataset": Noisy(6000), "batch_size": 2500, "prefetch_factor": 1},  # a long message
     ],
