@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from creel.loader.transport.unpacking import discard, unpack
-from creel.loader.workers.events import JoinedBatch
-
 if TYPE_CHECKING:
     from creel.loader.plan.publish import Claim
     from creel.loader.reading.bad_samples import BadSample
@@ -75,13 +72,11 @@ class BatchPool(ABC):
 
     def open(self, event: BatchResult) -> object:
         """Return the batch itself, or an ExceptionWrapper if the worker failed."""
-        done = self.pinner is not None or isinstance(event, JoinedBatch)
-        return event.packed if done else unpack(event.packed, event.inbox)
+        return event.data()
 
     def discard(self, event: BatchResult) -> None:
         """Give back the slots of an unwanted batch."""
-        if self.pinner is None and not isinstance(event, JoinedBatch):
-            discard(event.packed, event.inbox)
+        event.drop()
 
     def readers(self) -> Sequence[Reader]:
         """Return the processes of this rank that read the samples; none of other ranks."""

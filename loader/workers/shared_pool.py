@@ -21,7 +21,7 @@ from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.parts import UnevenPartsError, joined
 from creel.loader.transport.unpacking import unpack
-from creel.loader.workers.events import JoinedBatch, WorkerDeath
+from creel.loader.workers.events import ReadyBatch, WorkerDeath
 from creel.loader.workers.pool import WorkerPool, until_forked
 from creel.loader.workers.stages import IDLE, STARTING, BatchTimes, merged
 from creel.loader.workers.worker_words import BATCH, PART, STAGE, TAG, WHOLE
@@ -195,7 +195,7 @@ class SharedPool(WorkerPool):
             return
         if self._open.pop(key, None) is not None:
             times = merged([part.times for part in found])
-            self._events.append(JoinedBatch(worker, *key, data, times, self.members[worker].inbox))
+            self._events.append(ReadyBatch(worker, *key, data, times, self.members[worker].inbox))
 
     def _died(self, worker: int) -> None:
         self._ended.add(worker)

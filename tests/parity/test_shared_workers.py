@@ -252,6 +252,7 @@ class Endless(IterableDataset[int]):
     [
         ({"dataset": Endless(), "shuffle": None}, 'workers="shared" needs a map-style dataset'),
         ({"workers": "pooled"}, 'workers=\'pooled\': give "own" or "shared"'),
+        ({"seeding": "batch"}, "seeding='batch': give \"sample\" or None"),
         ({"workers": "own", "num_workers": "auto"}, 'needs workers="shared"'),
     ],
 )
