@@ -141,6 +141,10 @@ class Seeded(Dataset[Any]):
         """Set what the seeds of the next batch come from, or of a part from its row `first` on."""
         self._seeds, self._first = seeds, first
 
+    def begin_sample(self, place: int) -> None:
+        """Set the place in its batch of the next sample that is read alone."""
+        self._first = place
+
     def __len__(self) -> int:
         return len(self.dataset)
 
