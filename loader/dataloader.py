@@ -392,7 +392,7 @@ def _check_workers(loader: DataLoader[Any], num_workers: int | Literal["auto"]) 
     if loader.workers not in {"own", "shared"}:
         raise ConfigError(f'workers={loader.workers!r}: give "own" or "shared"')
     if loader.workers == "shared":
-        loader.seeding = "sample"
+        loader.seeding = loader.seeding or "sample"
     if num_workers != "auto":
         return num_workers
     if loader.workers == "own":

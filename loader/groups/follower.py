@@ -17,14 +17,13 @@ from creel.loader.log_lines import with_rank
 from creel.loader.torch_private import ExceptionWrapper, raise_failure
 from creel.loader.transport.batch_message import Inbox
 from creel.loader.transport.channel import Channel
-from creel.loader.workers.batch_pool import BatchPool
+from creel.loader.workers.batch_pool import BatchPool, BatchTask
 from creel.loader.workers.events import BatchResult, LeaderLoss, WorkerEvent
 from creel.loader.workers.stages import IDLE, StallWarning
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
     from creel.loader.plan.publish import Claim
-    from creel.loader.seeding.by_sample import BatchSeeds
     from creel.loader.workers.pool import Slots, WorkerProcess
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
@@ -160,20 +159,9 @@ class ReplicaPool(BatchPool):
     def join(self, ticket: tuple[str, str, int]) -> None:
         """Do nothing: this rank reads nothing."""
 
-    def task(
-        self,
-        worker: int,
-        tag: int,
-        batch: int,
-        index: object,
-        claim: Claim,
-        *,
-        many: bool,
-        seeds: BatchSeeds | None = None,
-    ) -> None:
+    def task(self, worker: int, task: BatchTask) -> None:  # noqa: ARG002  the leader's choose
         """Note the samples expected in a batch, and return slots to the leader."""
-        del worker, tag, claim, many, seeds
-        self._ours[batch] = checksum(index)
+        self._ours[task.batch] = checksum(task.index)
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
         taken, self._taken = self._taken, 0
         if taken:
@@ -237,14 +225,6 @@ class ReplicaPool(BatchPool):
         """Return (stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
 
-    def holder(self, worker: int, batch: int) -> int:  # noqa: ARG002  the leader knows
-        """Return `worker`, to which the leader may have sent the batch."""
-        return worker
-
-    def lost(self) -> list[int]:
-        """Return nothing: this rank has no workers."""
-        return []
-
     def new_counts(self) -> dict[str, int]:
         """Return nothing: this rank has no workers."""
         return {}
@@ -280,7 +260,7 @@ class ReplicaReader:
             RuntimeError: the leader is lost, or reads other samples.
             Exception: what the leader raised when it read the batch.
         """
-        self._pool.task(0, 0, self._asked, index, claim, many=False)
+        self._pool.task(0, BatchTask(0, self._asked, index, claim))
         self._asked += 1
         event = self._pool.next_event(self._warn_after_s)
         if event is None:

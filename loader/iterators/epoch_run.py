@@ -362,8 +362,7 @@ class EpochRun:
             ready = wait_began + sampler + daemon + source
             collating = ready + decode
             times = BatchTimes(wait_began + sampler, ready, collating, collating + collate)
-        moments = recorded_moments(times) if times.direct_ns else times[:4]
-        self.stream.session.words.log.add(*moments, wait_began, now_ns, worker)
+        self.stream.session.words.log.add(*recorded_moments(times), wait_began, now_ns, worker)
 
     def _count(self) -> None:
         """Add the batches since the last update to the daemon's statistics.

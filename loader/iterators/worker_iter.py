@@ -31,6 +31,7 @@ from creel.loader.torch_private import (
     utils,
 )
 from creel.loader.transport.pinning import Pinning
+from creel.loader.workers.batch_pool import BatchTask
 from creel.loader.workers.events import BatchResult, LeaderLoss
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.pool import WorkerPool
@@ -245,7 +246,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
             self._join()  # another session, after a daemon was lost
         many = self._run.slices and isinstance(index, np.ndarray)
         seeds = self._run.seeds(self._send_idx)
-        self._pool.task(worker, self._tag, self._send_idx, index, claim, many=many, seeds=seeds)
+        self._pool.task(worker, BatchTask(self._tag, self._send_idx, index, claim, many, seeds))
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1

@@ -118,7 +118,7 @@ class Tolerant(Dataset[Any]):
     """A dataset whose bad samples are left out or replaced."""
 
     def __init__(self, dataset: Any, tolerance: Tolerance, reads: Any = None) -> None:
-        """`reads`: what samples are taken from, if it is something around the dataset."""
+        """`reads`: what samples are taken from, if it is a `Seeded` around the dataset."""
         self._dataset = dataset
         self._reads = dataset if reads is None else reads
         self._tolerance = tolerance
@@ -140,7 +140,11 @@ class Tolerant(Dataset[Any]):
             except Exception:  # noqa: BLE001, S110  reading one by one finds the bad sample
                 pass
         replace = self._tolerance.on_error == "substitute"
-        samples = [self._read(i, replace=replace) for i in indices]
+        samples = []
+        for place, index in enumerate(indices):
+            if self._reads is not self._dataset:
+                self._reads.begin_sample(place)
+            samples.append(self._read(index, replace=replace))
         if indices and all(sample is _SKIPPED for sample in samples):
             samples[0] = self._replacement(_number(indices[0]))  # a batch is never empty
         return samples

@@ -122,7 +122,7 @@ def reads_singly(dataset: object) -> bool:
     if below is not None:
         return all(map(reads_singly, below))
     rows = isinstance(dataset, RecordDataset) and dataset.batch_transform is None
-    return rows or not hasattr(dataset, "__getitems__")
+    return rows or not getattr(dataset, "__getitems__", None)  # as torch: it may be None
 
 
 class Seeded(Dataset[Any]):
@@ -140,6 +140,10 @@ class Seeded(Dataset[Any]):
     def begin(self, seeds: BatchSeeds, first: int = 0) -> None:
         """Set what the seeds of the next batch come from, or of a part from its row `first` on."""
         self._seeds, self._first = seeds, first
+
+    def begin_sample(self, place: int) -> None:
+        """Set the place in its batch of the next sample that is read alone."""
+        self._first = place
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from creel.loader.transport.unpacking import discard, unpack
 from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """A worker's batch: `packed` is a `Packed`, or the data itself once pinned."""
+    """A worker's batch: `packed` is a `Packed`."""
 
     worker: int
     tag: int
@@ -23,10 +24,24 @@ class BatchResult:
     #: Of the process that made the batch, which may have been replaced since.
     inbox: Inbox
 
+    def data(self) -> Any:
+        """Return the batch itself, or an ExceptionWrapper if the worker failed."""
+        return unpack(self.packed, self.inbox)
+
+    def drop(self) -> None:
+        """Give back the slots of an unwanted batch."""
+        discard(self.packed, self.inbox)
+
 
 @dataclass(frozen=True)
-class JoinedBatch(BatchResult):
-    """A batch that several workers have made: `packed` is the data itself."""
+class ReadyBatch(BatchResult):
+    """A batch that has been pinned, or joined from parts: `packed` is the data itself."""
+
+    def data(self) -> Any:
+        return self.packed
+
+    def drop(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)

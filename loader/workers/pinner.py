@@ -6,14 +6,12 @@ import contextlib
 import queue
 import threading
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from creel.loader.torch_private import ExceptionWrapper
-from creel.loader.transport.unpacking import unpack
-from creel.loader.workers.events import BatchResult, JoinedBatch, WorkerEvent
+from creel.loader.workers.events import BatchResult, ReadyBatch, WorkerEvent
 
 if TYPE_CHECKING:
     from creel.loader.transport.pinning import Pinning
@@ -68,11 +66,10 @@ class Pinner:
             return event
         data: object = None
         try:
-            joined = isinstance(event, JoinedBatch)
-            data = event.packed if joined else unpack(event.packed, event.inbox)
+            data = event.data()
             if not isinstance(data, ExceptionWrapper):
                 data = self._pinning.pin(data)
         except Exception:  # noqa: BLE001  what a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._pinning.index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-        return replace(event, packed=data)
+        return ReadyBatch(**{**vars(event), "packed": data})

@@ -20,16 +20,12 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Protocol, TypeAlias, cast
 
-import numpy as np
-
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
-from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import BadSample
-from creel.loader.seeding.by_sample import BatchSeeds
 from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.unpacking import discard
-from creel.loader.workers.batch_pool import BatchPool
+from creel.loader.workers.batch_pool import BatchPool, BatchTask
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.workers.own_files import Reader, process
 from creel.loader.workers.stages import NO_TIMES, READING, STAGE_NAMES, STARTING, BatchTimes
@@ -226,34 +222,15 @@ class WorkerPool(BatchPool):
                 member.ticket = ticket
                 self._post(member, ("join", *ticket))
 
-    def task(
-        self,
-        worker: int,
-        tag: int,
-        batch: int,
-        index: object,
-        claim: Claim,
-        *,
-        many: bool,
-        seeds: BatchSeeds | None = None,
-    ) -> None:
-        """Send a batch to a worker; `many`: the index is an array to be used as a list of ints.
-
-        Raises:
-            OSError: no descriptor or memory for a long index.
-            Exception: pickling `index` failed.
-        """
-        member = self.members[worker]
-        kind = "task"
-        freed = member.inbox.returned()
+    def task(self, worker: int, task: BatchTask) -> None:
         if self._followers is not None:
-            self._followers.expect(tag, batch, index)
-            freed = self._followers.returned(worker, freed)
-        # Bytes pickle in a fifth of the time of an array.
-        if many:
-            kind, index = "tasks", np.asarray(index, np.int64).tobytes()
-        ids = claim.ids.tobytes()
-        self._post(member, (kind, tag, batch, index, freed, claim.step, ids, seeds))
+            self._followers.expect(task.tag, task.batch, task.index)
+        self._post(self.members[worker], task.message(self._freed(worker)))
+
+    def _freed(self, worker: int) -> list[int]:
+        """Return the slots that a worker may use again."""
+        freed = self.members[worker].inbox.returned()
+        return freed if self._followers is None else self._followers.returned(worker, freed)
 
     @staticmethod
     def _post(member: WorkerProcess, message: tuple[object, ...]) -> None:
@@ -372,7 +349,6 @@ class WorkerPool(BatchPool):
         return True
 
     def lost(self) -> list[int]:
-        """Return the workers whose deaths cost batches."""
         return [i for i, member in enumerate(self.members) if member.dead]
 
     # --- watching -------------------------------------------------------------------------
@@ -390,10 +366,6 @@ class WorkerPool(BatchPool):
         """Return what all workers together have counted since the last call, by name."""
         before, self._last_counts = self._last_counts, self._words.counts()
         return {name: n - before[name] for name, n in self._last_counts.items()}
-
-    def holder(self, worker: int, batch: int) -> int:  # noqa: ARG002  a subclass needs it
-        """Return which worker has a batch that was sent to `worker`."""
-        return worker
 
     def describe(self, worker: int) -> str:
         """Say in one sentence what a worker is doing, for warnings."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sized
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.parts import UnevenPartsError, joined
 from creel.loader.transport.unpacking import unpack
-from creel.loader.workers.events import JoinedBatch, WorkerDeath
+from creel.loader.workers.events import ReadyBatch, WorkerDeath
 from creel.loader.workers.pool import WorkerPool, until_forked
 from creel.loader.workers.stages import IDLE, STARTING, BatchTimes, merged
 from creel.loader.workers.worker_words import BATCH, PART, STAGE, TAG, WHOLE
@@ -31,8 +30,7 @@ from creel.policies.concurrency import parts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from creel.loader.plan.publish import Claim
-    from creel.loader.seeding.by_sample import BatchSeeds
+    from creel.loader.workers.batch_pool import BatchTask
     from creel.loader.workers.pool import Slots
 
 _log = logging.getLogger("creel.loader")
@@ -111,46 +109,34 @@ class SharedPool(WorkerPool):
             self._orders += 1
             super().join(ticket)
 
-    def task(
-        self,
-        worker: int,
-        tag: int,
-        batch: int,
-        index: object,
-        claim: Claim,
-        *,
-        many: bool,
-        seeds: BatchSeeds | None = None,
-    ) -> None:
+    def task(self, worker: int, task: BatchTask) -> None:
         """Send a batch to whichever worker is idle first; `worker` is not used."""
         del worker
         if self._followers is not None:
-            self._followers.expect(tag, batch, index)
+            self._followers.expect(task.tag, task.batch, task.index)
         for number, member in enumerate(self.members):
-            freed = member.inbox.returned()
-            if self._followers is not None:
-                freed = self._followers.returned(number, freed)
-            if freed:
+            if freed := self._freed(number):
                 self._post(member, ("freed", freed))
-        rest = claim.step, claim.ids.tobytes(), seeds
-        whole = "any", self._orders, _whole(tag, batch, index, rest, many=many)
-        task = _OpenTask(whole, {WHOLE: whole}, rows=len(index) if isinstance(index, Sized) else 1)
-        count = self._parts(task, batch)
+        whole = "any", self._orders, task.message([])
+        cuttable = isinstance(task.index, (list, tuple, np.ndarray))
+        made = _OpenTask(whole, {WHOLE: whole}, rows=len(task.index) if cuttable else 1)
+        count = self._parts(made.rows, task.batch)
         if count > 1:
-            cut = _cut(tag, batch, index, rest, count, many=many)
-            task.messages = {part: ("any", self._orders, one) for part, one in enumerate(cut)}
-        self._open[tag, batch] = task  # first, as another thread may receive it
+            cut = enumerate(_cut(task, count))
+            made.messages = {part: ("any", self._orders, message) for part, message in cut}
+        key = task.tag, task.batch
+        self._open[key] = made  # first, as another thread may receive it
         try:
-            for message in task.messages.values():
+            for message in made.messages.values():
                 self._tasks.post(message)
         except BaseException:
-            self._open.pop((tag, batch), None)
+            self._open.pop(key, None)
             raise
 
-    def _parts(self, task: _OpenTask, batch: int) -> int:
+    def _parts(self, rows: int, batch: int) -> int:
         """Return into how many parts a batch is to be cut: the first ones of an epoch."""
         workers = len(self.members) - len(self._ended)
-        return parts(task.rows, workers, self._sample_s) if self._cuts and batch < workers else 1
+        return parts(rows, workers, self._sample_s) if self._cuts and batch < workers else 1
 
     def _congested(self) -> bool:
         waiting = super()._congested()
@@ -209,7 +195,7 @@ class SharedPool(WorkerPool):
             return
         if self._open.pop(key, None) is not None:
             times = merged([part.times for part in found])
-            self._events.append(JoinedBatch(worker, *key, data, times, self.members[worker].inbox))
+            self._events.append(ReadyBatch(worker, *key, data, times, self.members[worker].inbox))
 
     def _died(self, worker: int) -> None:
         self._ended.add(worker)
@@ -273,25 +259,10 @@ class SharedPool(WorkerPool):
         return spare
 
 
-def _whole(
-    tag: int, batch: int, index: object, rest: tuple[object, ...], *, many: bool
-) -> tuple[object, ...]:
-    """Return the message that asks for a batch."""
-    step, ids, seeds = rest
-    if many:
-        return ("tasks", tag, batch, np.asarray(index, np.int64).tobytes(), [], step, ids, seeds)
-    return ("task", tag, batch, index, [], step, ids, seeds)
-
-
-def _cut(
-    tag: int, batch: int, index: Any, rest: tuple[object, ...], count: int, *, many: bool
-) -> list[tuple[object, ...]]:
+def _cut(task: BatchTask, count: int) -> list[tuple[object, ...]]:
     """Return the messages that ask for `count` parts of a batch, even in their number of rows."""
-    ends = [len(index) * part // count for part in range(count + 1)]
-    found: list[tuple[object, ...]] = []
-    for part, (first, end) in enumerate(itertools.pairwise(ends)):
-        some = index[first:end]
-        kind = "tasks" if many else "task"
-        given = np.asarray(some, np.int64).tobytes() if many else list(some)
-        found.append(("part", tag, batch, part, kind, first, given, *rest))
-    return found
+    ends = [len(task.index) * part // count for part in range(count + 1)]
+    return [
+        ("part", part, first, task._replace(index=task.index[first:end]).message([]))
+        for part, (first, end) in enumerate(itertools.pairwise(ends))
+    ]

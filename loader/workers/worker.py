@@ -15,10 +15,10 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "quit"
 With `SharedPool`, tasks come over one socket that all workers read:
     T "any", how many "again", "bind" and "join" came before, task as above
-    T "any", the same, ("part", tag, index of batch, number of the part, its first row in the batch,
-             indices of its samples, `Claim` and `BatchSeeds` of the whole batch)
+    T "any", the same, ("part", number of the part, its first row in the batch, task as above with
+             the indices of its samples, and the `Claim` of the whole batch)
     W "part", tag, index of batch, number of the part, packed part or None if it raised, its times,
-              `kind_of` its samples, new bad samples [+ fds of new slots]
+              new bad samples, `kind_of` its first sample [+ fds of new slots]
 A tag identifies one epoch of one iterator. Tasks with a tag below `WorkerWords.void` are
 skipped.
 """
@@ -263,35 +263,10 @@ class _Worker(StepReader):
                 while self._obeyed < before:
                     self._handle(self._own_next()[0])
                 self._handle(task)
-            case (
-                ("task" | "tasks") as kind,
-                int(tag),
-                int(batch),
-                index,
-                list(freed),
-                int(step),
-                bytes(ids),
-                seeds,
-            ):
-                self._outbox.give_back(freed)
-                if self._seeded is not None and isinstance(seeds, BatchSeeds):
-                    self._seeded.begin(seeds)
-                self._asked(tag, batch, WHOLE, kind, index, step, ids)
-            case (
-                "part",
-                int(tag),
-                int(batch),
-                int(part),
-                str(kind),
-                int(first),
-                index,
-                int(step),
-                bytes(ids),
-                BatchSeeds() as seeds,
-            ):
-                if self._seeded is not None:
-                    self._seeded.begin(seeds, first)
-                self._asked(tag, batch, part, kind, index, step, ids)
+            case ("part", int(part), int(first), tuple(task)):
+                self._asked(task, part, first)
+            case ("task" | "tasks", *_):
+                self._asked(message)
             case ("freed", list(freed)):
                 self._outbox.give_back(freed)
             case ("quit",):
@@ -300,16 +275,19 @@ class _Worker(StepReader):
                 self._obey(message)
                 self._obeyed += 1
 
-    def _asked(
-        self, tag: int, batch: int, part: int, kind: str, index: object, step: int, ids: bytes
-    ) -> None:
-        """Make a batch or a part of it, unless nobody waits for it any more."""
-        if tag < self._words.void:
-            return
-        if kind == "tasks" and isinstance(index, bytes):
-            index = np.frombuffer(index, np.int64).tolist()
-        self._part = part
-        self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
+    def _asked(self, task: tuple[object, ...], part: int = WHOLE, first: int = 0) -> None:
+        """Make a batch, or a part from its row `first` on, unless nobody waits for it any more."""
+        match task:
+            case (kind, int(tag), int(batch), index, list(freed), int(step), bytes(ids), seeds):
+                self._outbox.give_back(freed)
+                if tag < self._words.void:
+                    return
+                if kind == "tasks" and isinstance(index, bytes):
+                    index = np.frombuffer(index, np.int64).tolist()
+                if self._seeded is not None and isinstance(seeds, BatchSeeds):
+                    self._seeded.begin(seeds, first)
+                self._part = part
+                self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
 
     def _obey(self, message: tuple[object, ...]) -> None:
         match message:
@@ -394,8 +372,8 @@ class _Worker(StepReader):
         made = self._gatherer if self._part == WHOLE else None
         if made is not None and made.gather.has_code and not binding.gathers(made.gather):
             self._gather()  # user code in this process has assigned another transform
-        gatherer = self._gatherer if self._part == WHOLE else None
-        return self.read_step(binding, session, *claim, index, gatherer)
+            made = self._gatherer
+        return self.read_step(binding, session, *claim, index, made)
 
     def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
         """Wait until a step's objects are pinned; on False the location table may be outdated."""

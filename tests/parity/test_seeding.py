@@ -77,6 +77,12 @@ class Grouped(Noisy):
         return [(i, noise[k]) for k, i in enumerate(indices)]
 
 
+class Single(Grouped):
+    """A dataset that reads no batches itself, unlike its base class."""
+
+    __getitems__ = None  # type: ignore[assignment]  # torch then reads samples one by one
+
+
 class Named(Noisy):
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(int(key))
@@ -151,6 +157,7 @@ class _Flat:
         {"batch_size": None},
         {"collate_fn": noisy_collate},
         {"dataset": Grouped()},
+        {"dataset": Single()},
         {"dataset": Subset(Noisy(), range(3, 20))},
         {"dataset": Subset(Grouped(), range(3, 20)), "drop_last": True},
         {"dataset": Named(), "shuffle": False, "sampler": [str(i) for i in range(_N)]},
@@ -262,6 +269,18 @@ def test_batches_with_bad_samples_are_equal_for_any_workers(on_error: str, repea
 
     inline = made(0)
     assert inline == made(1) == made(3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_good_samples_beside_a_bad_one_are_seeded_as_ever(workers: int) -> None:
+    order: dict[str, Any] = {"shuffle": False, "sampler": [5, 2, 5, 5], "num_workers": workers}
+    good, bad = (
+        epochs(loader, 1, dataset=kind(), on_error="substitute", **order)[0][0]
+        for kind in (Noisy, Broken)
+    )
+    assert bad[0][1] != 2
+    assert len({tuple(good[1][k]) for k in range(4)}) == 4
+    assert all(bad[field][k] == good[field][k] for field in range(4) for k in (0, 2, 3))
 
 
 def set_up(worker: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def loader(dataset: Any = None, **given: Any) -> Any:
         {"batch_size": None},
         {"collate_fn": noisy_collate},
         {"dataset": Grouped()},
+        {"batch_sampler": [deque([0, 3, 2]), {5, 9}], "batch_size": 1, "shuffle": None},
         {"shuffle": False, "sampler": WeightedRandomSampler([1, 2, 3, 4] * 5, 60)},
         {"dataset": Noisy(6000), "batch_size": 2500, "prefetch_factor": 1},  # a long message
     ],
@@ -244,6 +246,7 @@ def test_a_batch_at_which_one_worker_died_is_made_again() -> None:
     [
         ({"dataset": Endless(), "shuffle": None}, 'workers="shared" needs a map-style dataset'),
         ({"workers": "pooled"}, 'workers=\'pooled\': give "own" or "shared"'),
+        ({"seeding": "batch"}, "seeding='batch': give \"sample\" or None"),
         ({"workers": "own", "num_workers": "auto"}, 'needs workers="shared"'),
     ],
 )

@@ -98,3 +98,41 @@ def test_an_iterator_that_leaves_the_kind_open_pins_all_the_same(
     iterator: Any = SimpleNamespace(_pin_memory=True, _pin_memory_device=None)
     assert Pinning.of(iterator) == Pinning(None, 3)
     assert Pinning.of(SimpleNamespace(_pin_memory=False, _pin_memory_device=None)) is None  # type: ignore[arg-type]
+
+
+class Marking(Pinning):
+    """Marks what it would pin, for a machine without an accelerator."""
+
+    def use_device(self) -> None:
+        pass
+
+    def pin(self, data: Any) -> Any:
+        return data, "pinned"
+
+
+class Failing(Dataset[int]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> int:
+        if i == 7:
+            raise KeyError(i)
+        return i
+
+
+@pytest.mark.parametrize("workers", ["own", "shared"])
+def test_the_pinning_thread_pins_each_batch_and_passes_errors_on(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With shared workers, the first batches were joined of parts before they are pinned."""
+    monkeypatch.setattr(Pinning, "of", lambda _: Marking(None, 0))
+    loader = creel.DataLoader(Failing(), 3, num_workers=2, workers=workers, creel=False)
+    for _ in range(2):  # the first iterator is left early
+        batches: Any = iter(loader)
+        assert [(batch.tolist(), mark) for batch, mark in (next(batches), next(batches))] == [
+            ([0, 1, 2], "pinned"),
+            ([3, 4, 5], "pinned"),
+        ]
+    with pytest.raises(KeyError):
+        next(batches)
+    assert next(batches)[0].tolist() == [9, 10, 11]
