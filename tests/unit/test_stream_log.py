@@ -25,6 +25,7 @@ from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableErr
 from creel.loader.streams import arrival_iter
 from creel.loader.streams.stream import Stream
 from creel.streams import cursors
+from creel.streams import folder as folder_module
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
@@ -136,6 +137,30 @@ def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(place: 
     assert int(Stream(place, None)[21]["i"]) == 100
     stalled.put(**record(101))
     assert log.numbers()[-1] == 22
+
+
+@pytest.mark.parametrize("records", [1, 400])
+def test_numbers_are_not_used_again_behind_a_record_that_a_memory_holds(
+    place: Place, records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no block of its chunk can be given back: a small one, or an old file system."""
+    monkeypatch.setattr(folder_module, "_PUNCH", 0xFF)  # is refused
+    limits: dict[str, Any] = {"chunk": records, "producers": 3}
+    stalled = Producer(place, FIELDS, **limits)
+    filled(place, [records] * 2, **limits)
+    stalled.put(**record(0))
+    stalled.flush()
+    log = filled(place, [records] * 5, **limits)
+    for number in range(7):
+        log.delete(number, np.array([0] if number == 2 else [], np.int64))
+    assert [number for number in log.numbers() if log.size(number) > 0] == [7]
+    for producer in (Producer(place, FIELDS, **limits), stalled):
+        producer.put(**record(100))
+        producer.flush()
+    assert log.numbers() == [2, 7, 8, 9]
+    assert int(Stream(place, None)[2 * records]["i"]) == 0
+    log.delete(2)
+    assert log.numbers() == [7, 8, 9]
 
 
 def test_a_producer_goes_on_behind_what_was_deleted_and_where_a_number_is_missing(
@@ -497,6 +522,20 @@ def test_processes_that_read_as_one_rank_do_not_disturb_each_other(place: Place)
     assert not failed
     assert cursors.read(medium_of(place))["a"].chunk == 199
     assert list(medium_of(place).notes("readers")) == ["a.0"]
+
+
+def test_a_note_that_cannot_be_written_leaves_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(folder, [1])
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "rename", broken)
+    with pytest.raises(SourceError, match="Permission denied"):
+        cursors.write(log.medium, "a", 0, Cursor(0, 0, NBYTES))
+    assert not list(folder.glob(".*"))
 
 
 def test_a_reader_that_cannot_write_its_cursor_any_more_reads_on(

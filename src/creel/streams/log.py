@@ -65,7 +65,7 @@ class Medium(Protocol):
         """Delete a chunk, if it is there.
 
         but: its records that can still be filled in, though the chunk is not there: first byte and
-            bytes. A medium that cannot delete parts of chunks leaves this one.
+            bytes. A medium that cannot delete parts of chunks leaves all of its bytes.
         """
 
     def note(self, name: str) -> bytes | None:
