@@ -35,6 +35,7 @@ from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
 from creel.streams.arrivals import behind
 from creel.streams.log import ABSENT, Log
+from creel.streams.redis_stream import shown
 
 _log = logging.getLogger("creel.stream")
 
@@ -286,7 +287,7 @@ def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
                 raise
         if waited_s >= warn_s:
             warn_s += 60
-            _log.warning("%s: waiting for a producer", os.fspath(path))
+            _log.warning("%s: waiting for a producer", shown(os.fspath(path)))
         time.sleep(next(waits))
 
 

@@ -238,6 +238,17 @@ def test_an_answer_of_redis_that_is_lost_does_not_append_twice(redis: Address) -
     assert medium.numbers() == [0, 1, 2, 3]
 
 
+def test_a_password_is_not_shown(tmp_path: Path) -> None:
+    address = "redis://me:secret@host:6379/sim"
+    log = Log(medium_of(address), filled(tmp_path / "s", [1]).about)
+    assert log.chunk(3) == "redis://host:6379/sim/000000003"
+    assert log.path == "redis://host:6379/sim"
+    for wrong in (f"{address}/more", "s3://key:secret@bucket/sim"):
+        with pytest.raises(ConfigError) as raised:
+            medium_of(wrong)
+        assert "secret" not in str(raised.value)
+
+
 def test_two_streams_in_one_folder_are_refused(folder: Path) -> None:
     Producer(folder, FIELDS)
     with pytest.raises(ConfigError, match="another stream, with fields"):
@@ -545,7 +556,7 @@ def test_a_reader_that_cannot_write_its_cursor_any_more_reads_on(
     monkeypatch.setattr(arrival_iter, "_CURSOR_S", 0)
 
     def broken(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise SourceError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
     items = iter(Stream(place, "a").batches(1))
     next(items)
