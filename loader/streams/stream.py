@@ -211,22 +211,17 @@ class Stream(RecordDataset):
         Raises:
             SourceError: as `read_rows`.
         """
-        n, fields, pieces = len(ids), {}, []
-        chunks, inside = (part.tolist() for part in np.divmod(ids, self.log.about.records))
+        n, fields = len(ids), {}
+        pieces: list[tuple[int, int, memoryview]] = []
+        chunks, inside = np.divmod(ids, self.log.about.records)
+        first = (inside * self.nbytes).tolist()
         for name, dtype, shape, start, stop in self.fields.parts:
             flat = memory(n * (stop - start))
             fields[name] = flat.view(dtype).view(n, *shape)
             rows = flat.numpy().reshape(n, stop - start)
-            pieces.append([(start, row.data) for row in rows])
-        self._fill(
-            [
-                (chunk, place * self.nbytes + start, row)
-                for chunk, place, parts in zip(
-                    chunks, inside, zip(*pieces, strict=True), strict=True
-                )
-                for start, row in parts
-            ]
-        )
+            places = zip(chunks.tolist(), first, rows, strict=True)
+            pieces += [(chunk, at + start, row.data) for chunk, at, row in places]
+        self._fill(sorted(pieces, key=lambda piece: piece[:2]))
         return fields
 
     def _fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> None:
