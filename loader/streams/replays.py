@@ -17,7 +17,7 @@ import numpy as np
 
 from creel.errors import ConfigError, SourceNotFoundError
 from creel.loader.order.rehearsing import Content, EpochStart, Replays
-from creel.policies.arrays import Ints
+from creel.policies.arrays import Ints, unique
 from creel.policies.rehearsal.growth import Growth
 from creel.policies.rehearsal.passes import Passes
 from creel.streams.log import ABSENT, Log
@@ -141,13 +141,13 @@ class StreamReplays:
         if block == old:
             return None
         for one in range(old + 1, block + 1) if old >= 0 else ():
-            left = np.setdiff1d(self._held[one - 1], self._held[one])
+            left = np.setdiff1d(self._held[one - 1], self._held[one], assume_unique=True)
             self._left.append((one, left))
         self._needed_block = block
         every = self._growth.every
         self._left = [(b, left) for b, left in self._left if (block - b) * every <= keep_steps]
         parts = [self._held[block], *(left for _, left in self._left)]
-        return Needed(self._chunks[block], np.unique(np.concatenate(parts)))
+        return Needed(self._chunks[block], unique(np.concatenate(parts)))
 
     def check(self, log: Log, there: Needed) -> None:
         """Check that a log has all that is held now; `there`: what producers knew to be needed.
