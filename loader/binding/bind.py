@@ -211,10 +211,11 @@ class Binding:
         if kept_on_top(self.dataset):
             return True
         stores = [leaf.keeping.store if leaf.keeping else None for leaf in self.leaves]
-        if not any(store and store.kept for store in stores):
+        kept = sum(store.kept for store in stores if store is not None)
+        if not kept:
             return False  # first: a stream has no length
         samples = len(self.dataset)  # type: ignore[arg-type]  # map-style datasets have a length
-        if sum(0 if store is None else store.kept for store in stores) < samples:
+        if kept < samples:
             return False
         ids = self.objects(np.arange(samples))[0]
         for leaf, store in zip(self.leaves, stores, strict=True):

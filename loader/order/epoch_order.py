@@ -132,8 +132,8 @@ class EpochOrder:
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._encoded_rng = ""
         self._rehearsed = rehearsed_batches(loader)
-        empty = getattr(loader, "rehearsal", None) is not None
-        self.rehearses = empty or self._rehearsed is not None
+        has_memory = getattr(loader, "rehearsal", None) is not None
+        self.rehearses = has_memory or self._rehearsed is not None
         if self._rehearsed is not None:
             self.lookahead = 2
         self.base_seed = begun.base_seed

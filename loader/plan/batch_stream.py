@@ -171,9 +171,9 @@ class BatchStream:
         read from the source. If the nodes cannot all know the order, they ask each other without a
         plan (`follow`).
         """
-        if self._untold and not self._tell_samples():
-            return
         plan = epoch.plan
+        if self._untold and not self._tell_samples(at_once=plan is None):
+            return
         if not self.session.client.cluster or epoch.epoch <= self._dealt:
             return
         if plan is not None and not plan.opened:
@@ -194,16 +194,16 @@ class BatchStream:
         """Whether the daemon does not know yet what a job that rehearses may read."""
         return self._order is not None and self._order.rehearses and not self._told
 
-    def _tell_samples(self) -> bool:
+    def _tell_samples(self, *, at_once: bool) -> bool:
         """Tell the daemon what a job that rehearses may read, so that all else leaves first.
 
         Returns False at the first call if there are many samples: the planner thread makes the next
-        one, with the second piece of the plan (14 million take 2 s).
+        one, with the second piece of the plan (14 million take 2 s). `at_once`: there is no plan.
         """
-        first, self._asked = not self._asked, True
+        wait, self._asked = not (self._asked or at_once), True
         try:
             samples = numbers_of(self.binding.dataset)
-            if first and samples > SAMPLES:
+            if wait and samples > SAMPLES:
                 return False
             self._told = True
             among = self.binding.of_samples(samples)

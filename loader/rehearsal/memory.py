@@ -168,7 +168,7 @@ class Rehearsal:
             ConfigError: the dataset has no length.
         """
         of_stream: Callable[[Content], Sampler[Any]] | None = getattr(sampler, "rehearsing", None)
-        if of_stream is not None:
+        if of_stream is not None and batch_size is None:
             return dataset, of_stream(self.content())
         batches = sampler if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
         data = self.behind(dataset)

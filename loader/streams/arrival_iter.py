@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.errors import ConfigError, SourceError, UnavailableError
+from creel.errors import ConfigError, UnavailableError
 from creel.loader.backoff import pauses
 from creel.loader.order.custom.orders import PacedIterator
-from creel.loader.streams.replays import SavedMemory, StreamReplays
+from creel.loader.streams.replays import PLACES, SavedMemory, StreamReplays
 from creel.streams import cursors, memories
 from creel.streams.arrivals import Arrived
 from creel.streams.cursors import Cursor
@@ -35,8 +35,6 @@ _WARN_S = 60.0
 #: Batches that torch's own loader may ask for before it has read the first: `prefetch_factor` 2 for
 #: 16 workers. It does not say which ones it has read.
 _UNREAD = 32
-#: Batches whose places are remembered, for a caller that runs ahead of what it saves.
-_PLACES = 4096
 
 
 class Place(NamedTuple):
@@ -98,7 +96,7 @@ class ArrivalIter(PacedIterator):
             raise StopIteration
         self._batch += 1
         self._places[self._batch] = self._place()
-        self._places.pop(self._batch - _PLACES, None)
+        self._places.pop(self._batch - PLACES, None)
         b, rank = self._sampler.batch_size, self._rank
         own: list[int] = numbers[rank * b : (rank + 1) * b].tolist()
         if self._replays is None:
@@ -120,7 +118,7 @@ class ArrivalIter(PacedIterator):
             return self._sampler.state_dict()
         place = self._places.get(batches)
         if place is None:
-            raise ConfigError(f"batch {batches} is not one of the last {_PLACES} of this stream")
+            raise ConfigError(f"batch {batches} is not one of the last {PLACES} of this stream")
         memory = None if self._replays is None else self._replays.state(self._step(batches))
         return self._sampler.state(place, memory)
 
@@ -260,7 +258,7 @@ class ArrivalIter(PacedIterator):
             cursors.write(self._log.medium, self._sampler.name, self._rank, self._cursor)
         except OSError as e:
             if self._written.chunk < 0:  # producers would not wait for this reader
-                raise SourceError(e.errno or 0, e.strerror or str(e), self._log.path) from e
+                raise
             self._warn_untold(e)
         else:
             self._written = self._cursor

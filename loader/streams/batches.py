@@ -21,7 +21,7 @@ from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.order.rehearsing import Content
 from creel.loader.streams.arrival_iter import ArrivalIter, Place, SavedPlace
-from creel.loader.streams.replays import SavedMemory, check_content
+from creel.loader.streams.replays import SavedMemory, growth_of
 from creel.streams.log import Log
 
 
@@ -69,7 +69,7 @@ class StreamBatches(Sampler[list[int]]):
         Raises:
             ConfigError: the memory does not grow (`every=`), or has samples already.
         """
-        check_content(content)
+        growth_of(content)  # raises
         rehearsed = copy.copy(self)
         rehearsed.content = content
         return rehearsed

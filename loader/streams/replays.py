@@ -17,7 +17,7 @@ import numpy as np
 
 from creel.errors import ConfigError, SourceNotFoundError
 from creel.loader.order.rehearsing import Content, EpochStart, Replays
-from creel.policies.arrays import Ints
+from creel.policies.arrays import Ints, unique
 from creel.policies.rehearsal.growth import Growth
 from creel.policies.rehearsal.passes import Passes
 from creel.streams.log import ABSENT, Log
@@ -25,7 +25,9 @@ from creel.streams.memories import Needed
 
 _log = logging.getLogger("creel.stream")
 
-#: Blocks whose memories are remembered, for batches that training has not yet.
+#: Batches whose places are remembered, for a caller that runs ahead of what it saves.
+PLACES = 4096
+#: Blocks whose memories are remembered for that at most, 8 bytes for each record of them.
 _BLOCKS = 256
 #: Above the number of any record: a stream's memory has no rows of other datasets.
 _NO_RECORD = 1 << 62
@@ -58,19 +60,19 @@ class StreamReplays:
             chunk: the first one that is not dealt completely.
             saved: the memory at this place; None: at the beginning.
         """
-        self._growth, self._digest = _growth(content), content.digest
+        self._growth, self._digest = growth_of(content), content.digest
         self._rows_each = content.per_batch * world
         self.step = saved["step"] if saved else 0
         held, seen = (_decoded(saved[key] if saved else "") for key in ("held", "seen"))
         block = self._block(self.step)
-        self._held = {block: self._growth.grown(self._growth.kept, held)}
+        self._held = {block: held}  # records, when the block began
         self._new = {block: [(self.step, seen)]}  # the step behind them, and records
         self._chunks = {block: chunk}
         self._left: list[tuple[int, Ints]] = [(block, seen)]  # block, and what left before it
         self._needed_block = -1
         passes = Passes(0, content.per_batch, world, content.seed)
         self._rows = Replays(passes, rank, EpochStart(0, True), _NO_RECORD, self._growth)
-        self._rows.new_items = lambda _, stop: self._held[self._block(stop)].uids
+        self._rows.new_items = lambda _, stop: self._held[self._block(stop)]
 
     def _block(self, step: int) -> int:
         return step // self._growth.every
@@ -85,13 +87,12 @@ class StreamReplays:
         """
         block = self._block(self.step)
         if block not in self._held:
-            before = self._held[block - 1]
-            self._held[block] = now = self._growth.grown(before, self._seen(block - 1, self.step))
-            self._new[block], self._chunks[block] = [], chunk
-            if before.uids.size == 0 and len(now.uids) < self._rows_each:
+            before, now = self._held[block - 1], self._grown(block - 1, self.step)
+            self._held[block], self._new[block], self._chunks[block] = now, [], chunk
+            if not len(before) and len(now) < self._rows_each:
                 text = "a step replays %d rows of a memory of %d: it repeats them"
-                _log.warning(text, self._rows_each, len(now.uids))
-            self._forget(block - _BLOCKS)
+                _log.warning(text, self._rows_each, len(now))
+            self._forget(block - min(PLACES // self._growth.every + 2, _BLOCKS))
         joined: list[int] = self._rows.joined(batch, self.step)
         self.step += 1
         self._new[block].append((self.step, records))
@@ -101,6 +102,11 @@ class StreamReplays:
         """Return the records of a block's steps before a step."""
         parts = [records for stop, records in self._new[block] if stop <= step]
         return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _grown(self, block: int, step: int) -> Ints:
+        """Return what is held once a block's records before a step were offered."""
+        offered = np.concatenate([self._held[block], self._seen(block, step)])
+        return self._growth.grown(self._growth.kept, offered).uids
 
     def state(self, step: int) -> SavedMemory:
         """Return the memory before a step.
@@ -112,16 +118,15 @@ class StreamReplays:
         last = block if block in self._held else block - 1  # the block has not begun
         if last not in self._held:
             raise ConfigError(f"step {step} is not one of the last {_BLOCKS} blocks (every=)")
-        held = self._held[last]
-        then = self._growth.grown(held, self._seen(last, step))
-        held = held if last == block else then
-        seen = np.setdiff1d(then.uids, held.uids, assume_unique=True)
-        return SavedMemory(
-            memory=self._digest, step=step, held=_encoded(held.uids), seen=_encoded(seen)
-        )
+        then = self._grown(last, step)
+        held = self._held[last] if last == block else then
+        seen = np.setdiff1d(then, held, assume_unique=True)
+        return SavedMemory(memory=self._digest, step=step, held=_encoded(held), seen=_encoded(seen))
 
     def _forget(self, first: int) -> None:
-        """Forget the blocks before one."""
+        """Forget the blocks before one, but none that training may not have begun."""
+        if self._needed_block >= 0:
+            first = min(first, self._needed_block)
         for block in [one for one in self._held if one < first]:
             del self._held[block], self._new[block], self._chunks[block]
 
@@ -136,13 +141,13 @@ class StreamReplays:
         if block == old:
             return None
         for one in range(old + 1, block + 1) if old >= 0 else ():
-            left = np.setdiff1d(self._held[one - 1].uids, self._held[one].uids)
+            left = np.setdiff1d(self._held[one - 1], self._held[one], assume_unique=True)
             self._left.append((one, left))
         self._needed_block = block
         every = self._growth.every
         self._left = [(b, left) for b, left in self._left if (block - b) * every <= keep_steps]
-        parts = [self._held[block].uids, *(left for _, left in self._left)]
-        return Needed(self._chunks[block], np.unique(np.concatenate(parts)))
+        parts = [self._held[block], *(left for _, left in self._left)]
+        return Needed(self._chunks[block], unique(np.concatenate(parts)))
 
     def check(self, log: Log, there: Needed) -> None:
         """Check that a log has all that is held now; `there`: what producers knew to be needed.
@@ -151,7 +156,7 @@ class StreamReplays:
             SourceNotFoundError: it was deleted.
         """
         block = self._block(self.step)
-        mine = np.union1d(self._held[block].uids, self._seen(block, self.step))
+        mine = np.union1d(self._held[block], self._seen(block, self.step))
         self._left.append((block, there.samples))  # a job may resume at an even earlier place
         doubtful = np.setdiff1d(mine, there.samples) // log.about.records
         for chunk in np.unique(doubtful).tolist():
@@ -164,7 +169,7 @@ class StreamReplays:
                 )
 
 
-def _growth(content: Content) -> Growth:
+def growth_of(content: Content) -> Growth:
     """Return how a stream's memory grows; raises ConfigError as `StreamBatches.rehearsing`."""
     if content.growth is None:
         raise ConfigError("a stream is rehearsed as it arrives: give Rehearsal(..., every=64)")
@@ -173,11 +178,6 @@ def _growth(content: Content) -> Growth:
     if content.growth.budget is None:
         raise ConfigError("a stream may be endless: give the memory a budget=")
     return content.growth
-
-
-def check_content(content: Content) -> None:
-    """Raise ConfigError unless a stream can be rehearsed with such a memory."""
-    _growth(content)
 
 
 def _encoded(numbers: Ints) -> str:

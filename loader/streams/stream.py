@@ -35,6 +35,7 @@ from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
 from creel.streams.arrivals import behind
 from creel.streams.log import ABSENT, Log
+from creel.streams.redis_stream import shown
 
 _log = logging.getLogger("creel.stream")
 
@@ -210,22 +211,17 @@ class Stream(RecordDataset):
         Raises:
             SourceError: as `read_rows`.
         """
-        n, fields, pieces = len(ids), {}, []
-        chunks, inside = (part.tolist() for part in np.divmod(ids, self.log.about.records))
+        n, fields = len(ids), {}
+        pieces: list[tuple[int, int, memoryview]] = []
+        chunks, inside = np.divmod(ids, self.log.about.records)
+        first = (inside * self.nbytes).tolist()
         for name, dtype, shape, start, stop in self.fields.parts:
             flat = memory(n * (stop - start))
             fields[name] = flat.view(dtype).view(n, *shape)
             rows = flat.numpy().reshape(n, stop - start)
-            pieces.append([(start, row.data) for row in rows])
-        self._fill(
-            [
-                (chunk, place * self.nbytes + start, row)
-                for chunk, place, parts in zip(
-                    chunks, inside, zip(*pieces, strict=True), strict=True
-                )
-                for start, row in parts
-            ]
-        )
+            places = zip(chunks.tolist(), first, rows, strict=True)
+            pieces += [(chunk, at + start, row.data) for chunk, at, row in places]
+        self._fill(sorted(pieces, key=lambda piece: piece[:2]))
         return fields
 
     def _fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> None:
@@ -286,7 +282,7 @@ def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
                 raise
         if waited_s >= warn_s:
             warn_s += 60
-            _log.warning("%s: waiting for a producer", os.fspath(path))
+            _log.warning("%s: waiting for a producer", shown(os.fspath(path)))
         time.sleep(next(waits))
 
 

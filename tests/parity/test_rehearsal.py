@@ -27,6 +27,7 @@ from torch.utils.data import (
 import creel
 from creel.errors import ConfigError
 from creel.loader.client import connections
+from creel.loader.client.session import Session
 from creel.loader.plan import batch_stream
 from kit import unique_name, until
 from shown import plain
@@ -309,6 +310,31 @@ def test_the_daemon_knows_in_the_first_epoch_that_a_job_rehearses(
         what="the policy of a job that rehearses",
     )
     assert len(list(batches)) == 9
+
+
+class OwnOrder(Sampler[int]):
+    """An order that nobody can predict."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(60).tolist())
+
+    def __len__(self) -> int:
+        return 60
+
+
+def test_a_daemon_is_told_so_in_the_first_epoch_without_a_plan(
+    tmp_path: Path, daemon: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No piece of a plan comes with which it could be told, and the nodes ask each other then."""
+    monkeypatch.setattr(batch_stream, "SAMPLES", 10)
+    told = []
+    monkeypatch.setattr(Session, "tell_samples", lambda *_, **how: told.append(how))
+    task, memory = files(tmp_path / "data", 60), creel.Rehearsal(2)
+    loader = creel.DataLoader(
+        task, 6, sampler=OwnOrder(), collate_fn=list, rehearsal=memory, creel=daemon
+    )
+    assert len(list(loader)) == 10
+    assert told == [{"rehearsed": True}]
 
 
 # --- ranks --------------------------------------------------------------------------------------

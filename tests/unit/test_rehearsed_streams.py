@@ -105,6 +105,18 @@ def test_it_goes_on_at_any_batch_with_any_ranks_of_as_large_steps(
         assert steps == [sorted(step[0]) for step in whole[count:]]
 
 
+def test_training_may_be_many_blocks_behind_what_was_dealt(tmp_path: Path) -> None:
+    filled(tmp_path / "s", [8] * 100)
+    memory = creel.Rehearsal(2, budget=9, every=1)
+    items: Any = iter(Stream(tmp_path / "s", "a").batches(2).rehearsing(memory.content()))
+    items.reports = True
+    for _ in range(400):
+        next(items)
+    for batch in range(1, 401):
+        items.delivered(batch)
+    assert items.state(400)["rehearsal"]["step"] == 400
+
+
 def test_over_is_what_the_loader_reads(tmp_path: Path) -> None:
     filled(tmp_path / "s", [5] * 30)
     stream, memory = Stream(tmp_path / "s", None), creel.Rehearsal(3, budget=9, every=2)
@@ -133,6 +145,8 @@ def test_a_memory_that_does_not_fit_a_stream_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=text):
             creel.DataLoader(stream, 4, rehearsal=memory)
     memory = creel.Rehearsal(3, budget=9, every=2)
+    with pytest.raises(ConfigError, match="length"):
+        memory.over(stream, stream.batches(4), 4)  # batches of batches
     with pytest.raises(ConfigError, match="its own batches"):
         creel.DataLoader(stream, batch_sampler=[[0], [1]], rehearsal=memory)
     first = creel.DataLoader(stream, 4, rehearsal=memory, creel=False)

@@ -25,6 +25,7 @@ from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableErr
 from creel.loader.streams import arrival_iter
 from creel.loader.streams.stream import Stream
 from creel.streams import cursors
+from creel.streams import folder as folder_module
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
@@ -138,6 +139,30 @@ def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(place: 
     assert log.numbers()[-1] == 22
 
 
+@pytest.mark.parametrize("records", [1, 400])
+def test_numbers_are_not_used_again_behind_a_record_that_a_memory_holds(
+    place: Place, records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no block of its chunk can be given back: a small one, or an old file system."""
+    monkeypatch.setattr(folder_module, "_PUNCH", 0xFF)  # is refused
+    limits: dict[str, Any] = {"chunk": records, "producers": 3}
+    stalled = Producer(place, FIELDS, **limits)
+    filled(place, [records] * 2, **limits)
+    stalled.put(**record(0))
+    stalled.flush()
+    log = filled(place, [records] * 5, **limits)
+    for number in range(7):
+        log.delete(number, np.array([0] if number == 2 else [], np.int64))
+    assert [number for number in log.numbers() if log.size(number) > 0] == [7]
+    for producer in (Producer(place, FIELDS, **limits), stalled):
+        producer.put(**record(100))
+        producer.flush()
+    assert log.numbers() == [2, 7, 8, 9]
+    assert int(Stream(place, None)[2 * records]["i"]) == 0
+    log.delete(2)
+    assert log.numbers() == [7, 8, 9]
+
+
 def test_a_producer_goes_on_behind_what_was_deleted_and_where_a_number_is_missing(
     folder: Path,
 ) -> None:
@@ -211,6 +236,17 @@ def test_an_answer_of_redis_that_is_lost_does_not_append_twice(redis: Address) -
     assert medium.append(data, 0) == 1
     assert [medium_of(place).append(data, 0), medium.append(data, 0)] == [2, 3]
     assert medium.numbers() == [0, 1, 2, 3]
+
+
+def test_a_password_is_not_shown(tmp_path: Path) -> None:
+    address = "redis://me:secret@host:6379/sim"
+    log = Log(medium_of(address), filled(tmp_path / "s", [1]).about)
+    assert log.chunk(3) == "redis://host:6379/sim/000000003"
+    assert log.path == "redis://host:6379/sim"
+    for wrong in (f"{address}/more", "s3://key:secret@bucket/sim"):
+        with pytest.raises(ConfigError) as raised:
+            medium_of(wrong)
+        assert "secret" not in str(raised.value)
 
 
 def test_two_streams_in_one_folder_are_refused(folder: Path) -> None:
@@ -499,6 +535,20 @@ def test_processes_that_read_as_one_rank_do_not_disturb_each_other(place: Place)
     assert list(medium_of(place).notes("readers")) == ["a.0"]
 
 
+def test_a_note_that_cannot_be_written_leaves_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(folder, [1])
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "rename", broken)
+    with pytest.raises(SourceError, match="Permission denied"):
+        cursors.write(log.medium, "a", 0, Cursor(0, 0, NBYTES))
+    assert not list(folder.glob(".*"))
+
+
 def test_a_reader_that_cannot_write_its_cursor_any_more_reads_on(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -506,7 +556,7 @@ def test_a_reader_that_cannot_write_its_cursor_any_more_reads_on(
     monkeypatch.setattr(arrival_iter, "_CURSOR_S", 0)
 
     def broken(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise SourceError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
     items = iter(Stream(place, "a").batches(1))
     next(items)

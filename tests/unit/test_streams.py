@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from stream_rig import FIELDS, NBYTES, filled, record, taken
+from torch.utils.data import default_collate
 
 from creel.errors import ConfigError, SourceError, UnavailableError
 from creel.loader.streams.stream import Stream
@@ -160,6 +161,23 @@ def test_a_batch_of_many_chunks_has_few_of_them_open(folder: Path) -> None:
     assert [int(s["i"]) for s in got] == [*range(99, -1, -1), *range(100)]
     assert most <= before + 40
     assert me.num_fds() == before
+
+
+def test_large_fields_are_read_to_their_place_as_torch_would_stack_them(folder: Path) -> None:
+    fields: dict[str, Any] = {"x": ("float32", (70, 80)), "i": "int8", "y": ("int16", (9000,))}
+    with Producer(folder, fields, chunk=3) as producer:
+        for i in range(110):
+            producer.put(x=np.full((70, 80), i / 2), i=i, y=np.arange(i, i + 9000))
+    stream = Stream(folder, None)
+    ids = np.random.default_rng(1).permutation(110)  # of 37 chunks
+    got = stream.read_fields(ids, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    expected = default_collate([stream[int(i)] for i in ids])
+    assert got.keys() == expected.keys()
+    for name, there in expected.items():
+        assert torch.equal(got[name], there)
+        assert got[name].dtype == there.dtype
+    with pytest.raises(SourceError, match="has fewer records"):
+        stream.read_fields(np.array([5, 110]), lambda n: torch.empty(n, dtype=torch.uint8))
 
 
 def test_small_records_do_not_make_chunks_of_very_many(folder: Path) -> None:

@@ -22,7 +22,8 @@ from pathlib import Path
 from creel.errors import SourceError
 
 _DIGITS = 9
-#: The mode of a file that has holes in place of deleted records: a bit that means nothing else.
+#: The mode of a file of a deleted chunk, with records that stay and perhaps holes in place of the
+#: others: a bit that means nothing else.
 _HOLES = stat.S_ISVTX
 _PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 #: Most chunks that one call has open at a time.
@@ -159,7 +160,7 @@ class LogFolder:
                     os.rename(temporary, path)  # noqa: PTH104  as above
                 return True
             finally:
-                if new:
+                with suppress(FileNotFoundError):  # it was renamed
                     os.unlink(temporary)  # noqa: PTH108  quick
 
     # --- files ----------------------------------------------------------------------------------
@@ -216,27 +217,23 @@ def _linked(temporary: str, path: str) -> bool:
 
 
 def _punch(fd: int, but: Sequence[tuple[int, int]]) -> None:
-    """Give back the whole blocks between parts of a file, which must be in order.
+    """Mark a file as deleted but for some parts, in order; give back the whole blocks between them.
 
-    Bytes between them that share a block with one of them stay as they are. So does the file where
-    its file system cannot do that: NFS before 4.2, for example.
+    Bytes that share a block with one of them stay. All do where the file system cannot give back
+    blocks: NFS before 4.2, for example.
     """
-    before = os.fstat(fd)
-    block = before.st_blksize
+    status = os.fstat(fd)
+    block = status.st_blksize
     ends = [0, *(first + nbytes for first, nbytes in but)]
-    starts = [*(first for first, _ in but), before.st_size]
+    starts = [*(first for first, _ in but), status.st_size]
     inside = [
         (-(-e // block) * block, s // block * block) for e, s in zip(ends, starts, strict=True)
     ]
-    gaps = [(first, stop - first) for first, stop in inside if first < stop]
     with suppress(OSError):
-        if gaps:
-            os.fchmod(fd, before.st_mode | _HOLES)  # first: nobody may take holes for records
-        for first, nbytes in gaps:
-            place = ctypes.c_int64(first), ctypes.c_int64(nbytes)
-            if ctypes.CDLL(None).fallocate(fd, _PUNCH, *place):
-                if first == gaps[0][0]:
-                    os.fchmod(fd, before.st_mode)
+        os.fchmod(fd, status.st_mode | _HOLES)  # first: nobody may take holes for records
+        for first, stop in inside:
+            place = ctypes.c_int64(first), ctypes.c_int64(stop - first)
+            if first < stop and ctypes.CDLL(None).fallocate(fd, _PUNCH, *place):
                 break
 
 

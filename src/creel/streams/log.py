@@ -65,7 +65,7 @@ class Medium(Protocol):
         """Delete a chunk, if it is there.
 
         but: its records that can still be filled in, though the chunk is not there: first byte and
-            bytes. A medium that cannot delete parts of chunks leaves this one.
+            bytes. A medium that cannot delete parts of chunks leaves all of its bytes.
         """
 
     def note(self, name: str) -> bytes | None:
@@ -88,7 +88,8 @@ def medium_of(path: str | os.PathLike[str]) -> Medium:
     if is_redis(name):
         return RedisStream(name)
     if "://" in name:
-        raise ConfigError(f"a stream is a folder of a file system, or redis://host/key, not {name}")
+        text = f"a stream is a folder of a file system, or redis://host/key, not {shown(name)}"
+        raise ConfigError(text)
     return LogFolder(name)
 
 
@@ -173,8 +174,8 @@ class Log:
     # --- chunks ---------------------------------------------------------------------------------
 
     def chunk(self, number: int) -> str:
-        """Return the address of a chunk."""
-        return self.medium.address(number)
+        """Return where a chunk is, for people."""
+        return shown(self.medium.address(number))
 
     def size(self, number: int) -> int:
         """Return the bytes of a chunk; ABSENT if it has not arrived, or has been deleted.

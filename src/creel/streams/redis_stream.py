@@ -68,7 +68,7 @@ class RedisStream:
         self._key = parts.path.strip("/")
         self.path = f"{parts.scheme}://{parts.netloc}/{self._key}"
         if not self._key or not parts.netloc or "/" in self._key:
-            raise ConfigError(f"{address} is not redis://host:port/key")
+            raise ConfigError(f"{shown(address)} is not redis://host:port/key")
         self._client: Any = None
         self._me, self._appended = f"writer.{uuid.uuid4().hex}", 0
 
