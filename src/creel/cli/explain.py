@@ -10,7 +10,8 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import click
@@ -37,54 +38,87 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Trial(NamedTuple):
-    """What a script did: the answer of `creel stats`, its busiest stream, and that one's rows."""
+    """What a script did: the answer of `creel stats`, and of each rank its busiest stream.
+
+    ranks: session and rows, the busiest first. They are of one job and one dataset.
+    """
 
     answer: Values
-    session: Values
-    rows: list[list[int]]
+    ranks: list[tuple[Values, list[list[int]]]]
+
+    @property
+    def batches(self) -> list[int]:
+        """Batches that are recorded of each rank."""
+        return [len(rows) for _, rows in self.ranks]
 
 
 def explain(
-    config: Config, script: str, arguments: Sequence[str], steps: int, limit_s: float
+    config: Config, script: str, arguments: Sequence[str], steps: int, limit_s: float, ranks: int
 ) -> dict[str, Any]:
     """Run a script for so many steps, at most `limit_s`; return the keys in docs/cli.md.
+
+    ranks: processes that torchrun starts; 1: the script alone.
 
     Raises:
         ConfigError: it ended, or the time was up, after too few steps.
     """
     with own_daemon(config):
-        command = [sys.executable, "-m", "creel.loader.in_place", script, *arguments]
+        command = [sys.executable, *_launcher(ranks), "-m", "creel.loader.in_place"]
+        command += [script, *arguments]
         child = subprocess.Popen(command, env=daemon_env(config), stdout=sys.stderr)  # noqa: S603  the user's script
         try:
             with Client.connect(config.daemon.name, "cli") as client:
                 trial = _watched(client, child, steps + FIRST, limit_s)
         finally:
             _end(child)
-    seen = None if trial is None else window(trial.session, trial.rows[FIRST:])
-    if trial is None or seen is None:
+    if trial is None or min(trial.batches) <= FIRST + BATCHES:
         raise ConfigError(
             f"{script} took too few batches from one DataLoader: {FIRST + BATCHES + 1} are needed,"
             " and more say more"
         )
     machine = Machine(limits.cores(), *limits.memory(active=True))
-    return foretold(trial, seen, machine)
+    return foretold(trial, machine)
+
+
+def _launcher(ranks: int) -> list[str]:
+    """Return what Python runs in the script's place to start its ranks."""
+    if ranks == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def _watched(
     client: Client, child: subprocess.Popen[bytes], steps: int, limit_s: float
 ) -> Trial | None:
-    """Return the stream with most batches, once it has enough, or the script ends."""
+    """Return the ranks of the busiest stream, once they have enough, or the script ends.
+
+    Ranks that do not step together with the busiest are waited for until it has twice as much.
+    """
     last, until = None, time.monotonic() + limit_s
     while child.poll() is None and time.monotonic() < until:
         answer = client.ask("stats")
-        told = [Trial(answer, session, rows) for session, rows in recorded(client, answer)]
-        found = max(told, key=lambda one: len(one.rows), default=None)
-        if found is not None and (last is None or len(found.rows) >= len(last.rows)):
+        found = _busiest(answer, list(recorded(client, answer)))
+        if found is not None and (last is None or sum(found.batches) >= sum(last.batches)):
             last = found
-            if len(found.rows) >= steps:
+            most, least = found.batches[0], min(found.batches)
+            everyone = len(found.ranks) == max(found.ranks[0][0]["world"], 1)
+            if most >= steps and ((everyone and least >= steps) or most >= 2 * steps):
                 break
         time.sleep(_LOOK_S)
     return last
+
+
+def _busiest(answer: Values, told: list[tuple[Values, list[list[int]]]]) -> Trial | None:
+    """Return the ranks that read the same dataset as the stream with most batches, and its job."""
+    told.sort(key=lambda one: -len(one[1]))
+    if not told:
+        return None
+    first, _ = told[0]
+    ranks: dict[int, tuple[Values, list[list[int]]]] = {}
+    for session, rows in told:
+        if (session["dataset"], session["world"]) == (first["dataset"], first["world"]):
+            ranks.setdefault(session["rank"], (session, rows))
+    return Trial(answer, list(ranks.values()))
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -97,35 +131,44 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def foretold(trial: Trial, seen: RankWindow, machine: Machine) -> dict[str, Any]:
-    """Return what the job will take. Pure."""
-    session = trial.session
+def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
+    """Return what the job will take. Pure.
+
+    Of several ranks, the figures of one step and its making are those of the rank that is late.
+    """
+    rows = {one["session"]: its[FIRST:] for one, its in trial.ranks}
+    windows = [seen for one, _ in trial.ranks if (seen := window(one, rows[one["session"]]))]
+    told = forecast(windows, machine.cores)
+    late = max(range(len(told)), key=lambda k: told[k].wait_s)
+    session, seen = trial.ranks[late][0], windows[late]
     dataset = trial.answer["core"]["datasets"].get(session["dataset"])
     each = session["samples"] / max(session["batches"], 1)
     samples = None if dataset is None else int(dataset["objects"])
-    steps = None if samples is None or not each else math.ceil(samples / each)
+    world = max(int(session["world"]), 1)
+    steps = None if samples is None or not each else math.ceil(samples / each / world)
 
-    def row(one: RankWindow, values: Mapping[str, Any]) -> dict[str, Any]:
-        (will,) = forecast([one], machine.cores)
+    def row(change: Callable[[RankWindow], RankWindow], values: Values) -> dict[str, Any]:
+        will = forecast([change(one) for one in windows], machine.cores)[late]
         epoch_s = None if steps is None else steps * will.step_s
         return {**values, "step_s": will.step_s, "wait_s": will.wait_s, "epoch_s": epoch_s}
 
     whole = 0 if dataset is None else _nbytes(session, dataset)
-    found = outlooks(trial.answer, {session["session"]: trial.rows[FIRST:]}, machine)
+    found = outlooks(trial.answer, rows, machine)
     changes = found[session["session"]].changes
     counts = sorted({*range(1, int(machine.cores) + 1), max(seen.workers, 1)})
     return {
         "samples": samples,
         "nbytes": whole,
         "steps": steps,
+        "ranks": len(windows),
         "workers": seen.workers,
-        "train_s": seen.train_s,
+        "train_s": min(one.train_s for one in windows),
         "busy_s": {stage: s / seen.batches for stage, s in seen.busy_s.items()},
-        **row(seen, {}),
-        "by_workers": [row(with_workers(seen, n), {"workers": n}) for n in counts],
+        **row(lambda one: one, {}),
+        "by_workers": [row(partial(with_workers, workers=n), {"workers": n}) for n in counts],
         "by_memory": [
             row(
-                with_memory(seen, share),
+                partial(with_memory, hits=share),
                 {
                     "share": share,
                     "nbytes": int(share * whole),
@@ -134,7 +177,7 @@ def foretold(trial: Trial, seen: RankWindow, machine: Machine) -> dict[str, Any]
             )
             for share in (_SHARES if dataset is not None else ())
         ],
-        "least_share": _least_share(seen, machine.cores) if dataset is not None else None,
+        "least_share": _least_share(windows, machine.cores) if dataset is not None else None,
         "changes": [{**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in changes],
     }
 
@@ -146,11 +189,12 @@ def _nbytes(session: Values, dataset: Values) -> int:
     return int(dataset["objects"] * session["direct_nbytes"] / session["direct_reads"])
 
 
-def _least_share(seen: RankWindow, cores: float) -> float | None:
+def _least_share(windows: Sequence[RankWindow], cores: float) -> float | None:
     """Return the least share of the dataset in memory, in hundredths, with which nothing waits."""
     for hundredths in range(101):
-        (will,) = forecast([with_memory(seen, hundredths / 100)], cores)
-        if will.wait_s <= HARDLY * will.step_s:
+        share = hundredths / 100
+        will = forecast([with_memory(one, share) for one in windows], cores)
+        if max(one.wait_s for one in will) <= HARDLY * will[0].step_s:
             return hundredths / 100
     return None
 
@@ -161,7 +205,8 @@ def show(told: Values) -> None:
     found = [("one step", f"{ms(told['step_s'])}: training {ms(told['train_s'])}, the rest a wait")]
     workers = told["workers"]
     by = f"by {workers} worker{'s' * (workers > 1)}" if workers else "by training itself"
-    found.append(("one batch", f"{busy}; made {by}"))
+    late = f"; of {told['ranks']} ranks the one that waits longest" * (told["ranks"] > 1)
+    found.append(("one batch", f"{busy}; made {by}{late}"))
     if told["steps"] is not None:
         size = f"{format_count(told['samples'])} samples, {format_size(told['nbytes'])}"
         found.append(("one epoch", f"{told['steps']:,} steps: {size}"))

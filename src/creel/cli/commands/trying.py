@@ -120,6 +120,9 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     help="Stop after this many batches.",
 )
 @seconds_option("--limit", 1, 600.0, "Stop after this many seconds.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 1024), default=1, help="Processes that torchrun starts."
+)
 @json_option
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -131,12 +134,14 @@ def explain(
     *,
     steps: int,
     limit: float,
+    ranks: int,
     as_json: bool,
 ) -> None:
     """Say what SCRIPT will take, by workers and by memory, from a few of its steps.
 
     Runs it (with ARGUMENTS) with creel's DataLoader in the place of torch's and a daemon of its
-    own, and ends it after these steps. Options come before SCRIPT.
+    own, and ends it after these steps; with --ranks as many of it, as torchrun on one node does.
+    Options come before SCRIPT.
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")
@@ -144,5 +149,5 @@ def explain(
 
     if context.obj["flags"]["daemon.name"] is None:
         context.obj["flags"]["daemon.name"] = f"explain-{os.getpid()}"
-    told = explain.explain(config_of(context), script, arguments, steps, limit)
+    told = explain.explain(config_of(context), script, arguments, steps, limit, ranks)
     print_answer(told, as_json, explain.show)
