@@ -5,7 +5,7 @@
 Set-ups of a script that trains 5 ms a step: files in the page cache, whose decoding (a sleep)
 is the bottleneck, with 1 worker and then with 2; files on a slow file system
 (tests/testbed/slowfs.py, which counts reads) with memory for half of them; and the same with memory
-for all. Then two ranks in lockstep (torchrun), of which one decodes twice as long; and two with
+for all. Then two ranks in lockstep, of which one decodes twice as long; and two with
 memory for half. `creel explain` runs the script for 64 steps; then the script runs in full. *Came*
 is a later epoch. Needs root (a FUSE mount).
 """

@@ -7,6 +7,7 @@ answers for what was not tried. It needs no accelerator other than the script's 
 from __future__ import annotations
 
 import math
+import socket
 import subprocess
 import sys
 import time
@@ -57,20 +58,25 @@ def explain(
 ) -> dict[str, Any]:
     """Run a script for so many steps, at most `limit_s`; return the keys in docs/cli.md.
 
-    ranks: processes that torchrun starts; 1: the script alone.
+    ranks: processes, with the environment that torchrun gives them; 1: the script alone.
 
     Raises:
         ConfigError: it ended, or the time was up, after too few steps.
     """
     with own_daemon(config):
-        command = [sys.executable, *_launcher(ranks), "-m", "creel.loader.in_place"]
-        command += [script, *arguments]
-        child = subprocess.Popen(command, env=daemon_env(config), stdout=sys.stderr)  # noqa: S603  the user's script
+        command = [sys.executable, "-m", "creel.loader.in_place", script, *arguments]
+        children = [
+            subprocess.Popen(command, env=daemon_env(config) | env, stdout=sys.stderr)  # noqa: S603  the user's script
+            for env in _environments(ranks)
+        ]
         try:
             with Client.connect(config.daemon.name, "cli") as client:
-                trial = _watched(client, child, steps + FIRST, limit_s)
+                trial = _watched(client, children, steps + FIRST, limit_s)
         finally:
-            _end(child)
+            for child in children:
+                child.terminate()
+            for child in children:
+                _end(child)
     if trial is None or min(trial.batches) <= FIRST + BATCHES:
         raise ConfigError(
             f"{script} took too few batches from one DataLoader: {FIRST + BATCHES + 1} are needed,"
@@ -80,22 +86,27 @@ def explain(
     return foretold(trial, machine)
 
 
-def _launcher(ranks: int) -> list[str]:
-    """Return what Python runs in the script's place to start its ranks."""
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """Return what torchrun adds to the environment of each rank on one node."""
     if ranks == 1:
-        return []
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    job["TORCHELASTIC_RUN_ID"] = f"explain-{port}"  # their job has one name
+    return [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _watched(
-    client: Client, child: subprocess.Popen[bytes], steps: int, limit_s: float
+    client: Client, children: Sequence[subprocess.Popen[bytes]], steps: int, limit_s: float
 ) -> Trial | None:
     """Return the ranks of the busiest stream, once they have enough, or the script ends.
 
     Ranks that do not step together with the busiest are waited for until it has twice as much.
     """
     last, until = None, time.monotonic() + limit_s
-    while child.poll() is None and time.monotonic() < until:
+    while all(child.poll() is None for child in children) and time.monotonic() < until:
         answer = client.ask("stats")
         found = _busiest(answer, list(recorded(client, answer)))
         if found is not None and (last is None or sum(found.batches) >= sum(last.batches)):
@@ -122,8 +133,7 @@ def _busiest(answer: Values, told: list[tuple[Values, list[list[int]]]]) -> Tria
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the script: by SIGTERM, which ends its workers, too, or else by SIGKILL."""
-    child.terminate()
+    """Wait for a process that got SIGTERM, which ends its workers, too, or else kill it."""
     try:
         child.wait(_END_S)
     except subprocess.TimeoutExpired:

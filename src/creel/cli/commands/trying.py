@@ -121,7 +121,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
 )
 @seconds_option("--limit", 1, 600.0, "Stop after this many seconds.")
 @click.option(
-    "--ranks", type=click.IntRange(1, 1024), default=1, help="Processes that torchrun starts."
+    "--ranks", type=click.IntRange(1, 1024), default=1, help="Processes, as torchrun starts them."
 )
 @json_option
 @click.argument("script")
