@@ -26,6 +26,19 @@ def test_an_epoch_is_its_steps() -> None:
     assert found["busy_s"] == pytest.approx({"source": 0.1, "decode": 0.3, "collate": 0.0})
 
 
+def test_what_a_second_epoch_finds_in_memory_is_left_out() -> None:
+    one = session(batches=100, samples=100 * 1_000, world=1)
+    held = answer(one)
+    held["core"]["datasets"]["d"]["objects"] = 32_000  # 32 steps
+    first, later = rows(0.1, 0.4, 0.1, count=32), rows(0.1, 0.0, 0.1, count=100)[32:]
+    late = later[0][5] - first[-1][6]
+    later = [[row[0], *(t - late for t in row[1:7]), row[7]] for row in later]
+    found = foretold(Trial(held, [(one, first + later)]), BIG)
+    assert found["steps"] == 32
+    assert found["step_s"] == pytest.approx(0.25, rel=1e-3)
+    assert found["busy_s"]["source"] == pytest.approx(0.4)
+
+
 def test_of_several_ranks_a_step_is_that_of_the_late_one_and_they_share_an_epoch() -> None:
     ranks = [session(k + 1, k, batches=100, samples=25_600, world=2) for k in (0, 1)]
     work = (0.1, 0.0, 0.3), (0.1, 0.0, 0.8)  # of a batch: two workers each

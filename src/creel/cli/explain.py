@@ -146,16 +146,17 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
 
     Of several ranks, the figures of one step and its making are those of the rank that is late.
     """
-    rows = {one["session"]: its[FIRST:] for one, its in trial.ranks}
+    busiest = trial.ranks[0][0]
+    dataset = trial.answer["core"]["datasets"].get(busiest["dataset"])
+    each = busiest["samples"] / max(busiest["batches"], 1)
+    samples = None if dataset is None else int(dataset["objects"])
+    world = max(int(busiest["world"]), 1)
+    steps = None if samples is None or not each else math.ceil(samples / each / world)
+    rows = {one["session"]: its[FIRST : _end_of(steps)] for one, its in trial.ranks}
     windows = [seen for one, _ in trial.ranks if (seen := window(one, rows[one["session"]]))]
     told = forecast(windows, machine.cores)
     late = max(range(len(told)), key=lambda k: told[k].wait_s)
     session, seen = trial.ranks[late][0], windows[late]
-    dataset = trial.answer["core"]["datasets"].get(session["dataset"])
-    each = session["samples"] / max(session["batches"], 1)
-    samples = None if dataset is None else int(dataset["objects"])
-    world = max(int(session["world"]), 1)
-    steps = None if samples is None or not each else math.ceil(samples / each / world)
 
     def row(change: Callable[[RankWindow], RankWindow], values: Values) -> dict[str, Any]:
         will = forecast([change(one) for one in windows], machine.cores)[late]
@@ -190,6 +191,11 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
         "least_share": _least_share(windows, machine.cores) if dataset is not None else None,
         "changes": [{**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in changes],
     }
+
+
+def _end_of(steps: int | None) -> int | None:
+    """Return how many batches to look at: later epochs find in memory what the first one read."""
+    return None if steps is None or steps <= FIRST + BATCHES else steps
 
 
 def _nbytes(session: Values, dataset: Values) -> int:
