@@ -1,6 +1,6 @@
 """`creel explain` against what came: epochs by workers, and by memory, reads of the source.
 
-    sudo python benchmarks/explain.py [--files 600] [--bandwidth 20M] [--json]
+    sudo python benchmarks/explain.py [--files 640] [--bandwidth 20M] [--json]
 
 Set-ups of a script that trains 5 ms a step: files in the page cache, whose decoding (a sleep)
 is the bottleneck, with 1 worker and then with 2; files on a slow file system
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--files", type=int, default=600)
+    parser.add_argument("--files", type=int, default=640)
     parser.add_argument("--bandwidth", default="20M", help="of the slow storage, bytes a second")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()

@@ -254,7 +254,10 @@ class NextUses:
         for known in self._epochs.values():
             first = known.first[ids]
             reads.append(((ids << 32) | first)[first != NEVER])
-            reads.append(known.repeats[(known.repeats >> 32) % stride == 0])
+            begin, end = (np.searchsorted(known.repeats, (ids + k) << 32) for k in (0, 1))
+            count = end - begin
+            skipped = np.repeat(begin - (np.cumsum(count) - count), count)
+            reads.append(known.repeats[skipped + np.arange(len(skipped))])
         keys = np.sort(np.concatenate(reads))
         again = keys[1:] >> 32 == keys[:-1] >> 32
         distances: Ints = np.diff(keys)[again]

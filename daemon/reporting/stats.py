@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from creel.daemon.service.registry import DatasetRecord, SessionRecord
 
 _MAX_RANKS = 1024  # most ranks reported
-#: Objects whose reads are looked up for a histogram (15 ms), and its bins.
-_MAX_REUSED, _REUSE_BINS = 1 << 16, 48
+#: Objects whose reads are looked up for a histogram (25 ms for one of 14 million), and its bins.
+_MAX_REUSED, _REUSE_BINS = 1 << 15, 48
 
 
 #: The result of `Core.snapshot`.
