@@ -28,7 +28,8 @@ from source_reads import daemon_with
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from testbed.slowfs import SlowFS
 
-BATCH, NBYTES, EPOCHS = 8, 100_000, 4
+#: A file takes 32 pages in memory: an arena for half of the files is a whole number of MiB.
+BATCH, NBYTES, EPOCHS = 8, 130_000, 4
 SCRIPT = f"""
 import json, sys, time
 from pathlib import Path

@@ -125,6 +125,7 @@ def _rank(panel: Axes, rank: RankSteps) -> None:
     share = rank.wait_s.sum() / max(rank.step_s.sum(), 1e-9)
     panel.set_title(f"rank {rank.rank}: waits {100 * min(share, 1):.0f} % of its time", fontsize=10)
     panel.set_xlabel("step")
+    panel.locator_params("x", integer=True)
 
 
 def _slowdown(panel: Axes, found: Slowdown | str) -> None:
