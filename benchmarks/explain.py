@@ -1,12 +1,13 @@
 """`creel explain` against what came: epochs by workers, and by memory, reads of the source.
 
-    sudo python benchmarks/explain.py [--files 600] [--bandwidth 20M] [--json]
+    sudo python benchmarks/explain.py [--files 640] [--bandwidth 20M] [--json]
 
-Three set-ups of a script that trains 5 ms a step: files in the page cache, whose decoding (a sleep)
+Set-ups of a script that trains 5 ms a step: files in the page cache, whose decoding (a sleep)
 is the bottleneck, with 1 worker and then with 2; files on a slow file system
 (tests/testbed/slowfs.py, which counts reads) with memory for half of them; and the same with memory
-for all. `creel explain` runs the script for 64 steps; then the script runs in full. *Came* is a
-later epoch. Needs root (a FUSE mount).
+for all. Then two ranks in lockstep, of which one decodes twice as long; and two with
+memory for half. `creel explain` runs the script for 64 steps; then the script runs in full. *Came*
+is a later epoch. Needs root (a FUSE mount).
 """
 
 from __future__ import annotations
@@ -27,17 +28,25 @@ from source_reads import daemon_with
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from testbed.slowfs import SlowFS
 
-BATCH, NBYTES, EPOCHS = 8, 100_000, 4
+#: A file takes 32 pages in memory: an arena for half of the files is a whole number of MiB.
+BATCH, NBYTES, EPOCHS = 8, 130_000, 4
 SCRIPT = f"""
 import json, sys, time
 from pathlib import Path
 
+import os
+
 import torch
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
 
 folder, workers, decode_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+rank, uneven = int(os.environ.get("RANK", 0)), float(sys.argv[4])
+decode_s *= uneven if rank else 1
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
 
 
 def decode(data):
@@ -47,26 +56,34 @@ def decode(data):
 
 files = sorted(map(str, Path(folder).iterdir()))
 data = creel.FileDataset(files, decode=decode)
-loader = DataLoader(
-    data, {BATCH}, shuffle=True, num_workers=workers, persistent_workers=True, drop_last=True
-)
+sampler = DistributedSampler(data) if dist.is_initialized() else None
+how = dict(sampler=sampler, shuffle=sampler is None, drop_last=True)
+loader = DataLoader(data, {BATCH}, num_workers=workers, persistent_workers=True, **how)
 for epoch in range({EPOCHS}):
+    if sampler is not None:
+        sampler.set_epoch(epoch)
     began = time.monotonic()
     for batch in loader:
         time.sleep(0.005)
-    print(json.dumps([epoch, time.monotonic() - began]), flush=True)
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
+    if rank == 0:
+        print(json.dumps([epoch, time.monotonic() - began]), flush=True)
 """
 
 
-def explained(script: str, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "creel", "explain", "--json", script, *arguments]
+def explained(script: str, *arguments: str, ranks: int = 1) -> dict[str, Any]:
+    how = ["--json", "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "creel", "explain", *how, script, *arguments]
     told: dict[str, Any] = json.loads(_output(command))
     return told
 
 
-def epochs(script: str, *arguments: str) -> list[float]:
+def epochs(script: str, *arguments: str, ranks: int = 1) -> list[float]:
     """Return the seconds of each epoch of the whole script, with creel's loader."""
-    command = [sys.executable, "-m", "creel.loader.in_place", script, *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(torchrun if ranks > 1 else [])]
+    command += ["-m", "creel.loader.in_place", script, *arguments]
     return [json.loads(line)[1] for line in _output(command).splitlines()]
 
 
@@ -87,36 +104,43 @@ def row(name: str, foretold_s: float, came_s: float, reads: str = "") -> dict[st
 
 def of_decoding(script: str, data: str) -> list[dict[str, object]]:
     """Decoding takes 16 ms a batch."""
-    told = explained(script, data, "1", "0.002")
+    told = explained(script, data, "1", "0.002", "1")
     by_workers = {one["workers"]: one["epoch_s"] for one in told["by_workers"]}
     rows = []
     for workers in (1, 2):
-        came_s = float(np.median(epochs(script, data, str(workers), "0.002")[1:]))
+        came_s = float(np.median(epochs(script, data, str(workers), "0.002", "1")[1:]))
         rows.append(row(f"decode-bound, {workers} workers", by_workers[workers], came_s))
+    told = explained(script, data, "1", "0.002", "2", ranks=2)
+    by_workers = {one["workers"]: one["epoch_s"] for one in told["by_workers"]}
+    for workers in (1, 2):
+        its = epochs(script, data, str(workers), "0.002", "2", ranks=2)[1:]
+        name = f"2 ranks, decoding 1 : 2, {workers} workers each"
+        rows.append(row(name, by_workers[workers], float(np.median(its))))
     return rows
 
 
 def of_storage(
-    script: str, data: str, mount: str, o: argparse.Namespace
+    script: str, data: str, mount: str, ranks: int, o: argparse.Namespace
 ) -> list[dict[str, object]]:
     rows = []
     with SlowFS(data, mount, bandwidth=o.bandwidth):  # type: ignore[no-untyped-call]
-        told = explained(script, mount, "2", "0.001")
+        told = explained(script, mount, "2", "0.001", "1", ranks=ranks)
     by_memory = {one["share"]: one for one in told["by_memory"]}
-    for share in (0.5, 1.0):
+    for share in (0.5, 1.0)[: 3 - ranks]:
         held = int(share * o.files * (NBYTES + 4096 - NBYTES % 4096)) + (4 << 20) * (share == 1.0)
         with (
             SlowFS(data, mount, bandwidth=o.bandwidth) as fs,  # type: ignore[no-untyped-call]
             daemon_with(held),
         ):
             os.environ["CREEL_DAEMON__LINGER_S"] = "0"
-            seconds = epochs(script, mount, "2", "0.001")
+            seconds = epochs(script, mount, "2", "0.001", "1", ranks=ranks)
             opens = fs.totals()["opens"]
         later = (opens - o.files) / (EPOCHS - 1)
         one = by_memory[share]
         came_s = float(np.median(seconds[1:]))
         reads = f"{one['reads']}, {later:.0f}"
-        rows.append(row(f"slow storage, {share:.0%} in memory", one["epoch_s"], came_s, reads))
+        name = "2 ranks, " * (ranks == 2) + f"slow storage, {share:.0%} in memory"
+        rows.append(row(name, one["epoch_s"], came_s, reads))
     return rows
 
 
@@ -124,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--files", type=int, default=600)
+    parser.add_argument("--files", type=int, default=640)
     parser.add_argument("--bandwidth", default="20M", help="of the slow storage, bytes a second")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
@@ -137,7 +161,8 @@ def main() -> None:
             (data / f"{i:05}").write_bytes(np.random.default_rng(i).bytes(NBYTES))
         report([
             *of_decoding(str(script), str(data)),
-            *of_storage(str(script), str(data), str(mount), o),
+            *of_storage(str(script), str(data), str(mount), 1, o),
+            *of_storage(str(script), str(data), str(mount), 2, o),
         ])  # fmt: skip
 
 

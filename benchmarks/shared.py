@@ -5,24 +5,31 @@
 `heavy` samples sleep, so that cores do not limit: lognormal times of 20 ms in the mean (x64: 5),
 whose standard deviation is twice that (video, 3-D, detection). Training takes each batch at once.
 `short` is the same in epochs of 10 batches, `even` has equal times of 5 ms. `copied` samples of 150
-KB take no time but a copy, in 2 workers: what the socket costs. Figures are ms until the first
-batch of an epoch, whose workers have started before, and batches/s of the whole epoch; `ideal` is
-the share of what all workers together could make. Ratios are medians over the rounds, `shared`
-against `own`, both with seeds per sample.
+KB take no time but a copy, in 2 workers: what the socket costs. `JPEG` decodes 500 x 375 pixels
+with Pillow and cuts 224 x 224 of them, in 2 workers. Figures are ms until the first batch of an
+epoch, whose workers have started before, and batches/s of the whole epoch; `ideal` is the share of
+what all workers together could make. Ratios are medians over the rounds, `shared` against `own`,
+both with seeds per sample.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import time
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from measure import median, report
+from measure import median, report, skip_unless
 from torch.utils.data import Dataset
 
 import creel
+
+try:
+    from PIL import Image
+except ImportError:
+    skip_unless(False, "Pillow")
 
 
 class Case(NamedTuple):
@@ -34,6 +41,7 @@ class Case(NamedTuple):
     batches: int
     workers: int
     nbytes: int = 64
+    decodes: bool = False
 
 
 CASES = {
@@ -43,6 +51,7 @@ CASES = {
     "short x8": Case(0.02, 2, 8, 10, 8),
     "even x8": Case(0.005, 0, 8, 100, 8),
     "copied x64": Case(0, 0, 64, 200, 2, 150_000),
+    "JPEG x64": Case(0, 0, 64, 20, 2, decodes=True),
 }
 
 
@@ -65,6 +74,20 @@ class Sleeping(Dataset[Any]):
         return self.bytes
 
 
+class Decoding(Sleeping):
+    """Each sample is decoded from one JPEG."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
+        self.file = io.BytesIO()
+        Image.fromarray(noise).resize((500, 375)).save(self.file, "jpeg", quality=94)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        image = Image.open(io.BytesIO(self.file.getvalue())).convert("RGB")
+        return torch.from_numpy(np.array(image.crop((i % 100, 0, i % 100 + 224, 224))))
+
+
 def epoch(loader: Any) -> tuple[float, float]:
     """Return (seconds until the first batch, seconds per batch of the epoch)."""
     begin = time.perf_counter()
@@ -77,7 +100,7 @@ def epoch(loader: Any) -> tuple[float, float]:
 
 def compare(name: str, rounds: int) -> dict[str, object]:
     case = CASES[name]
-    dataset = Sleeping(case)
+    dataset = Decoding(case) if case.decodes else Sleeping(case)
     options: dict[str, Any] = {
         "batch_size": case.batch,
         "shuffle": True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Index, every, some, unique
+from creel.policies.arrays import Index, Ints, every, some, unique
 
 #: The next use of an object that no known plan reads: later than any step.
 NEVER = int(np.iinfo(np.int32).max)
@@ -236,3 +236,46 @@ class NextUses:
         """Return (repeated reads within an epoch, all reads), over the known epochs."""
         tables = self._epochs.values()
         return sum(len(t.repeats) for t in tables), sum(t.accesses for t in tables)
+
+    def reuse_distances(self, most: int) -> Ints:
+        """Return (k,) the steps between each known read of an object and the next one, unordered.
+
+        Of `most` objects at most, evenly chosen; a read without a known next one has none.
+
+        >>> uses = NextUses(3)
+        >>> uses.extend(0, np.array([0, 0, 1], np.int32), np.array([2, 0, 1]))
+        >>> uses.extend(1, np.array([2, 2, 3], np.int32), np.array([0, 1, 2]))
+        >>> uses.reuse_distances(3).tolist()
+        [2, 1, 3]
+        """
+        stride = max(-(-len(self.due) // most), 1)
+        ids = np.arange(0, len(self.due), stride, dtype=np.int64)
+        reads = [np.empty(0, np.int64)]
+        for known in self._epochs.values():
+            first = known.first[ids]
+            reads.append(((ids << 32) | first)[first != NEVER])
+            begin, end = (np.searchsorted(known.repeats, (ids + k) << 32) for k in (0, 1))
+            count = end - begin
+            skipped = np.repeat(begin - (np.cumsum(count) - count), count)
+            reads.append(known.repeats[skipped + np.arange(len(skipped))])
+        keys = np.sort(np.concatenate(reads))
+        again = keys[1:] >> 32 == keys[:-1] >> 32
+        distances: Ints = np.diff(keys)[again]
+        return distances
+
+
+def histogram(distances: Ints, bins: int) -> tuple[Ints, Ints]:
+    """Return (b,) counts in at most `bins` bins of equal width, and their (b + 1,) whole edges.
+
+    Both are empty without distances.
+
+    >>> counts, edges = histogram(np.array([1, 2, 2, 6]), bins=3)
+    >>> counts.tolist(), edges.tolist()
+    ([3, 0, 1], [1, 3, 5, 7])
+    """
+    if not len(distances):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    least, most = int(distances.min()), int(distances.max())
+    width = -(-(most + 1 - least) // bins)
+    edges = np.arange(least, most + width + 1, width, dtype=np.int64)
+    return np.histogram(distances, edges)[0].astype(np.int64), edges

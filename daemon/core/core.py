@@ -25,6 +25,7 @@ from creel.daemon.core.residency import Residency
 from creel.daemon.core.restart.kept import KeptObjects, Restored, kept_of, restore
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.arrays import Index
+from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Window
 
 #: Seconds, on top of the usual latency of fetches, after which a waiting reader reads an object
@@ -414,6 +415,10 @@ class Core:
         """Return the steps that an open session has done, and those of its plan."""
         s = self._sessions[session]
         return s.cursors.done, s.stream.end
+
+    def uses(self, session: int) -> NextUses:
+        """Return when the job of an open session reads each object, as far as that is known."""
+        return self._sessions[session].group.uses
 
     def would_move(self, session: int, done: int, wanted: int) -> bool:
         """Return whether `Progressed` with a client's words, whatever they say, would move any."""

@@ -2,8 +2,9 @@
 
 The first rank of a group on each node is the *leader*. It forwards its workers' messages to the
 other ranks of that node, the *followers*: per batch some hundred bytes and the descriptors of new
-slots. All ranks map the slots privately, so no rank sees what another writes into its batch. A
-worker gets a slot back once all ranks have returned it.
+slots. All ranks map the slots privately, so no rank sees what another writes into its batch. A slot
+belongs to the worker that wrote it (with `workers="shared"`, too), and goes back to it once all
+ranks have returned it.
 
 Messages (tuples over a `Channel`, one per loader and follower; L from the leader, F from a
 follower). All ranks number their iterators alike:

@@ -142,6 +142,12 @@ def test_parts_of_any_samples_end_as_own_workers_do(kind: type[Any], workers: in
     assert outcomes(num_workers=workers) == own
 
 
+def test_a_collate_of_ones_own_sees_whole_batches() -> None:
+    """Also of the first batches, which all workers would make at once."""
+    given = {"collate_fn": len, "shuffle": False, "num_workers": 4}
+    assert list(loader(Noisy(10), **given)) == [4, 4, 2]
+
+
 def test_rows_of_the_daemon_are_the_same(shared: dict[str, Any], tmp_path: Path) -> None:
     np.arange(40 * 6, dtype=np.float32).tofile(tmp_path / "rows")
     rows = creel.RecordDataset(tmp_path / "rows", torch.float32, (6,), transform=jittered)

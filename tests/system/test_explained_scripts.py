@@ -22,11 +22,14 @@ import os, sys, time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import creel
 
 kind, folder = sys.argv[1], Path(sys.argv[2])
+if "WORLD_SIZE" in os.environ:
+    dist.init_process_group("gloo")
 (folder / "pid").write_text(str(os.getpid()))
 
 
@@ -50,10 +53,13 @@ elif kind == "opaque":
 else:
     data = range(20)
 print("training")
-loader = DataLoader(data, {BATCH}, shuffle=True, num_workers=1)
+sampler = torch.utils.data.DistributedSampler(data) if dist.is_initialized() else None
+loader = DataLoader(data, {BATCH}, shuffle=sampler is None, sampler=sampler, num_workers=1)
 for epoch in range(100 if kind != "short" else 1):
     for batch in loader:
         time.sleep(0.004)
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
 (folder / "end").touch()
 """
 
@@ -99,6 +105,18 @@ def test_a_script_is_run_for_some_steps_and_explained(
         assert "keep_decoded" in {row["what"] for row in told["changes"]}
     else:
         assert (told["samples"], told["by_memory"]) == (None, [])
+
+
+def test_ranks_that_torchrun_starts_are_explained_together(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(script, "files", "--steps", "24", "--ranks", "2") == 0
+    told: Any = json.loads(capfd.readouterr().out)
+    assert (told["ranks"], told["samples"], told["steps"]) == (2, FILES, FILES // BATCH // 2)
+    assert told["busy_s"]["decode"] >= BATCH * 0.008
+    assert told["step_s"] >= BATCH * 0.008
+    pid = int((script.parent / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_script_that_ends_too_soon_says_so(

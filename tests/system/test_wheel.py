@@ -106,6 +106,7 @@ def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Pat
         "gcs",
         "http",
         "images",
+        "plot",
         "prometheus",
         "redis",
         "s3",

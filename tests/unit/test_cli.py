@@ -19,6 +19,7 @@ from cli_rig import STATS, STATUS, FakeClient, answering
 
 from creel.cache.storage.manifest import Manifest
 from creel.cli import main, run, targets, warm
+from creel.cli.commands import daemon as daemon_commands
 from creel.cli.watching import stats
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.loader.client import embed
@@ -226,7 +227,7 @@ def test_settings_are_printed_as_toml_that_loads_again(
 def test_elsewhere_than_on_linux_there_is_no_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int
 ) -> None:
-    for module in (main, stats):
+    for module in (daemon_commands, stats):
         monkeypatch.setattr(module, "sys", mock.Mock(wraps=sys, platform="darwin"))
     assert main.main(words) == code
     assert "the daemon needs Linux" in capsys.readouterr().err

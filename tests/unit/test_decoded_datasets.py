@@ -193,6 +193,11 @@ def test_a_limit_of_nothing_and_creel_disabled_keep_nothing(
     check(dataset, paths)
     check(dataset, paths)
     assert decode.calls == 2 * N
+    files = Files(paths)
+    kept = creel.kept(files, 0)
+    for _ in range(2):
+        check(kept, paths)
+    assert files.reads == 2 * N
     monkeypatch.setenv("CREEL_DISABLE", "1")
     dataset = creel.FileDataset(paths, decode=decode, keep_decoded="auto")
     check(dataset, paths)

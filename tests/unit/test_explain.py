@@ -8,17 +8,14 @@ import pytest
 from test_what_if import BIG, FILES, answer, rows, session
 
 from creel.cli import explain
-from creel.cli.explain import FIRST, Trial, foretold
-from creel.cli.watching.what_if import Machine, window
+from creel.cli.explain import Trial, foretold
+from creel.cli.watching.what_if import Machine
 
 
 def told(machine: Machine = BIG, **more: Any) -> dict[str, Any]:
     """Return what is foretold of a rank that trains 0.1 s; two workers need 0.4 s for a batch."""
-    one = session(batches=100, samples=25_600, **more)
-    recorded = rows(0.1, 0.1, 0.3)
-    seen = window(one, recorded[FIRST:])
-    assert seen is not None
-    return foretold(Trial(answer(one), one, recorded), seen, machine)
+    one = session(batches=100, samples=25_600, **({"world": 1} | more))
+    return foretold(Trial(answer(one), [(one, rows(0.1, 0.1, 0.3))]), machine)
 
 
 def test_an_epoch_is_its_steps() -> None:
@@ -27,6 +24,34 @@ def test_an_epoch_is_its_steps() -> None:
     assert found["epoch_s"] == pytest.approx(found["steps"] * 0.2)
     assert found["train_s"] == pytest.approx(0.1)
     assert found["busy_s"] == pytest.approx({"source": 0.1, "decode": 0.3, "collate": 0.0})
+
+
+def test_what_a_second_epoch_finds_in_memory_is_left_out() -> None:
+    one = session(batches=100, samples=100 * 1_000, world=1)
+    held = answer(one)
+    held["core"]["datasets"]["d"]["objects"] = 32_000  # 32 steps
+    first, later = rows(0.1, 0.4, 0.1, count=32), rows(0.1, 0.0, 0.1, count=100)[32:]
+    late = later[0][5] - first[-1][6]
+    later = [[row[0], *(t - late for t in row[1:7]), row[7]] for row in later]
+    found = foretold(Trial(held, [(one, first + later)]), BIG)
+    assert found["steps"] == 32
+    assert found["step_s"] == pytest.approx(0.25, rel=1e-3)
+    assert found["busy_s"]["source"] == pytest.approx(0.4)
+
+
+def test_of_several_ranks_a_step_is_that_of_the_late_one_and_they_share_an_epoch() -> None:
+    ranks = [session(k + 1, k, batches=100, samples=25_600, world=2) for k in (0, 1)]
+    work = (0.1, 0.0, 0.3), (0.1, 0.0, 0.8)  # of a batch: two workers each
+    recorded: list[Any] = [(one, rows(*its)) for one, its in zip(ranks, work, strict=True)]
+    found = foretold(Trial(answer(*ranks), recorded), BIG)
+    assert found["ranks"] == 2
+    assert found["steps"] == -(-FILES // 512)
+    assert found["step_s"] == pytest.approx(0.4, rel=1e-3)
+    assert found["wait_s"] == pytest.approx(0.3, rel=1e-3)
+    assert found["busy_s"]["decode"] == pytest.approx(0.8)
+    by_workers = {one["workers"]: one["step_s"] for one in found["by_workers"]}
+    assert [by_workers[n] for n in (1, 4, 8)] == pytest.approx([0.8, 0.2, 0.1], rel=1e-3)
+    explain.show(found)
 
 
 def test_each_number_of_workers_up_to_the_cores_is_told() -> None:
@@ -46,19 +71,15 @@ def test_with_memory_for_a_part_a_later_epoch_reads_the_rest() -> None:
 
 
 def test_the_least_memory_without_a_wait_is_found() -> None:
-    one, recorded = session(), rows(0.1, 0.2, 0.1)
-    seen = window(one, recorded[FIRST:])
-    assert seen is not None
-    found = foretold(Trial(answer(one), one, recorded), seen, BIG)
+    one = session(world=1)
+    found = foretold(Trial(answer(one), [(one, rows(0.1, 0.2, 0.1))]), BIG)
     # 0.15 (1 - f) is a step of 0.1 s and 2 % of waiting.
     assert found["least_share"] == pytest.approx(1 - 0.1 / 0.98 / 0.15, abs=0.01)
 
 
 def test_of_a_dataset_without_objects_only_steps_are_told() -> None:
-    one, recorded = session(dataset="nothing", decoded_measured=0), rows(0.1, 0.0, 0.4)
-    seen = window(one, recorded[FIRST:])
-    assert seen is not None
-    found = foretold(Trial(answer(one), one, recorded), seen, BIG)
+    one = session(dataset="nothing", decoded_measured=0)
+    found = foretold(Trial(answer(one), [(one, rows(0.1, 0.0, 0.4))]), BIG)
     assert (found["steps"], found["epoch_s"], found["by_memory"]) == (None, None, [])
     assert {one["epoch_s"] for one in found["by_workers"]} == {None}
 

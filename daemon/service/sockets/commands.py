@@ -138,6 +138,7 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "drop": _drop,
     "bad_samples": _bad_samples,
     "batches": _batches,
+    "reuse": lambda node, args: stats.reuse(node, _session_of(node, args)),
     "fetches": lambda node, _: {"parts": [*map(list, node.fetcher.recent.copy())]},
     "own_file": _own_file,
     "stop": _stop,

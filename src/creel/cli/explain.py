@@ -7,10 +7,12 @@ answers for what was not tried. It needs no accelerator other than the script's 
 from __future__ import annotations
 
 import math
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import click
@@ -37,59 +39,101 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Trial(NamedTuple):
-    """What a script did: the answer of `creel stats`, its busiest stream, and that one's rows."""
+    """What a script did: the answer of `creel stats`, and of each rank its busiest stream.
+
+    ranks: session and rows, the busiest first. They are of one job and one dataset.
+    """
 
     answer: Values
-    session: Values
-    rows: list[list[int]]
+    ranks: list[tuple[Values, list[list[int]]]]
+
+    @property
+    def batches(self) -> list[int]:
+        """Batches that are recorded of each rank."""
+        return [len(rows) for _, rows in self.ranks]
 
 
 def explain(
-    config: Config, script: str, arguments: Sequence[str], steps: int, limit_s: float
+    config: Config, script: str, arguments: Sequence[str], steps: int, limit_s: float, ranks: int
 ) -> dict[str, Any]:
     """Run a script for so many steps, at most `limit_s`; return the keys in docs/cli.md.
+
+    ranks: processes, with the environment that torchrun gives them; 1: the script alone.
 
     Raises:
         ConfigError: it ended, or the time was up, after too few steps.
     """
     with own_daemon(config):
         command = [sys.executable, "-m", "creel.loader.in_place", script, *arguments]
-        child = subprocess.Popen(command, env=daemon_env(config), stdout=sys.stderr)  # noqa: S603  the user's script
+        children = [
+            subprocess.Popen(command, env=daemon_env(config) | env, stdout=sys.stderr)  # noqa: S603  the user's script
+            for env in _environments(ranks)
+        ]
         try:
             with Client.connect(config.daemon.name, "cli") as client:
-                trial = _watched(client, child, steps + FIRST, limit_s)
+                trial = _watched(client, children, steps + FIRST, limit_s)
         finally:
-            _end(child)
-    seen = None if trial is None else window(trial.session, trial.rows[FIRST:])
-    if trial is None or seen is None:
+            for child in children:
+                child.terminate()
+            for child in children:
+                _end(child)
+    if trial is None or min(trial.batches) <= FIRST + BATCHES:
         raise ConfigError(
             f"{script} took too few batches from one DataLoader: {FIRST + BATCHES + 1} are needed,"
             " and more say more"
         )
     machine = Machine(limits.cores(), *limits.memory(active=True))
-    return foretold(trial, seen, machine)
+    return foretold(trial, machine)
+
+
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """Return what torchrun adds to the environment of each rank on one node."""
+    if ranks == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    job["TORCHELASTIC_RUN_ID"] = f"explain-{port}"  # their job has one name
+    return [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _watched(
-    client: Client, child: subprocess.Popen[bytes], steps: int, limit_s: float
+    client: Client, children: Sequence[subprocess.Popen[bytes]], steps: int, limit_s: float
 ) -> Trial | None:
-    """Return the stream with most batches, once it has enough, or the script ends."""
+    """Return the ranks of the busiest stream, once they have enough, or the script ends.
+
+    Ranks that do not step together with the busiest are waited for until it has twice as much.
+    """
     last, until = None, time.monotonic() + limit_s
-    while child.poll() is None and time.monotonic() < until:
+    while all(child.poll() is None for child in children) and time.monotonic() < until:
         answer = client.ask("stats")
-        told = [Trial(answer, session, rows) for session, rows in recorded(client, answer)]
-        found = max(told, key=lambda one: len(one.rows), default=None)
-        if found is not None and (last is None or len(found.rows) >= len(last.rows)):
+        found = _busiest(answer, list(recorded(client, answer)))
+        if found is not None and (last is None or sum(found.batches) >= sum(last.batches)):
             last = found
-            if len(found.rows) >= steps:
+            most, least = found.batches[0], min(found.batches)
+            everyone = len(found.ranks) == max(found.ranks[0][0]["world"], 1)
+            if most >= steps and ((everyone and least >= steps) or most >= 2 * steps):
                 break
         time.sleep(_LOOK_S)
     return last
 
 
+def _busiest(answer: Values, told: list[tuple[Values, list[list[int]]]]) -> Trial | None:
+    """Return the ranks that read the same dataset as the stream with most batches, and its job."""
+    told.sort(key=lambda one: -len(one[1]))
+    if not told:
+        return None
+    first, _ = told[0]
+    ranks: dict[int, tuple[Values, list[list[int]]]] = {}
+    for session, rows in told:
+        if (session["dataset"], session["world"]) == (first["dataset"], first["world"]):
+            ranks.setdefault(session["rank"], (session, rows))
+    return Trial(answer, list(ranks.values()))
+
+
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the script: by SIGTERM, which ends its workers, too, or else by SIGKILL."""
-    child.terminate()
+    """Wait for a process that got SIGTERM, which ends its workers, too, or else kill it."""
     try:
         child.wait(_END_S)
     except subprocess.TimeoutExpired:
@@ -97,35 +141,45 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def foretold(trial: Trial, seen: RankWindow, machine: Machine) -> dict[str, Any]:
-    """Return what the job will take. Pure."""
-    session = trial.session
-    dataset = trial.answer["core"]["datasets"].get(session["dataset"])
-    each = session["samples"] / max(session["batches"], 1)
-    samples = None if dataset is None else int(dataset["objects"])
-    steps = None if samples is None or not each else math.ceil(samples / each)
+def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
+    """Return what the job will take. Pure.
 
-    def row(one: RankWindow, values: Mapping[str, Any]) -> dict[str, Any]:
-        (will,) = forecast([one], machine.cores)
+    Of several ranks, the figures of one step and its making are those of the rank that is late.
+    """
+    busiest = trial.ranks[0][0]
+    dataset = trial.answer["core"]["datasets"].get(busiest["dataset"])
+    each = busiest["samples"] / max(busiest["batches"], 1)
+    samples = None if dataset is None else int(dataset["objects"])
+    world = max(int(busiest["world"]), 1)
+    steps = None if samples is None or not each else math.ceil(samples / each / world)
+    rows = {one["session"]: its[FIRST : _end_of(steps)] for one, its in trial.ranks}
+    windows = [seen for one, _ in trial.ranks if (seen := window(one, rows[one["session"]]))]
+    told = forecast(windows, machine.cores)
+    late = max(range(len(told)), key=lambda k: told[k].wait_s)
+    session, seen = trial.ranks[late][0], windows[late]
+
+    def row(change: Callable[[RankWindow], RankWindow], values: Values) -> dict[str, Any]:
+        will = forecast([change(one) for one in windows], machine.cores)[late]
         epoch_s = None if steps is None else steps * will.step_s
         return {**values, "step_s": will.step_s, "wait_s": will.wait_s, "epoch_s": epoch_s}
 
     whole = 0 if dataset is None else _nbytes(session, dataset)
-    found = outlooks(trial.answer, {session["session"]: trial.rows[FIRST:]}, machine)
+    found = outlooks(trial.answer, rows, machine)
     changes = found[session["session"]].changes
     counts = sorted({*range(1, int(machine.cores) + 1), max(seen.workers, 1)})
     return {
         "samples": samples,
         "nbytes": whole,
         "steps": steps,
+        "ranks": len(windows),
         "workers": seen.workers,
-        "train_s": seen.train_s,
+        "train_s": min(one.train_s for one in windows),
         "busy_s": {stage: s / seen.batches for stage, s in seen.busy_s.items()},
-        **row(seen, {}),
-        "by_workers": [row(with_workers(seen, n), {"workers": n}) for n in counts],
+        **row(lambda one: one, {}),
+        "by_workers": [row(partial(with_workers, workers=n), {"workers": n}) for n in counts],
         "by_memory": [
             row(
-                with_memory(seen, share),
+                partial(with_memory, hits=share),
                 {
                     "share": share,
                     "nbytes": int(share * whole),
@@ -134,9 +188,14 @@ def foretold(trial: Trial, seen: RankWindow, machine: Machine) -> dict[str, Any]
             )
             for share in (_SHARES if dataset is not None else ())
         ],
-        "least_share": _least_share(seen, machine.cores) if dataset is not None else None,
+        "least_share": _least_share(windows, machine.cores) if dataset is not None else None,
         "changes": [{**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in changes],
     }
+
+
+def _end_of(steps: int | None) -> int | None:
+    """Return how many batches to look at: later epochs find in memory what the first one read."""
+    return None if steps is None or steps <= FIRST + BATCHES else steps
 
 
 def _nbytes(session: Values, dataset: Values) -> int:
@@ -146,11 +205,12 @@ def _nbytes(session: Values, dataset: Values) -> int:
     return int(dataset["objects"] * session["direct_nbytes"] / session["direct_reads"])
 
 
-def _least_share(seen: RankWindow, cores: float) -> float | None:
+def _least_share(windows: Sequence[RankWindow], cores: float) -> float | None:
     """Return the least share of the dataset in memory, in hundredths, with which nothing waits."""
     for hundredths in range(101):
-        (will,) = forecast([with_memory(seen, hundredths / 100)], cores)
-        if will.wait_s <= HARDLY * will.step_s:
+        share = hundredths / 100
+        will = forecast([with_memory(one, share) for one in windows], cores)
+        if max(one.wait_s for one in will) <= HARDLY * will[0].step_s:
             return hundredths / 100
     return None
 
@@ -161,7 +221,8 @@ def show(told: Values) -> None:
     found = [("one step", f"{ms(told['step_s'])}: training {ms(told['train_s'])}, the rest a wait")]
     workers = told["workers"]
     by = f"by {workers} worker{'s' * (workers > 1)}" if workers else "by training itself"
-    found.append(("one batch", f"{busy}; made {by}"))
+    late = f"; of {told['ranks']} ranks the one that waits longest" * (told["ranks"] > 1)
+    found.append(("one batch", f"{busy}; made {by}{late}"))
     if told["steps"] is not None:
         size = f"{format_count(told['samples'])} samples, {format_size(told['nbytes'])}"
         found.append(("one epoch", f"{told['steps']:,} steps: {size}"))

@@ -1,8 +1,8 @@
 """`creel trace`: the last batches of all ranks of a node as a timeline, for Perfetto or Chrome.
 
-The file is in Chrome's Trace Event Format. A process is a rank, or the daemon; a thread is a
-trainer, a worker or one of the daemon's. All moments are those of the monotonic clock, which the
-processes of a node share.
+The file is in Chrome's Trace Event Format, with what `creel plot` needs beside it. A process is a
+rank, or the daemon; a thread is a trainer, a worker or one of the daemon's. All moments are those
+of the monotonic clock, which the processes of a node share.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.cache.memory.batch_log import BatchRow
+from creel.cli.recorded.recording import KEY, RecordedStream, Recording, as_json
 from creel.cli.watching.forecasts import job_key
 from creel.cli.watching.stats import recorded
 from creel.cli.watching.view import Values, job_of
 from creel.errors import ConfigError
+from creel.system import limits
 
 if TYPE_CHECKING:
     from creel.loader.client.client import Client
@@ -37,7 +39,8 @@ def trace(client: Client, out: str, seconds: float) -> dict[str, Any]:
         ConfigError: training took no batch in that time, or the file cannot be written.
     """
     since_ns = max(time.monotonic_ns() - int(1e9 * seconds), 0)
-    told = recorded(client, client.ask("stats"), since_ns)
+    answer = client.ask("stats")
+    told = list(recorded(client, answer, since_ns))
     streams = [(session, [*map(BatchRow._make, rows)]) for session, rows in told]
     batches = sum(len(rows) for _, rows in streams)
     if not batches:
@@ -47,9 +50,11 @@ def trace(client: Client, out: str, seconds: float) -> dict[str, Any]:
         )
     parts = [part for part in client.ask("fetches")["parts"] if part[2] > since_ns]
     events = [*of_streams(streams), *of_fetches(parts)]
+    kept = [RecordedStream(*one, _reuse(client, one[0])) for one in told]
+    recording = as_json(Recording(limits.cores(), answer, kept))
     try:
         with Path(out).open("w", encoding="utf-8") as file:
-            json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file)
+            json.dump({"displayTimeUnit": "ms", "traceEvents": events, KEY: recording}, file)
     except OSError as e:
         raise ConfigError(f"{out} cannot be written: {e.strerror}") from e
     ranks = {_rank(session) for session, rows in streams if rows}
@@ -61,6 +66,14 @@ def trace(client: Client, out: str, seconds: float) -> dict[str, Any]:
         "fetches": len(parts),
         "stall_s": waits_s,
     }
+
+
+def _reuse(client: Client, session: Values) -> Values:
+    """Return after how many steps a stream's job reads objects again, see `stats.reuse`."""
+    try:
+        return client.ask("reuse", session=session["session"])
+    except ConfigError:  # it has just ended
+        return {"counts": [], "edges": [], "objects": 0}
 
 
 def sentence(told: Values) -> str:

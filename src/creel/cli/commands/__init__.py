@@ -1,0 +1,1 @@
+"""The subcommands of `creel`: options and arguments; the work is done beside."""

@@ -1,0 +1,120 @@
+"""Subcommands that run, ask and fill a daemon."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from creel.cli.commands.options import (
+    client_of,
+    config_of,
+    json_option,
+    print_answer,
+)
+from creel.errors import ConfigError
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--memory", metavar="SIZE", help='Memory budget: "64GiB", "50%" or "auto".')
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(context: click.Context, memory: str | None, command: tuple[str, ...]) -> int:
+    """Run COMMAND with a daemon of its own.
+
+    The daemon stops afterwards, and the exit code is COMMAND's. Without COMMAND: serve in the
+    foreground until SIGTERM or Ctrl-C, as creeld does.
+    """
+    from creel.cli import run
+    from creel.cli.watching import stats
+
+    if sys.platform != "linux":
+        raise ConfigError(stats.ELSEWHERE)
+    if not command:
+        return run.serve(config_of(context, **{"memory.budget": memory}))
+    run.check_command(command[0])
+    if context.obj["flags"]["daemon.name"] is None:
+        context.obj["flags"]["daemon.name"] = f"run-{os.getpid()}"
+    return run.around(config_of(context, **{"memory.budget": memory}), command)
+
+
+@click.command()
+@click.option(
+    "--now", is_flag=True, help="Stop at once, without waiting for clients to disconnect."
+)
+@json_option
+@click.pass_context
+def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
+    """Stop the daemon."""
+    with client_of(context) as client:
+        client.ask("stop", now=now)
+    when = "now" if now else "once its clients have disconnected"
+    print_answer({"stopping": when}, as_json, lambda _: click.echo(f"stopping {when}", err=True))
+
+
+@click.command()
+@json_option
+@click.pass_context
+def status(context: click.Context, *, as_json: bool) -> None:
+    """Show whether a daemon runs, and what uses it."""
+    from creel.cli.watching import view
+
+    with client_of(context) as client:
+        answer = client.ask("status")
+    print_answer(answer, as_json, lambda values: view.pairs(view.status_pairs(values)))
+
+
+@click.command()
+@click.argument("target")
+@click.option("--time", "limit", metavar="DURATION", help='Load no more after this: "90s", "10m".')
+@click.option("--background", is_flag=True, help="Return once loading has begun.")
+@json_option
+@click.pass_context
+def warm(
+    context: click.Context, target: str, *, limit: str | None, background: bool, as_json: bool
+) -> None:
+    """Load TARGET into memory: a folder, a file, shards, a URL, or MODULE:DATASET of your program.
+
+    A daemon is started if none runs; it ends an hour after its last client.
+    """
+    from creel.cli import warm
+    from creel.units import parse_seconds
+
+    if limit is not None and background:
+        raise click.UsageError("--time waits for the end, --background does not: give one of them")
+    time_s = math.inf if limit is None else parse_seconds(limit)
+    config = config_of(context)
+    linger_s = max(config.daemon.linger_s, warm.LINGER_S)
+    with warm.daemon(config_of(context, **{"daemon.linger_s": linger_s})) as client:
+        where = client, target, config.daemon.name
+        result = warm.warm(*where, quiet=as_json, time_s=time_s, background=background)
+    print_answer(result, as_json, lambda values: click.echo(warm.sentence(values)))
+
+
+@click.command()
+@json_option
+@click.pass_context
+def ls(context: click.Context, *, as_json: bool) -> None:
+    """List the datasets that the daemon knows, and how much of each it holds."""
+    from creel.cli.watching import view
+
+    with client_of(context) as client:
+        answer = client.ask("datasets")
+    print_answer(answer, as_json, lambda values: view.datasets(values["datasets"]))
+
+
+@click.command()
+@click.argument("dataset")
+@json_option
+@click.pass_context
+def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
+    """Free what the daemon holds of DATASET, a path or first letters of a key (`creel ls`)."""
+    with client_of(context) as client:
+        path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
+        answer = client.ask("drop", dataset=path)
+    print_answer(
+        answer, as_json, lambda told: click.echo(f"dropped {told['path'] or told['dataset']}")
+    )

@@ -1,0 +1,1 @@
+"""Recorded runs: what `creel trace` keeps, and the pictures that `creel plot` draws of it."""
