@@ -24,6 +24,8 @@ import pytest
 import torch  # noqa: F401  for the forks
 
 from creel.cli.main import main
+from creel.config import Config
+from creel.loader.client.embed import connect_or_start
 from kit import until
 from testbed.http_server import Server
 
@@ -255,11 +257,19 @@ def test_shards_are_warmed_as_training_reads_them(name: str, tmp_path: Path, tar
     assert reads(name) == before
 
 
+@pytest.mark.parametrize("running", [False, True])
 def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, running: bool
 ) -> None:
+    """It stays without a client until training begins, also one that a loader has started."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "64MiB")
+    monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.2")
+    if running:
+        start = connect_or_start(Config.load({"daemon.name": name})[0])
+        assert start is not None
     told = json.loads(creel("--name", name, "warm", str(folder), "--background", "--json"))
+    if running:
+        start.close()
     assert (told["objects"], told["ended"], told["path"]) == (60, "background", str(folder))
     try:
         status = json.loads(creel("--name", name, "status", "--json"))
@@ -270,6 +280,8 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
             return bool(row["resident_objects"] == 60)
 
         until(loaded, what="all is in memory, though nobody waits for it")
+        alone = time.monotonic() + 1.0  # five times `daemon.linger_s`
+        until(lambda: loaded() and time.monotonic() > alone, what="it has stayed")
     finally:
         creel("--name", name, "stop", "--now")
     until(lambda: forked("--name", name, "status")[0] == 3, what="the daemon has ended")

@@ -18,6 +18,7 @@ from creel.messages import Command
 Args = dict[str, Any]
 
 _MAX_PATH = 4096
+_MAX_LINGER_S = 86_400
 
 
 def answer(node: Node, ask: Command) -> dict[str, Any]:
@@ -53,8 +54,15 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
 
 
 def _warm(node: Node, args: Args) -> dict[str, Any]:
-    """Load a dataset, or with `stop` no more of it; return its counters."""
+    """Load a dataset, or with `stop` no more of it; return its counters.
+
+    With `linger_s` an embedded daemon stays so long, a day at most, without a client.
+    """
     dataset = _named(node, args)
+    linger_s = args.get("linger_s", 0)
+    if not isinstance(linger_s, int | float) or not 0 <= linger_s <= _MAX_LINGER_S:
+        raise ConfigError("stay for how many seconds?")
+    node.linger_s = max(node.linger_s, linger_s)
     node.handle_event(Warm(dataset.key, stop=args.get("stop") is True))
     return stats.dataset(node.core.snapshot(), dataset)
 

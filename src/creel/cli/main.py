@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from creel.cli.shipped import example, service, slurm_group
+from creel.cli.shipped import example, pbs_group, service, slurm_group
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.version import VERSION
 
@@ -268,7 +268,10 @@ def top(context: click.Context, interval: float) -> None:
 @_as_json
 @click.pass_context
 def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) -> None:
-    """Write the last batches of all ranks to OUT, as a timeline for Perfetto or Chrome."""
+    """Write the last batches as a timeline for Perfetto or Chrome.
+
+    OUT is the file to write. The batches are those of all ranks of this node.
+    """
     from creel.cli.watching import trace
 
     with _client(context) as client:
@@ -288,9 +291,10 @@ def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) ->
 def warm(
     context: click.Context, target: str, *, limit: str | None, background: bool, as_json: bool
 ) -> None:
-    """Load TARGET into memory: a folder, a file, shards, a URL, or MODULE:DATASET of your program.
+    """Load a folder, a file, shards or a dataset into memory.
 
-    A daemon is started if none runs; it ends an hour after its last client.
+    TARGET is a path, an address, or MODULE:DATASET of your program. A daemon is started if none
+    runs. It stays for an hour after its last client.
     """
     from creel.cli import warm
     from creel.units import parse_seconds
@@ -299,8 +303,7 @@ def warm(
         raise click.UsageError("--time waits for the end, --background does not: give one of them")
     time_s = math.inf if limit is None else parse_seconds(limit)
     config = _config(context)
-    linger_s = max(config.daemon.linger_s, warm.LINGER_S)
-    with warm.daemon(_config(context, **{"daemon.linger_s": linger_s})) as client:
+    with warm.daemon(config) as client:
         where = client, target, config.daemon.name
         result = warm.warm(*where, quiet=as_json, time_s=time_s, background=background)
     _print(result, as_json, lambda values: click.echo(warm.sentence(values)))
@@ -310,7 +313,7 @@ def warm(
 @_as_json
 @click.pass_context
 def ls(context: click.Context, *, as_json: bool) -> None:
-    """List the datasets that the daemon knows, and how much of each it holds."""
+    """List the datasets that the daemon holds, and how much of each."""
     from creel.cli.watching import view
 
     with _client(context) as client:
@@ -323,7 +326,10 @@ def ls(context: click.Context, *, as_json: bool) -> None:
 @_as_json
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of DATASET, a path or first letters of a key (`creel ls`)."""
+    """Free what the daemon holds of a dataset.
+
+    DATASET is its path, or the first letters of its key (`creel ls`).
+    """
     with _client(context) as client:
         path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
         answer = client.ask("drop", dataset=path)
@@ -375,9 +381,9 @@ def simulate(
     as_json: bool,
     **counts: int,
 ) -> None:
-    """Replay the epochs of a job on a cluster: source reads, transfers, memory and time.
+    """Replay the epochs of a job on a hypothetical cluster.
 
-    Speeds that are not given are unlimited.
+    Shows source reads, transfers, memory and time. Speeds that are not given are unlimited.
     """
     from creel.cli import simulate
     from creel.policies.cluster.simulate import Scenario
@@ -446,10 +452,11 @@ def explain(
     limit: float,
     as_json: bool,
 ) -> None:
-    """Say what SCRIPT will take, by workers and by memory, from a few of its steps.
+    """Say what a training script will take.
 
-    Runs it (with ARGUMENTS) with creel's DataLoader in the place of torch's and a daemon of its
-    own, and ends it after these steps. Options come before SCRIPT.
+    By workers and by memory, from a few of its steps. Runs SCRIPT (with ARGUMENTS) with creel's
+    DataLoader in the place of torch's and a daemon of its own, and ends it after these steps.
+    Options come before SCRIPT.
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")
@@ -474,7 +481,7 @@ def explain(
 def stream(
     path: str, *, watch: bool, end: bool, forget: str | None, interval: float, as_json: bool
 ) -> None:
-    """Show the stream at PATH: its chunks, its rate, and how far its readers are."""
+    """Show a stream's chunks, its rate, and how far its readers are."""
     from creel.cli.watching import stream as show
 
     if end:
@@ -569,5 +576,5 @@ def _toml(value: object) -> str:
 
 # --- files that come with creel ---------------------------------------------------------------
 
-for one in (service, slurm_group, example):
+for one in (service, slurm_group, pbs_group, example):
     creel.add_command(one)

@@ -1,4 +1,4 @@
-"""`creel service`, `creel slurm`, `creel example`: files that come with creel, to be copied.
+"""`creel service`, `slurm`, `pbs`, `example`: files that come with creel, to be copied.
 
 They are in the wheel (`creel/deploy`, `creel/examples`); in a checkout these folders lie on top.
 """
@@ -20,7 +20,7 @@ _UNIT, _TEMPLATE = "creeld.service", "creeld@.service"
 _SYSTEM = Path("/etc/systemd/system")
 #: What stands in the files for the folder of this environment's programs.
 _BIN = "/usr/bin/env "
-_SHELL_BIN = "bin=/usr/bin"
+_SHELL_BIN, _HOOK_BIN = "bin=/usr/bin", 'BIN = "/usr/bin"'
 SLURM = ("prolog", "task-prolog", "epilog", "job")
 EXAMPLES = ("train", "train_ddp", "continual", "gray_scott")
 
@@ -42,6 +42,11 @@ def unit(*, system: bool = False) -> str:
 def slurm(name: str) -> str:
     """Return a script for Slurm, with the folder of this environment's programs."""
     return read(f"deploy/slurm/{name}.sh").replace(_SHELL_BIN, f"bin={_programs()}")
+
+
+def pbs() -> str:
+    """Return the hook for PBS, with the folder of this environment's programs."""
+    return read("deploy/pbs/hook.py").replace(_HOOK_BIN, f'BIN = "{_programs()}"')
 
 
 def _programs() -> Path:
@@ -89,9 +94,9 @@ def show_service(*, system: bool) -> None:
 @_system
 @click.option("--force", is_flag=True, help="Replace a unit file that is there and differs.")
 def install(*, system: bool, force: bool) -> None:
-    """Write the unit file to your own systemd's folder, and say how to start it.
+    """Write the unit file to where systemd looks for it.
 
-    Needs no root, except for --system. Starts nothing.
+    Says how to start it. Needs no root, except for --system. Starts nothing.
     """
     path, text = _unit_path(system=system), unit(system=system)
     if not force and path.exists() and path.read_text() != text:
@@ -114,8 +119,25 @@ def slurm_group() -> None:
 @slurm_group.command(name="show")
 @click.argument("name", type=click.Choice(SLURM))
 def show_slurm(name: str) -> None:
-    """Print a script for Slurm: prolog, task-prolog and epilog of slurm.conf, or a job."""
+    """Print a script for Slurm.
+
+    prolog, task-prolog and epilog are for slurm.conf; job is one to submit.
+    """
     click.echo(slurm(name), nl=False)
+
+
+@click.group(name="pbs")
+def pbs_group() -> None:
+    """Run a daemon for each PBS job."""
+
+
+@pbs_group.command(name="show")
+def show_pbs() -> None:
+    """Print a hook for PBS.
+
+    It starts a daemon with each job, and ends it with the job. It was never run under PBS.
+    """
+    click.echo(pbs(), nl=False)
 
 
 @click.command()
