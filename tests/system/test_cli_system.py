@@ -292,6 +292,15 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
 
 
 @pytest.mark.usefixtures("daemon")
+def test_tars_that_hold_no_samples_are_warmed_as_files(name: str, tmp_path: Path) -> None:
+    for shard in range(2):
+        (tmp_path / f"s{shard}.tar").write_bytes(bytes([shard]) * 10_000)
+    told = json.loads(creel("--name", name, "warm", "s{0..1}.tar", "--json", cwd=tmp_path))
+    assert (told["objects"], told["resident"], told["nbytes"]) == (2, 2, 20_000)
+    assert "s2.tar" in forked("--name", name, "warm", "s{1..2}.tar", cwd=tmp_path)[2]
+
+
+@pytest.mark.usefixtures("daemon")
 def test_one_file_is_warmed(name: str, tmp_path: Path) -> None:
     (tmp_path / "one.bin").write_bytes(bytes(1000))
     told = json.loads(creel("--name", name, "warm", "one.bin", "--json", cwd=tmp_path))

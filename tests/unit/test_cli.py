@@ -23,6 +23,7 @@ from creel.cli.watching import stats
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.loader.client import embed
 from creel.loader.client.client import Client
+from creel.loader.datasets.files import FileDataset
 
 
 @pytest.fixture
@@ -171,6 +172,14 @@ def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
     client: Any = mock.Mock(ask=mock.Mock(return_value={"datasets": [{"dataset": "another"}]}))
     with pytest.raises(CreelError, match="dropped"):
         warm.warm(client, "/", "any", quiet=True)
+
+
+def test_a_file_is_what_training_makes_of_it(tmp_path: Path) -> None:
+    """So that both share one copy; no torch is needed for it."""
+    (tmp_path / "a b").write_bytes(b"1")
+    path = str(tmp_path / "a b")
+    made = targets.manifest_of_target(path, "any")
+    assert made.key == FileDataset([path]).manifest.key
 
 
 def test_loading_ends_when_its_time_is_over_and_the_daemon_is_told(
