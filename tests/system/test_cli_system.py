@@ -136,6 +136,11 @@ def test_a_daemon_is_seen_warmed_and_stopped(
     (row,) = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
     assert row["resident_objects"] == 0
     creel("--name", name, "drop", row["dataset"][:8])
+    (folder / "c0/later.bin").write_bytes(b"x")
+    creel("--name", name, "warm", str(folder))
+    assert creel("--name", name, "drop", str(folder)) == f"dropped {folder} (2 datasets)\n"
+    rows = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
+    assert [row["resident_objects"] for row in rows] == [0, 0]
     creel("--name", name, "drop", "/nowhere", code=2)
 
     stopped = creel("--name", name, "stop", "--json")

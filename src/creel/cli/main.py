@@ -328,12 +328,14 @@ def ls(context: click.Context, *, as_json: bool) -> None:
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
     """Free what the daemon holds of a dataset.
 
-    DATASET is its path, or the first letters of its key (`creel ls`).
+    DATASET is a path, for all that lie there, or the first letters of a key (`creel ls`).
     """
     with _client(context) as client:
         path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
         answer = client.ask("drop", dataset=path)
-    _print(answer, as_json, lambda told: click.echo(f"dropped {told['path'] or told['dataset']}"))
+    several = f" ({answer['dropped']} datasets)" if answer["dropped"] > 1 else ""
+    what = f"dropped {answer['path'] or answer['dataset']}{several}"
+    _print(answer, as_json, lambda _: click.echo(what))
 
 
 @creel.command()
