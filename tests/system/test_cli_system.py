@@ -269,12 +269,11 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
     """It stays without a client until training begins, also one that a loader has started."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "64MiB")
     monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.2")
-    if running:
-        start = connect_or_start(Config.load({"daemon.name": name})[0])
-        assert start is not None
+    trainer = connect_or_start(Config.load({"daemon.name": name})[0]) if running else None
+    assert (trainer is not None) == running
     told = json.loads(creel("--name", name, "warm", str(folder), "--background", "--json"))
-    if running:
-        start.close()
+    if trainer is not None:
+        trainer.close()
     assert (told["objects"], told["ended"], told["path"]) == (60, "background", str(folder))
     try:
         status = json.loads(creel("--name", name, "status", "--json"))

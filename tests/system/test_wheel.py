@@ -203,7 +203,7 @@ def test_pbss_hook_gives_a_job_a_daemon_and_a_key_and_ends_it(
     def told(event: int, text: str = hook) -> str:
         (tmp_path / "hook.py").write_text(text)
         env = os.environ | {"JOB": job, "EVENT": str(event)}
-        command = [sys.executable, tmp_path / "hook.py"]
+        command = [sys.executable, str(tmp_path / "hook.py")]
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=60, check=True
         )
