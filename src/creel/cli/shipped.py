@@ -6,6 +6,7 @@ They are in the wheel (`creel/deploy`, `creel/examples`); in a checkout these fo
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import sysconfig
 from pathlib import Path
@@ -65,6 +66,15 @@ def _programs() -> Path:
     raise ConfigError("this environment has no creeld: pip install creel-data")
 
 
+def _closed_folder() -> Path | None:
+    """Return a folder above `creeld`, or above its Python, that other users may not enter."""
+    for program in (_programs() / "creeld", Path(sys.executable).resolve()):
+        for folder in program.parents:
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                return folder
+    return None
+
+
 def _unit_path(*, system: bool) -> Path:
     """Return where the service manager looks for the unit."""
     if system:
@@ -107,6 +117,8 @@ def install(*, system: bool, force: bool) -> None:
     except OSError as e:
         raise ConfigError(f"{path} cannot be written: {e.strerror}") from e
     click.echo(f"wrote {path}")
+    if system and (folder := _closed_folder()):
+        click.echo(f"other users may not enter {folder}: their daemons cannot start", err=True)
     manager, name = ("systemctl", "creeld@USER") if system else ("systemctl --user", "creeld")
     click.echo(f"start it: {manager} daemon-reload && {manager} enable --now {name}")
 
