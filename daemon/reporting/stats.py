@@ -158,20 +158,20 @@ def fed(tables: Iterable[Ints]) -> dict[str, float]:
     return {} if share is None else {"utilisation": share}
 
 
-class Recorded(NamedTuple):
+class RecordedStream(NamedTuple):
     """The recorded batches of a session, copied once for an answer, and its utilisation."""
 
     table: Ints
     fed: dict[str, float]
 
     @classmethod
-    def of(cls, one: SessionRecord) -> Recorded:
+    def of(cls, one: SessionRecord) -> RecordedStream:
         table = one.words.log.table()
         return cls(table, fed([table]))
 
 
 def session(
-    one: SessionRecord, pid: int, core: Mapping[str, Any], recorded: Recorded
+    one: SessionRecord, pid: int, core: Mapping[str, Any], recorded: RecordedStream
 ) -> dict[str, Any]:
     """Return state and counters of one session, including its trainer's counters.
 
@@ -220,7 +220,9 @@ class Ranks:
             self._own_files.pop(oldest, None)
 
     def reports(
-        self, sessions: Iterable[SessionRecord], recorded: Mapping[int, Recorded] | None = None
+        self,
+        sessions: Iterable[SessionRecord],
+        recorded: Mapping[int, RecordedStream] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the counters of each rank, given the open sessions; the latest come last.
 
@@ -228,11 +230,11 @@ class Ranks:
         """
         sums = {who: dict(counters) for who, counters in self._closed.items()}
         own_files = dict(self._own_files)
-        streams: dict[tuple[str, int], list[Recorded]] = {}
+        streams: dict[tuple[str, int], list[RecordedStream]] = {}
         for one in sessions:
             _add(sums, one)
             who = one.opened.job, one.opened.rank
-            stream = Recorded.of(one) if recorded is None else recorded[one.id]
+            stream = RecordedStream.of(one) if recorded is None else recorded[one.id]
             streams.setdefault(who, []).append(stream)
             if one.own_file:
                 own_files[who] = one.own_file
@@ -245,7 +247,7 @@ class Ranks:
         ]
 
 
-def _fed_all(streams: Sequence[Recorded]) -> dict[str, float]:
+def _fed_all(streams: Sequence[RecordedStream]) -> dict[str, float]:
     if len(streams) == 1:
         return streams[0].fed
     return fed([one.table for one in streams]) if streams else {}
@@ -268,7 +270,7 @@ def stats(node: Node) -> dict[str, Any]:
     core = node.core.snapshot()
     pids = node.pids()
     opened = list(node.registry.sessions.values())
-    recorded = {s.id: Recorded.of(s) for s in opened}
+    recorded = {s.id: RecordedStream.of(s) for s in opened}
     sessions = [
         session(s, pids.get(s.token, 0), core["sessions"][str(s.id)], recorded[s.id])
         for s in opened

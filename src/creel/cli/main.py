@@ -293,8 +293,9 @@ def warm(
 ) -> None:
     """Load a folder, a file, shards or a dataset into memory.
 
-    TARGET is a path, an address, or MODULE:DATASET of your program. A daemon is started if none
-    runs. It stays for an hour after its last client.
+    TARGET is a path, an address, or MODULE:DATASET of your program. A folder is loaded for
+    creel.ImageFolder, FileDataset or TarDataset; for a dataset of your own, name it. A daemon is
+    started if none runs. It stays for an hour after its last client.
     """
     from creel.cli import warm
     from creel.units import parse_seconds

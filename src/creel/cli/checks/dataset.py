@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from creel.cli.checks.finding import Finding, judged
+from creel.config import Config
 from creel.errors import CreelError
 from creel.units import format_size
 
@@ -195,7 +194,8 @@ def _listed(address: str) -> tuple[str, int | None]:
             answer.append((str(e), None))
 
     settings = storage.settings()
-    storage.use(msgspec.structs.replace(settings, deadline_s=min(_ANSWER_S, settings.deadline_s)))
+    shorter = {"fetch.deadline_s": f"{min(_ANSWER_S, settings.deadline_s)}"}
+    storage.use(Config.load(shorter)[0].fetch)
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_LISTED_S)
