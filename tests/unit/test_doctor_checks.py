@@ -198,6 +198,10 @@ def test_a_server_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.Mon
     assert (found.level, "proxies" in found.remedy) == ("bad", True)
 
 
+def test_a_listing_that_does_not_end_in_time_is_no_answer() -> None:
+    assert _warns(dataset.remote("", None), "does the server answer?")
+
+
 @pytest.mark.parametrize(
     "reason, remedy",
     [

@@ -153,9 +153,12 @@ def remote(reason: str, files: int | None) -> Finding:
 
     files: None if the listing was not over in time.
     """
+    if not reason and files is None:
+        found = f"not listed within {_LISTED_S:.0f} s"
+        remedy = "does the server answer? else network, endpoint and proxies; a million files take long"
+        return Finding("storage", "warn", found, remedy)
     if not reason:
-        found = "answers; the listing takes long" if files is None else f"{files} files"
-        return Finding("storage", "ok", found)
+        return Finding("storage", "ok", f"{files} files")
     remedies = (
         (
             ("resolve host", "connect", "timed out", "curlcode"),
