@@ -23,7 +23,7 @@ from creel.units import format_size
 _FILES, _OF_A_FOLDER, _ENTRIES = 256, 32, 2_000  # most files that are looked at; per folder; listed
 _LOOK_S = 3.0  # longest time for that
 _READ_NBYTES = 64 << 20  # most bytes that are read, or written to the disk tier
-_LISTED_S, _ANSWER_S = 10.0, 7.0  # longest times for a listing, and for each answer of it
+_LISTED_S, _ANSWER_S = 20.0, 15.0  # longest times for a listing, and for each answer of it
 #: Milliseconds for one `stat`: a local disk needs 0.01, a healthy file server 0.3.
 _SLOW_MS = 2.0
 #: Files of this mean size gain nothing from several stripes; larger ones gain from them.
@@ -155,7 +155,7 @@ def remote(reason: str, files: int | None) -> Finding:
     """
     if not reason and files is None:
         found = f"not listed within {_LISTED_S:.0f} s"
-        remedy = "does the server answer? else network, endpoint and proxies; a million files take long"
+        remedy = "does the server answer? check network, endpoint and proxies; or it has many files"
         return Finding("storage", "warn", found, remedy)
     if not reason:
         return Finding("storage", "ok", f"{files} files")
