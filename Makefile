@@ -11,6 +11,7 @@
 #   make frameworks                  the tests with frameworks and libraries that take or make a loader
 #   make floors                      a short set of tests with the oldest releases that creel permits
 #                                    (Python 3.10 to 3.12; torch 2.4 may bring gigabytes of CUDA)
+#   make floors-short                the same with the torch of .venv and fewer tests, as CI runs it
 #   make lint                        format, lint, strict types
 #   make check                       the same and unit tests
 
@@ -34,12 +35,13 @@ WITH_FLOORS := $(VENV)-floors
 FLOORS_TESTS := tests/parity/test_parity.py tests/system/test_dataloader.py $(patsubst %,tests/unit/test_%.py, \
     cli cli_shown collating config datasets doctor manifest messages packing page peer_wire records remote \
     samplers saved_orders slots stats torch_random)
+FLOORS_SHORT := $(patsubst %,tests/unit/test_%.py,cli cli_shown config doctor manifest messages packing page peer_wire records remote slots)
 export DATA
 # An installed creel has been compiled; else each of the many processes here would do so anew (0.2 s).
 unexport PYTHONDONTWRITEBYTECODE
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo demo-cluster test bench stress frameworks floors lint check clean
+.PHONY: help setup demo demo-cluster test bench stress frameworks floors floors-short lint check clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -101,6 +103,15 @@ floors:
 	    -c constraints-floors.txt '.[all]' pytest pytest-timeout pytest-xdist hypothesis h5py
 	@$(WITH_FLOORS)/bin/python -m pytest -n 2 -q $(FLOORS_TESTS) $(ARGS)
 
+# What is not in the list comes from $(VENV), whose packages are behind the others on the path.
+floors-short: $(STAMP)
+	@test -x $(WITH_FLOORS)-short/bin/python || $(BIN)/python -m venv --without-pip $(WITH_FLOORS)-short
+	@$(BIN)/python -m pip --python $(WITH_FLOORS)-short/bin/python install -q --disable-pip-version-check \
+	    --no-deps $$(grep -v '^#\|^torch' constraints-floors.txt)
+	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	    $(BIN)/python -c "$$purelib" > "$$($(WITH_FLOORS)-short/bin/python -c "$$purelib")/behind.pth"
+	@PYTHONPATH=src $(WITH_FLOORS)-short/bin/python -m pytest -n 2 -q $(FLOORS_SHORT) $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -112,4 +123,4 @@ check: lint
 	$(PYTEST) -q tests/unit tests/test_layout.py
 
 clean:
-	rm -rf $(VENV) $(WITH_FRAMEWORKS) $(WITH_FLOORS) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(WITH_FRAMEWORKS) $(WITH_FLOORS) $(WITH_FLOORS)-short .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -292,7 +292,7 @@ class Daemon:
             self._unused_since = None
             return False
         self._unused_since = self._unused_since or now
-        if now - self._unused_since > self._config.daemon.linger_s:
+        if now - self._unused_since > max(self._config.daemon.linger_s, self.node.linger_s):
             self._why = "no client left"
             return True
         return False

@@ -7,8 +7,8 @@ sessions, where trainers and workers count. `creel.counters` lists all counters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -172,12 +172,26 @@ def fed(tables: Iterable[Ints]) -> dict[str, float]:
     return {} if share is None else {"utilisation": share}
 
 
-def session(one: SessionRecord, pid: int, core: Mapping[str, Any]) -> dict[str, Any]:
+class RecordedStream(NamedTuple):
+    """The recorded batches of a session, copied once for an answer, and its utilisation."""
+
+    table: Ints
+    fed: dict[str, float]
+
+    @classmethod
+    def of(cls, one: SessionRecord) -> RecordedStream:
+        table = one.words.log.table()
+        return cls(table, fed([table]))
+
+
+def session(
+    one: SessionRecord, pid: int, core: Mapping[str, Any], recorded: RecordedStream
+) -> dict[str, Any]:
     """Return state and counters of one session, including its trainer's counters.
 
     core: the session in the core's snapshot.
     """
-    table = one.words.log.table()
+    table = recorded.table
     steps_ready = max(one.words[READY] - one.words[DONE], 0)
     return {
         "session": one.id,
@@ -193,7 +207,7 @@ def session(one: SessionRecord, pid: int, core: Mapping[str, Any]) -> dict[str, 
         "ahead": steps_ready,
         "lead_now_s": steps_ready * float(core["step_s"]),
         "made": finished(table[:, PACKED], table[:, TAKEN]),
-        **fed([table]),
+        **recorded.fed,
         "own_file": one.own_file,
         **report(one.words.counters()),
     }
@@ -219,24 +233,38 @@ class Ranks:
             del self._closed[oldest]
             self._own_files.pop(oldest, None)
 
-    def reports(self, sessions: Iterable[SessionRecord]) -> list[dict[str, Any]]:
-        """Return the counters of each rank, given the open sessions; the latest come last."""
+    def reports(
+        self,
+        sessions: Iterable[SessionRecord],
+        recorded: Mapping[int, RecordedStream] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return the counters of each rank, given the open sessions; the latest come last.
+
+        recorded: what is known already of the batches of these sessions.
+        """
         sums = {who: dict(counters) for who, counters in self._closed.items()}
         own_files = dict(self._own_files)
-        tables: dict[tuple[str, int], list[Ints]] = {}
+        streams: dict[tuple[str, int], list[RecordedStream]] = {}
         for one in sessions:
             _add(sums, one)
             who = one.opened.job, one.opened.rank
-            tables.setdefault(who, []).append(one.words.log.table())
+            stream = RecordedStream.of(one) if recorded is None else recorded[one.id]
+            streams.setdefault(who, []).append(stream)
             if one.own_file:
                 own_files[who] = one.own_file
         latest = list(sums.items())[-_MAX_RANKS:]
         return [
             {"job": who[0], "rank": who[1], "own_file": own_files.get(who, "")}
-            | (fed(tables[who]) if who in tables else {})
+            | _fed_all(streams.get(who, []))
             | report(n)
             for who, n in latest
         ]
+
+
+def _fed_all(streams: Sequence[RecordedStream]) -> dict[str, float]:
+    if len(streams) == 1:
+        return streams[0].fed
+    return fed([one.table for one in streams]) if streams else {}
 
 
 def _add(
@@ -255,11 +283,13 @@ def _add(
 def stats(node: Node) -> dict[str, Any]:
     core = node.core.snapshot()
     pids = node.pids()
+    opened = list(node.registry.sessions.values())
+    recorded = {s.id: RecordedStream.of(s) for s in opened}
     sessions = [
-        session(s, pids.get(s.token, 0), core["sessions"][str(s.id)])
-        for s in node.registry.sessions.values()
+        session(s, pids.get(s.token, 0), core["sessions"][str(s.id)], recorded[s.id])
+        for s in opened
     ]
-    ranks = node.ranks.reports(node.registry.sessions.values())
+    ranks = node.ranks.reports(opened, recorded)
     return {
         "memory": memory(node, core),
         "tiers": tiers(core) | decoded(ranks),

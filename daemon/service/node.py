@@ -100,6 +100,7 @@ class Node:
         self.embedded = embedded
         self.version = VERSION
         self.state = "serving"
+        self.linger_s = 0.0  # how long it stays at least, embedded, for what was loaded ahead
         self.started = time.monotonic()
         self.bad_samples = BadSamples()
         self.bugs = 0

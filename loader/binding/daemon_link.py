@@ -49,14 +49,21 @@ RETRY_S = 30.0
 class DaemonLink:
     """One process's session for a dataset; several threads may have steps open at once."""
 
-    def __init__(self, session: Session, binding: Binding, wait_s: float, *, direct: bool) -> None:
-        """`direct`: whether a fast source may be read without asking the daemon."""
+    def __init__(
+        self, session: Session, binding: Binding, wait_s: float, *, direct: bool, counted: bool
+    ) -> None:
+        """Make one.
+
+        Args:
+            direct: whether a fast source may be read without asking the daemon.
+            counted: whether a loader of creel's counts these batches, and the waits for them.
+        """
         self.session = session
         self.binding = binding
         #: Time (`time.monotonic`) before which no new session is opened.
         self.not_before = 0.0
         self._wait_s = wait_s
-        self._direct = DirectReads(allowed=direct)
+        self._direct, self._counted = DirectReads(allowed=direct), counted
         self._object_nbytes = 0  # mean size of the objects last requested
         self._lock = threading.Lock()
         self._next = 0
@@ -112,7 +119,8 @@ class DaemonLink:
         # A wait in a worker of torch's counts as busy: the trainer may not wait for it.
         kind = "stall" if get_worker_info() is None else "busy"
         cause = "source" if ready or self.session.alive or kind == "busy" else "daemon"
-        self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
+        if not self._counted:
+            self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
         if not ready and wait_s < self._wait_s:
             self._direct.waited_in_vain()
         elif not ready and self.session.ended:  # a new session might be waited for as long
@@ -125,9 +133,9 @@ class DaemonLink:
         """Learn from a batch of these (k,) objects that was read; count it for `creel stats`."""
         if not lease.serves:
             self._direct.saw(lease.direct_reads, lease.direct_ns, lease.use)
+        own = {} if self._counted else {"batches": 1, "samples": samples}
         self._count(
-            batches=1,
-            samples=samples,
+            **own,
             nbytes=self.session.nbytes(ids) if lease.serves else lease.direct_nbytes,
             direct_reads=lease.direct_reads,
             direct_nbytes=lease.direct_nbytes,
@@ -174,8 +182,13 @@ class _LinkReader(StepReader):
             self._link.counted(len(index), self._ids, lease)
 
 
-def linked(binding: Binding, config: Config, origins: dict[str, str]) -> DaemonLink | None:
-    """Open a session for a dataset, with these settings and their origins; None on failure."""
+def linked(
+    binding: Binding, config: Config, origins: dict[str, str], *, counted: bool
+) -> DaemonLink | None:
+    """Open a session for a dataset, with these settings and their origins; None on failure.
+
+    counted: see `DaemonLink`.
+    """
     options = config.loader
     # An embedded daemon ends with its last client. torch's workers end with their epoch, so
     # they ask it to stay until the process ends that will make the next ones.
@@ -194,7 +207,7 @@ def linked(binding: Binding, config: Config, origins: dict[str, str]) -> DaemonL
     if session is None:
         return None
     wait_s, direct = min(options.wait_s, _WAIT_S), options.direct == "auto"
-    return DaemonLink(session, binding, wait_s, direct=direct)
+    return DaemonLink(session, binding, wait_s, direct=direct, counted=counted)
 
 
 def needless(binding: Binding, config: Config) -> bool:

@@ -54,6 +54,8 @@ class Reading(Protocol):
     wrapping: Wrapping
     #: Settings and their origins; None: those of the process.
     config: tuple[Config, dict[str, str]] | None
+    #: Whether a loader of creel's counts the batches.
+    counted: bool
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -107,6 +109,7 @@ def trace_of(dataset: object) -> Trace | None:
 def configure(dataset: Wrapped, config: Config, origins: dict[str, str]) -> None:
     """Use the settings of the loader that reads a dataset; `origins`: see `Config.load`."""
     reads_of(dataset).config = config, origins
+    reads_of(dataset).counted = True
 
 
 def recorded(dataset: Wrapped) -> bool:

@@ -69,15 +69,17 @@ class WrappedReads:
         wrapping: Wrapping = AS_IT_IS,
         *,
         config: tuple[Config, dict[str, str]] | None = None,
+        counted: bool = False,
     ) -> None:
         """`place`: where the process that spawned this one records the dataset.
 
         `wrapping`: what `creel.wrap` was asked for. `config`: settings and their origins; None:
-        those of the process, at the first read.
+        those of the process, at the first read. `counted`: whether a loader of creel's reads it,
+        and counts its batches, also those that it leaves to a `DaemonLink`.
         """
         self.dataset = dataset
         self.wrapping = wrapping
-        self.config = config
+        self.config, self.counted = config, counted
         self._place = place
         self._forget_binding()
         self.forget()
@@ -113,7 +115,8 @@ class WrappedReads:
         self.prepare()
         recorder = self._recorder
         place = None if recorder is None else recorder.place
-        return partial(made, config=self.config), (self.dataset, place)
+        made = partial(made, config=self.config, counted=self.counted)
+        return made, (self.dataset, place)
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -315,7 +318,7 @@ class WrappedReads:
             if not needless(binding, config):
                 if starting(config):
                     return None
-                self._link = linked(binding, config, origins)
+                self._link = linked(binding, config, origins, counted=self.counted)
             if self._link is None:
                 self._not_before = time.monotonic() + RETRY_S
             return self._link

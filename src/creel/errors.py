@@ -62,7 +62,8 @@ class SourceError(CreelError, OSError):
 
     def __str__(self) -> str:
         if self.errno == 0:  # Python would write "[Errno 0]"
-            return f"{self.strerror}: {self.uri!r}" if self.uri else str(self.strerror)
+            reason = str(self.strerror)  # it may name the address already
+            return reason if self.uri in reason else f"{reason}: {self.uri!r}"
         return super().__str__()
 
 

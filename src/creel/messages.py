@@ -454,7 +454,8 @@ def decode(body: bytes | memoryview, union: Any) -> Any:
         raise MalformedError(f"a body of {len(body)} bytes is longer than {MAX_BODY}")
     try:
         return _decoders[union].decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    # TypeError: msgspec 0.19 meets a key that has no hash
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as e:
         raise MalformedError(str(e)) from e
 
 

@@ -129,6 +129,8 @@ def test_those_that_are_found_while_reads_are_recorded_are_listed_later(
     assert main.main(["--name", served, "stats", "--bad", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["bad"]
     assert {(one["index"], one["path"]) for one in told} == {(i, f"{tmp_path}/{i}") for i in BAD}
+    (rank,) = creel.stats(served)["ranks"]
+    assert 0 < rank["batches"] <= 3 * len(loader), "also those that a worker asks for itself"
 
 
 class GoneFiles(OwnFiles):

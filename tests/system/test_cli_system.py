@@ -24,6 +24,8 @@ import pytest
 import torch  # noqa: F401  for the forks
 
 from creel.cli.main import main
+from creel.config import Config
+from creel.loader.client.embed import connect_or_start
 from kit import until
 from testbed.http_server import Server
 
@@ -134,6 +136,11 @@ def test_a_daemon_is_seen_warmed_and_stopped(
     (row,) = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
     assert row["resident_objects"] == 0
     creel("--name", name, "drop", row["dataset"][:8])
+    (folder / "c0/later.bin").write_bytes(b"x")
+    creel("--name", name, "warm", str(folder))
+    assert creel("--name", name, "drop", str(folder)) == f"dropped {folder} (2 datasets)\n"
+    rows = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
+    assert [row["resident_objects"] for row in rows] == [0, 0]
     creel("--name", name, "drop", "/nowhere", code=2)
 
     stopped = creel("--name", name, "stop", "--json")
@@ -255,11 +262,18 @@ def test_shards_are_warmed_as_training_reads_them(name: str, tmp_path: Path, tar
     assert reads(name) == before
 
 
+@pytest.mark.parametrize("running", [False, True])
 def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, running: bool
 ) -> None:
+    """It stays without a client until training begins, also one that a loader has started."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "64MiB")
+    monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.2")
+    trainer = connect_or_start(Config.load({"daemon.name": name})[0]) if running else None
+    assert (trainer is not None) == running
     told = json.loads(creel("--name", name, "warm", str(folder), "--background", "--json"))
+    if trainer is not None:
+        trainer.close()
     assert (told["objects"], told["ended"], told["path"]) == (60, "background", str(folder))
     try:
         status = json.loads(creel("--name", name, "status", "--json"))
@@ -270,6 +284,8 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
             return bool(row["resident_objects"] == 60)
 
         until(loaded, what="all is in memory, though nobody waits for it")
+        alone = time.monotonic() + 1.0  # five times `daemon.linger_s`
+        until(lambda: loaded() and time.monotonic() > alone, what="it has stayed")
     finally:
         creel("--name", name, "stop", "--now")
     until(lambda: forked("--name", name, "status")[0] == 3, what="the daemon has ended")
@@ -277,6 +293,15 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
     creel("--name", name, "warm", str(folder), code=3)
     creel("--name", name, "warm", str(folder), "--time", "soon", code=2)
     creel("--name", name, "warm", str(folder), "--time", "1s", "--background", code=2)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_tars_that_hold_no_samples_are_warmed_as_files(name: str, tmp_path: Path) -> None:
+    for shard in range(2):
+        (tmp_path / f"s{shard}.tar").write_bytes(bytes([shard]) * 10_000)
+    told = json.loads(creel("--name", name, "warm", "s{0..1}.tar", "--json", cwd=tmp_path))
+    assert (told["objects"], told["resident"], told["nbytes"]) == (2, 2, 20_000)
+    assert "s2.tar" in forked("--name", name, "warm", "s{1..2}.tar", cwd=tmp_path)[2]
 
 
 @pytest.mark.usefixtures("daemon")

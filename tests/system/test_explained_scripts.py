@@ -126,3 +126,11 @@ def test_a_script_that_ends_too_soon_says_so(
     assert "took too few batches" in capfd.readouterr().err
     assert main.main(["explain", str(script) + "x"]) == 2
     assert "there is no script" in capfd.readouterr().err
+
+
+def test_a_name_that_another_daemon_has_is_refused(
+    served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('it must not run')")
+    assert main.main(["--name", served, "explain", str(tmp_path / "train.py")]) == 1
+    assert f"is already named '{served}'" in capsys.readouterr().err

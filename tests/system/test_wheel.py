@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -77,6 +78,7 @@ def test_it_has_what_a_person_looks_for_and_nothing_of_ours(wheel: Path) -> None
         "creel/deploy/creeld@.service",
         "creel/deploy/kubernetes.yaml",
         *(f"creel/deploy/slurm/{n}.sh" for n in ("prolog", "task-prolog", "epilog", "job")),
+        "creel/deploy/pbs/hook.py",
         *(f"creel/examples/{n}.py" for n in EXAMPLES),
     }
     folders = {"/".join(name.split("/")[:2]) for name in texts if name.count("/") > 1}
@@ -168,6 +170,60 @@ def test_slurms_scripts_give_a_job_a_daemon_and_end_it(installed: Path, tmp_path
     assert told("task-prolog") == "", "a job without a daemon starts its own"
     for name in ("prolog", "task-prolog", "epilog"):
         assert told(name, Path("/nowhere")) == "", "a node without creel drains no job"
+
+
+#: What PBS's own Python gives a hook, as its manual pages say.
+_PBS = """
+import json, os, sys, types
+EXECJOB_BEGIN, EXECJOB_LAUNCH, EXECJOB_END, LOG_WARNING = 1, 2, 3, "warning"
+def logmsg(level, text):
+    print(level, text)
+def event():
+    job = types.SimpleNamespace(id=os.environ["JOB"], euser="root", Variable_List={})
+    return types.SimpleNamespace(type=int(os.environ["EVENT"]), job=job, env=environment)
+environment = {}
+import atexit
+atexit.register(lambda: print(json.dumps(environment)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="PBS runs a hook as root")
+def test_pbss_hook_gives_a_job_a_daemon_and_a_key_and_ends_it(
+    installed: Path, tmp_path: Path
+) -> None:
+    """Not under PBS, which is nowhere to be had: with a stand-in for its module."""
+    job = f"{os.getpid()}[7].server"
+    name = f"pbs-{os.getpid()}-7-.server"
+    (tmp_path / "pbs.py").write_text(_PBS)
+    (tmp_path / "secret").write_text("not to be told")
+    hook = _output(installed / "creel", "pbs", "show", cwd=tmp_path)
+    assert f'\nBIN = "{installed}"\n' in hook
+    hook = hook.replace("/etc/pbs-creel.key", str(tmp_path / "secret"))
+    hook = hook.replace("/run/creel-pbs", str(tmp_path / "keys"))
+
+    def told(event: int, text: str = hook) -> str:
+        (tmp_path / "hook.py").write_text(text)
+        env = os.environ | {"JOB": job, "EVENT": str(event)}
+        command = [sys.executable, str(tmp_path / "hook.py")]
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout + done.stderr
+
+    key = tmp_path / "keys" / name
+    try:
+        assert told(1) == "{}\n"
+        handed = {"CREEL_SOCKET": name, "CREEL_CLUSTER__KEY_FILE": str(key)}
+        assert json.loads(told(2)) == handed
+        assert (key.stat().st_mode & 0o777, len(key.read_text())) == (0o600, 65)
+        with Client.connect(name, "cli") as client:
+            pid = client.daemon_pid
+    finally:
+        assert told(3) == "{}\n"
+    until(lambda: not psutil.pid_exists(pid), what="the daemon has ended")
+    assert not key.exists()
+    for event in (1, 2, 3):
+        assert told(event, hook.replace(str(installed), "/nowhere")).endswith("}\n"), "no failure"
 
 
 _PROGRAM = """

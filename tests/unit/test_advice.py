@@ -156,4 +156,5 @@ def test_http_without_its_packages_names_them_and_the_extra(
     with pytest.raises(SourceError) as raised:
         creel.read(f"http://127.0.0.1:9/without-{absent}")
     assert f"http:// needs {absent}: pip install 'creel-data[http]'" in str(raised.value)
+    assert str(raised.value).count("without-") == 1
     assert "Errno" not in str(raised.value)

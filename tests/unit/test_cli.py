@@ -24,6 +24,7 @@ from creel.cli.watching import stats
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.loader.client import embed
 from creel.loader.client.client import Client
+from creel.loader.datasets.files import FileDataset
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # `warm` starts one, if it may
     assert main.main(command.split()) == 3
     said = capsys.readouterr()
-    assert "no daemon named 'default' runs for you: start one with `creel run`" in said.err
+    assert "no daemon named 'default' runs for you: a DataLoader starts one" in said.err
     assert said.out == ""
 
 
@@ -174,6 +175,14 @@ def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
         warm.warm(client, "/", "any", quiet=True)
 
 
+def test_a_file_is_what_training_makes_of_it(tmp_path: Path) -> None:
+    """So that both share one copy; no torch is needed for it."""
+    (tmp_path / "a b").write_bytes(b"1")
+    path = str(tmp_path / "a b")
+    made = targets.manifest_of_target(path, "any")
+    assert made.key == FileDataset([path]).manifest.key
+
+
 def test_loading_ends_when_its_time_is_over_and_the_daemon_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,7 +198,7 @@ def test_loading_ends_when_its_time_is_over_and_the_daemon_is_told(
     client: Any = mock.Mock(ask=ask, register=lambda _: "d")
     told = warm.warm(client, "/", "any", quiet=True, time_s=0.0)
     assert (told["ended"], told["resident"], told["objects"]) == ("time", 1, 2)
-    assert asked == [{"dataset": "d"}, {"dataset": "d", "stop": True}]
+    assert asked == [{"dataset": "d", "linger_s": warm.LINGER_S}, {"dataset": "d", "stop": True}]
     assert "1 of 2 files (5 B) in memory" in warm.sentence(told)
     assert "the time is over" in warm.sentence(told)
     told = warm.warm(client, "/", "any", quiet=True, background=True)
@@ -316,7 +325,7 @@ def test_the_options_of_all_commands_are_in_the_manual(option: str) -> None:
 
 
 def test_every_command_that_reads_offers_json() -> None:
-    acts = {"run", "top", "service install", "service show", "slurm show", "example"}
+    acts = {"run", "top", "service install", "service show", "slurm show", "pbs show", "example"}
     for name, command in _commands().items():
         has = any("--json" in p.opts for p in command.params)
         assert has == (name not in acts), name
@@ -339,3 +348,14 @@ def test_a_simulated_job_is_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
 )
 def test_a_job_that_cannot_be_simulated_is_wrong_usage(wrong: str) -> None:
     assert main.main([*SIMULATE.split(), *wrong.split()]) == 2
+
+
+def test_the_list_of_commands_fits_into_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ([], ["service"], ["slurm"], ["pbs"], ["config"]):
+        assert main.main([*group, "--help"]) == 0
+        _, _, listed = capsys.readouterr().out.partition("\nCommands:\n")
+        assert listed
+        assert "..." not in listed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -103,6 +105,29 @@ def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     check = checked("daemons")
     assert check.level == "warn"
     assert "pids 3, 4" in check.found
+
+
+@pytest.mark.parametrize(
+    "name, remedy", [("descriptors", "ulimit -n 4096"), ("locked memory", "ulimit -l unlimited")]
+)
+def test_limits_that_are_too_low_are_told(
+    monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 4096))
+    check = checked(name)
+    assert (check.level, remedy in check.remedy) == ("warn", True)
+
+
+def test_a_proc_that_tells_of_other_processes_or_nothing_is_bad(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then no daemon can be found, and nothing is said of one."""
+    monkeypatch.setattr(Path, "readlink", lambda _: Path("1"))
+    found = list(doctor.checks(Config(), no_daemon))
+    assert (found[-1].name, found[-1].level) == ("/proc", "bad")
+    assert "another PID namespace (pid 1)" in found[-1].found
+    monkeypatch.setattr(Path, "readlink", mock.Mock(side_effect=FileNotFoundError))
+    assert checked("/proc").found == "not mounted"
 
 
 def test_another_package_that_is_imported_as_creel_is_found(

@@ -14,7 +14,7 @@ from test_what_if import answer, rows, session
 from creel.cli import main
 from creel.cli.recorded import plot
 from creel.cli.recorded.pictures import STAGES, Pictures, RankSteps, Slowdown, pictures
-from creel.cli.recorded.recording import KEY, RecordedStream, Recording, as_json, read
+from creel.cli.recorded.recording import KEY, TracedStream, Recording, as_json, read
 from creel.errors import ConfigError
 from creel.policies.next_use import NextUses, histogram
 from kit import seeds
@@ -24,7 +24,7 @@ REUSE: dict[str, Any] = {"counts": [1, 2, 1], "edges": [0, 2, 4, 6], "objects": 
 EACH = 256  # samples of a batch
 
 
-def recording(*streams: RecordedStream, cores: float = 64.0) -> Recording:
+def recording(*streams: TracedStream, cores: float = 64.0) -> Recording:
     return Recording(cores, answer(*(one.session for one in streams)), streams)
 
 
@@ -33,14 +33,14 @@ def stream(
     work: tuple[float, float, float] = (0.1, 0.1, 0.3),
     reuse: dict[str, Any] = REUSE,
     **more: Any,
-) -> RecordedStream:
+) -> TracedStream:
     """Return a rank that trains work[0] s, and whose two workers read and decode so long."""
     whose = {"batches": 100, "samples": 100 * EACH, "world": 1} | more
     told = session(rank + 1, rank, **whose)
-    return RecordedStream(told, rows(*work), reuse)
+    return TracedStream(told, rows(*work), reuse)
 
 
-def slowdown(one: RecordedStream) -> Slowdown:
+def slowdown(one: TracedStream) -> Slowdown:
     found = pictures(recording(one)).slowdown
     assert isinstance(found, Slowdown)
     return found
@@ -122,7 +122,7 @@ def test_of_many_objects_some_stand_for_all() -> None:
     assert uses.reuse_distances(most=64).tolist() == [n] * len(range(0, n, 16))
 
 
-def reasons(one: RecordedStream) -> dict[str, str]:
+def reasons(one: TracedStream) -> dict[str, str]:
     found: Pictures = pictures(recording(one))
     rest = {name: getattr(found, name) for name in ("slowdown", "throughput", "reuse")}
     return {name: why for name, why in rest.items() if isinstance(why, str)}
@@ -137,7 +137,7 @@ def test_what_cannot_be_drawn_has_a_reason() -> None:
     assert {*opaque} == {"slowdown", "reuse"}
     assert all("no objects" in why for why in opaque.values())
     few = stream()
-    short = reasons(RecordedStream(few.session, few.rows[:6], REUSE))
+    short = reasons(TracedStream(few.session, few.rows[:6], REUSE))
     assert {*short} == {"slowdown", "throughput"}
 
 
@@ -150,7 +150,7 @@ def test_of_many_ranks_those_that_waited_most_are_shown() -> None:
 
 def test_of_several_jobs_one_is_drawn() -> None:
     other = stream(job="other")
-    short = RecordedStream(session(9, job="short"), rows(0.1, 0.1, 0.1)[:5], NO_REUSE)
+    short = TracedStream(session(9, job="short"), rows(0.1, 0.1, 0.1)[:5], NO_REUSE)
     assert pictures(recording(short, other)).job == "other"
     assert pictures(recording(short, other), "short").job == "short"
     with pytest.raises(ConfigError, match="no batch of job 'third'"):
@@ -233,7 +233,7 @@ def test_a_picture_of_nothing_but_steps_says_why(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path, out = tmp_path / "run.json", tmp_path / "run.svg"
     few = stream(reuse=NO_REUSE, dataset="nothing")
-    one = RecordedStream(few.session, few.rows[:2], NO_REUSE)
+    one = TracedStream(few.session, few.rows[:2], NO_REUSE)
     path.write_text(json.dumps({KEY: as_json(recording(one))}))
     told = plot.plot(str(path), str(out))
     assert told["drawn"] == ["steps"]

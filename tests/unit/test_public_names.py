@@ -68,6 +68,20 @@ def test_a_service_is_written_and_one_of_the_persons_own_is_kept(
     assert path.read_text() == written
 
 
+def test_an_environment_that_users_cannot_reach_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else systemd says 203/EXEC of each user's daemon."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/creeld").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin/creel")])
+    monkeypatch.setattr(shipped, "_SYSTEM", tmp_path)
+    (tmp_path / "bin").chmod(0o700)
+    assert main.main(["service", "install", "--system"]) == 0
+    assert f"other users may not enter {tmp_path}/bin" in capsys.readouterr().err
+    assert (tmp_path / "creeld@.service").exists()
+
+
 def test_the_programs_are_those_beside_the_one_that_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from creel.messages import Command
 Args = dict[str, Any]
 
 _MAX_PATH = 4096
+_MAX_LINGER_S = 86_400
 
 
 def answer(node: Node, ask: Command) -> dict[str, Any]:
@@ -53,18 +54,26 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
 
 
 def _warm(node: Node, args: Args) -> dict[str, Any]:
-    """Load a dataset, or with `stop` no more of it; return its counters."""
+    """Load a dataset, or with `stop` no more of it; return its counters.
+
+    With `linger_s` an embedded daemon stays so long, a day at most, without a client.
+    """
     dataset = _named(node, args)
+    linger_s = args.get("linger_s", 0)
+    if not isinstance(linger_s, int | float) or not 0 <= linger_s <= _MAX_LINGER_S:
+        raise ConfigError("stay for how many seconds?")
+    node.linger_s = max(node.linger_s, linger_s)
     node.handle_event(Warm(dataset.key, stop=args.get("stop") is True))
     return stats.dataset(node.core.snapshot(), dataset)
 
 
 def _drop(node: Node, args: Args) -> dict[str, Any]:
-    """Evict a dataset; return its counters."""
-    dataset = _named(node, args)
-    node.handle_event(Dropped(dataset.key))
-    node.disk.forget(dataset.key)
-    return stats.dataset(node.core.snapshot(), dataset)
+    """Evict all datasets that lie at a path, or one; return counters of one, and how many."""
+    dropped = _all_named(node, args)
+    for dataset in dropped:
+        node.handle_event(Dropped(dataset.key))
+        node.disk.forget(dataset.key)
+    return stats.dataset(node.core.snapshot(), dropped[0]) | {"dropped": len(dropped)}
 
 
 def _stop(node: Node, args: Args) -> dict[str, Any]:
@@ -114,18 +123,28 @@ def _own_file(node: Node, args: Args) -> dict[str, Any]:
 
 def _named(node: Node, args: Args) -> DatasetRecord:
     """Return the one dataset that lies at `args["dataset"]`, or whose key begins with it."""
+    found = _all_named(node, args)
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} datasets lie there: give one's key")
+    return found[0]
+
+
+def _all_named(node: Node, args: Args) -> list[DatasetRecord]:
+    """Return the datasets that lie at `args["dataset"]`, or the one whose key begins with it."""
     name = args.get("dataset")
     if not isinstance(name, str) or not name:
         raise ConfigError("which dataset? `creel ls` lists them")
     held = node.registry.datasets.values()
     found = [d for d in held if name in {d.manifest.title, public(d.manifest.title)}]
-    found = found or [d for d in held if d.key.startswith(name)]
+    if found:
+        return found
+    found = [d for d in held if d.key.startswith(name)]
     if not found:
         raise ConfigError(f"no dataset is held of {name!r}: `creel ls` lists them")
     if len(found) > 1:
         keys = ", ".join(d.key[:8] for d in found)
-        raise ConfigError(f"{len(found)} datasets are held of {name!r}: give one of {keys}")
-    return found[0]
+        raise ConfigError(f"{len(found)} keys begin with {name!r}: give one of {keys}")
+    return found
 
 
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {

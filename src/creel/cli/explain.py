@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from creel.cli.run import daemon_env, own_daemon
+from creel.cli.run import daemon_env, own_daemon, refuse_name_in_use
 from creel.cli.watching import view
 from creel.cli.watching.forecasts import BATCHES, HARDLY, ms
 from creel.cli.watching.stats import recorded
@@ -62,7 +62,9 @@ def explain(
 
     Raises:
         ConfigError: it ended, or the time was up, after too few steps.
+        UnavailableError: another daemon has this name.
     """
+    refuse_name_in_use(config.daemon.name)
     with own_daemon(config):
         command = [sys.executable, "-m", "creel.loader.in_place", script, *arguments]
         children = [

@@ -11,7 +11,7 @@ import click
 
 from creel.cli.commands import daemon, machine, trying, watching
 from creel.cli.commands.options import FAILED
-from creel.cli.shipped import example, service, slurm_group
+from creel.cli.shipped import example, pbs_group, service, slurm_group
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.version import VERSION
 
@@ -79,6 +79,6 @@ for one in (
     *(watching.stats, watching.top, watching.trace, watching.plot, watching.stream),
     *(trying.simulate, trying.verify, trying.explain),
     *(machine.doctor, machine.env, machine.config),
-    *(service, slurm_group, example),
+    *(service, slurm_group, pbs_group, example),
 ):
     creel.add_command(one)

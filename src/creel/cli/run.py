@@ -69,9 +69,7 @@ def around(config: Config, command: Sequence[str]) -> int:
         ConfigError: no such command, or settings that cannot be met.
         UnavailableError: another daemon has its name.
     """
-    name, pid = config.daemon.name, _running(config.daemon.name)
-    if pid:
-        raise UnavailableError(f"another daemon (pid {pid}) is already named {name!r}")
+    refuse_name_in_use(config.daemon.name)
     with ExitStack() as stack:
         try:
             stack.enter_context(own_daemon(config))
@@ -80,13 +78,15 @@ def around(config: Config, command: Sequence[str]) -> int:
         return _run(command, daemon_env(config))
 
 
-def _running(name: str) -> int:
-    """Return the pid of the daemon of that name; 0 without one that answers."""
+def refuse_name_in_use(name: str) -> None:
+    """Raise UnavailableError if a daemon of that name answers."""
     from creel.loader.client.client import Client
 
+    pid = 0
     with suppress(UnavailableError, OSError), Client.connect(name, "cli") as client:
-        return client.daemon_pid
-    return 0
+        pid = client.daemon_pid
+    if pid:
+        raise UnavailableError(f"another daemon (pid {pid}) is already named {name!r}")
 
 
 @contextmanager

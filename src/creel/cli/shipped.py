@@ -1,4 +1,4 @@
-"""`creel service`, `creel slurm`, `creel example`: files that come with creel, to be copied.
+"""`creel service`, `slurm`, `pbs`, `example`: files that come with creel, to be copied.
 
 They are in the wheel (`creel/deploy`, `creel/examples`); in a checkout these folders lie on top.
 """
@@ -6,6 +6,7 @@ They are in the wheel (`creel/deploy`, `creel/examples`); in a checkout these fo
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import sysconfig
 from pathlib import Path
@@ -20,7 +21,7 @@ _UNIT, _TEMPLATE = "creeld.service", "creeld@.service"
 _SYSTEM = Path("/etc/systemd/system")
 #: What stands in the files for the folder of this environment's programs.
 _BIN = "/usr/bin/env "
-_SHELL_BIN = "bin=/usr/bin"
+_SHELL_BIN, _HOOK_BIN = "bin=/usr/bin", 'BIN = "/usr/bin"'
 SLURM = ("prolog", "task-prolog", "epilog", "job")
 EXAMPLES = ("train", "train_ddp", "continual", "gray_scott")
 
@@ -44,6 +45,11 @@ def slurm(name: str) -> str:
     return read(f"deploy/slurm/{name}.sh").replace(_SHELL_BIN, f"bin={_programs()}")
 
 
+def pbs() -> str:
+    """Return the hook for PBS, with the folder of this environment's programs."""
+    return read("deploy/pbs/hook.py").replace(_HOOK_BIN, f'BIN = "{_programs()}"')
+
+
 def _programs() -> Path:
     """Return the folder of `creel` and `creeld`, which `pip install --user` puts elsewhere.
 
@@ -58,6 +64,15 @@ def _programs() -> Path:
         if (folder / "creeld").is_file():
             return folder
     raise ConfigError("this environment has no creeld: pip install creel-data")
+
+
+def _closed_folder() -> Path | None:
+    """Return a folder above `creeld`, or above its Python, that other users may not enter."""
+    for program in (_programs() / "creeld", Path(sys.executable).resolve()):
+        for folder in program.parents:
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                return folder
+    return None
 
 
 def _unit_path(*, system: bool) -> Path:
@@ -89,9 +104,9 @@ def show_service(*, system: bool) -> None:
 @_system
 @click.option("--force", is_flag=True, help="Replace a unit file that is there and differs.")
 def install(*, system: bool, force: bool) -> None:
-    """Write the unit file to your own systemd's folder, and say how to start it.
+    """Write the unit file to where systemd looks for it.
 
-    Needs no root, except for --system. Starts nothing.
+    Says how to start it. Needs no root, except for --system. Starts nothing.
     """
     path, text = _unit_path(system=system), unit(system=system)
     if not force and path.exists() and path.read_text() != text:
@@ -102,6 +117,8 @@ def install(*, system: bool, force: bool) -> None:
     except OSError as e:
         raise ConfigError(f"{path} cannot be written: {e.strerror}") from e
     click.echo(f"wrote {path}")
+    if system and (folder := _closed_folder()):
+        click.echo(f"other users may not enter {folder}: their daemons cannot start", err=True)
     manager, name = ("systemctl", "creeld@USER") if system else ("systemctl --user", "creeld")
     click.echo(f"start it: {manager} daemon-reload && {manager} enable --now {name}")
 
@@ -114,8 +131,25 @@ def slurm_group() -> None:
 @slurm_group.command(name="show")
 @click.argument("name", type=click.Choice(SLURM))
 def show_slurm(name: str) -> None:
-    """Print a script for Slurm: prolog, task-prolog and epilog of slurm.conf, or a job."""
+    """Print a script for Slurm.
+
+    prolog, task-prolog and epilog are for slurm.conf; job is one to submit.
+    """
     click.echo(slurm(name), nl=False)
+
+
+@click.group(name="pbs")
+def pbs_group() -> None:
+    """Run a daemon for each PBS job."""
+
+
+@pbs_group.command(name="show")
+def show_pbs() -> None:
+    """Print a hook for PBS.
+
+    It starts a daemon with each job, and ends it with the job. It was never run under PBS.
+    """
+    click.echo(pbs(), nl=False)
 
 
 @click.command()

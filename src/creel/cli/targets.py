@@ -30,17 +30,17 @@ def manifest_of_target(target: str, daemon: str, *, quiet: bool = False) -> Mani
         NotFoundError: there is nothing, or no file in it.
         ConfigError: no such module, or a dataset of which nothing is known.
     """
+    from creel.loader.reading.listing import braces
+
     module, _, name = target.partition(":")
     is_python = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
     if is_python and not Path(target).exists():
         return _of_program(module, name, daemon, quiet=quiet)
     if target.endswith(_TAR):
-        return _of_shards([target])
-    if Path(target).is_file():
-        from creel.loader.datasets.files import FileDataset
-
-        return FileDataset([target]).manifest
-    return folder_manifest(target)
+        shards = braces(target)
+        found = _of_shards(shards)
+        return _whole(shards) if found is None else found
+    return _whole([target]) if Path(target).is_file() else folder_manifest(target)
 
 
 def _of_program(module: str, name: str, daemon: str, *, quiet: bool) -> Manifest:
@@ -73,10 +73,32 @@ def folder_manifest(path: str) -> Manifest:
         return _all_files(path)
 
 
-def _of_shards(shards: list[str]) -> Manifest:
-    from creel.loader.datasets.tars import TarDataset
+def _of_shards(shards: list[str]) -> Manifest | None:
+    """Return the manifest of the members of tars; None without torch, or if they are no samples.
 
-    return TarDataset(shards).manifest
+    Raises:
+        NotFoundError: one is missing.
+    """
+    try:
+        from creel.loader.datasets.tars import TarDataset
+
+        return TarDataset(shards).manifest
+    except NotFoundError:
+        raise
+    except (ImportError, ConfigError):
+        return None
+
+
+def _whole(paths: list[str]) -> Manifest:
+    """Return the manifest of some files, as a `FileDataset` of them has it; torch is not needed."""
+    from creel.cache.storage.manifest import Manifest
+    from creel.cache.storage.stores.access import StorageOptions
+    from creel.loader.reading.storage import absolute, nbytes_of
+
+    names = [absolute(path) for path in paths]
+    for name in names:  # here, where the person reads it
+        nbytes_of(name)
+    return Manifest.of_files(names).reached(StorageOptions())
 
 
 def _all_files(path: str) -> Manifest:
@@ -90,16 +112,8 @@ def _all_files(path: str) -> Manifest:
     if not len(found):
         raise NotFoundError(f"there are no files below {public(path)}")
     names = [escape(root, name) for name in found.names]
-    if (tars := _tars(root, names)) is not None:
-        return tars
+    if all(name.endswith(_TAR) for name in names):
+        tars = _of_shards([f"{root}/{name}" for name in names])
+        if tars is not None:
+            return tars
     return Manifest.of_files(names, root=root, lengths=found.nbytes).reached(StorageOptions())
-
-
-def _tars(root: str, names: list[str]) -> Manifest | None:
-    """Return the manifest of a folder of nothing but tars; None for any other."""
-    if not all(name.endswith(_TAR) for name in names):
-        return None
-    try:
-        return _of_shards([f"{root}/{name}" for name in names])
-    except (ImportError, ConfigError):  # no torch here; not samples of WebDataset
-        return None

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _IDLE_S = 10.0  # without a new object for this long, the source is lost
 _SETTLED_S = 1.0  # without a fetch in flight for this long, loading is complete
-#: A daemon that this command starts stays so long without a client: until training begins.
+#: An embedded daemon stays so long without a client, once something was loaded ahead: until
+#: training begins.
 LINGER_S = 3600.0
 
 
@@ -33,7 +34,7 @@ def daemon(config: Config) -> Iterator[Client]:
     """Yield a connection to the daemon; start one if none runs, and say so.
 
     Args:
-        config: of the new one; its `daemon.linger_s` is `LINGER_S` at least.
+        config: of the new one.
 
     Raises:
         NoDaemonError: none runs, and none may or can be started.
@@ -51,7 +52,7 @@ def daemon(config: Config) -> Iterator[Client]:
                 raise NoDaemonError(str(e)) from e
             stack.callback(start.close)
             client = stack.enter_context(connection(config.daemon.name))
-            hours = f"{config.daemon.linger_s / 3600:g} h"
+            hours = f"{max(config.daemon.linger_s, LINGER_S) / 3600:g} h"
             click.echo(f"started a daemon: it ends {hours} after its last client", err=True)
         yield client
 
@@ -79,7 +80,7 @@ def warm(
     began = time.monotonic()
     manifest = manifest_of_target(target, name, quiet=quiet)
     dataset = client.register(manifest)
-    counted = dict(client.ask("warm", dataset=dataset))
+    counted = dict(client.ask("warm", dataset=dataset, linger_s=LINGER_S))
     ended = "background"
     if not background:
         loading = _Loading(client, dataset, len(manifest), counted)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import re
 import statistics
 import subprocess
 import tempfile
@@ -14,13 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from creel.cli.checks.finding import Finding, judged
+from creel.config import Config
 from creel.errors import CreelError
 from creel.units import format_size
 
-_FILES = 256  # most files that are looked at
+_FILES, _OF_A_FOLDER, _ENTRIES = 256, 32, 2_000  # most files that are looked at; per folder; listed
 _LOOK_S = 3.0  # longest time for that
 _READ_NBYTES = 64 << 20  # most bytes that are read, or written to the disk tier
-_LISTED_S = 10.0
+_LISTED_S, _ANSWER_S = 20.0, 15.0  # longest times for a listing, and for each answer of it
 #: Milliseconds for one `stat`: a local disk needs 0.01, a healthy file server 0.3.
 _SLOW_MS = 2.0
 #: Files of this mean size gain nothing from several stripes; larger ones gain from them.
@@ -71,7 +74,7 @@ def sample(root: str) -> FileSample:
     """Look at some files of a folder, or at one file; the first of each of its folders."""
     seen = FileSample([], [], [], 0.0)
     until = time.monotonic() + _LOOK_S
-    for path in itertools.islice(_files(root), _FILES):
+    for path in itertools.islice(_files(root, until), _FILES):
         before = time.perf_counter()
         try:
             status = Path(path).stat()
@@ -81,16 +84,26 @@ def sample(root: str) -> FileSample:
         seen.paths.append(path)
         seen.nbytes.append(status.st_size)
         seen = seen._replace(newest=max(seen.newest, status.st_mtime))
-        if time.monotonic() > until:
-            break
     return seen
 
 
-def _files(root: str) -> Iterator[str]:
+def _files(root: str, until: float) -> Iterator[str]:
+    """Yield the first files of each folder until then; no folder is listed to its end."""
+    folders = [root]
     if Path(root).is_file():
         yield root
-    for folder, _, names in os.walk(root):
-        yield from (str(Path(folder, name)) for name in names[:32])
+        return
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            left = _OF_A_FOLDER
+            for entry in itertools.islice(entries, _ENTRIES):
+                if time.monotonic() > until:
+                    return
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif left:
+                    left -= 1
+                    yield entry.path
 
 
 def metadata(ms: float, mean_nbytes: float) -> Finding:
@@ -106,7 +119,7 @@ def clock(ahead_s: float) -> Finding:
     """Judge how far the newest file's time of change is ahead of this node's clock."""
     if ahead_s <= _AHEAD_S:
         return Finding("clock", "ok", "no file is from the future")
-    found = f"a file was changed {ahead_s:.3g} s in the future"
+    found = f"a file was changed {ahead_s:,.1f} s in the future"
     remedy = "changes may go unnoticed: let this node and the file server use one NTP server"
     return Finding("clock", "warn", found, remedy)
 
@@ -140,10 +153,17 @@ def remote(reason: str, files: int | None) -> Finding:
 
     files: None if the listing was not over in time.
     """
+    if not reason and files is None:
+        found = f"not listed within {_LISTED_S:.0f} s"
+        remedy = "does the server answer? check network, endpoint and proxies; or it has many files"
+        return Finding("storage", "warn", found, remedy)
     if not reason:
-        found = "answers; the listing takes long" if files is None else f"{files} files"
-        return Finding("storage", "ok", found)
+        return Finding("storage", "ok", f"{files} files")
     remedies = (
+        (
+            ("resolve host", "connect", "timed out", "curlcode"),
+            "check network, endpoint (AWS_ENDPOINT_URL) and proxies",
+        ),
         (("skew", "too large between"), "the clocks differ: let this node use an NTP server"),
         (
             ("region", "redirect", "301"),
@@ -156,7 +176,7 @@ def remote(reason: str, files: int | None) -> Finding:
         ),
         (("pip install", "install"), "install what it needs: pip install 'creel-data[all]'"),
     )
-    low = reason.lower()
+    low = re.sub(r"'[^']*'|\S*://\S*", "", reason).lower()  # without names, which may be such words
     found_remedies = (remedy for words, remedy in remedies if any(word in low for word in words))
     return Finding(
         "storage", "bad", reason, next(found_remedies, "check network, endpoint and proxies")
@@ -165,6 +185,7 @@ def remote(reason: str, files: int | None) -> Finding:
 
 def _listed(address: str) -> tuple[str, int | None]:
     """List what is below an address; return why that failed, and the number of files."""
+    from creel.loader.reading import storage
     from creel.loader.reading.listing import files_below
 
     answer: list[tuple[str, int | None]] = []
@@ -175,9 +196,13 @@ def _listed(address: str) -> tuple[str, int | None]:
         except (CreelError, OSError) as e:
             answer.append((str(e), None))
 
+    settings = storage.settings()
+    shorter = {"fetch.deadline_s": f"{min(_ANSWER_S, settings.deadline_s)}"}
+    storage.use(Config.load(shorter)[0].fetch)
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_LISTED_S)
+    storage.use(settings)
     return answer[0] if answer else ("", None)
 
 

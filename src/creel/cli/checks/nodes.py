@@ -80,7 +80,7 @@ def judge(answer: NodeAnswer) -> Iterator[Finding]:
     yield judged("nodes", found, remedy if answer.Bps < _SLOW_BPS else "")
     if abs(answer.ahead_s) > _CLOCK_S:
         way = "ahead" if answer.ahead_s > 0 else "behind"
-        told = f"the clock of {answer.host} is {abs(answer.ahead_s):.3g} s {way}"
+        told = f"the clock of {answer.host} is {abs(answer.ahead_s):,.1f} s {way}"
         yield Finding("clock", "warn", told, "let all nodes use one NTP server")
 
 

@@ -76,9 +76,11 @@ def status(context: click.Context, *, as_json: bool) -> None:
 def warm(
     context: click.Context, target: str, *, limit: str | None, background: bool, as_json: bool
 ) -> None:
-    """Load TARGET into memory: a folder, a file, shards, a URL, or MODULE:DATASET of your program.
+    """Load a folder, a file, shards or a dataset into memory.
 
-    A daemon is started if none runs; it ends an hour after its last client.
+    TARGET is a path, an address, or MODULE:DATASET of your program. A folder is loaded for
+    creel.ImageFolder, FileDataset or TarDataset; for a dataset of your own, name it. A daemon is
+    started if none runs. It stays for an hour after its last client.
     """
     from creel.cli import warm
     from creel.units import parse_seconds
@@ -87,8 +89,7 @@ def warm(
         raise click.UsageError("--time waits for the end, --background does not: give one of them")
     time_s = math.inf if limit is None else parse_seconds(limit)
     config = config_of(context)
-    linger_s = max(config.daemon.linger_s, warm.LINGER_S)
-    with warm.daemon(config_of(context, **{"daemon.linger_s": linger_s})) as client:
+    with warm.daemon(config) as client:
         where = client, target, config.daemon.name
         result = warm.warm(*where, quiet=as_json, time_s=time_s, background=background)
     print_answer(result, as_json, lambda values: click.echo(warm.sentence(values)))
@@ -98,7 +99,7 @@ def warm(
 @json_option
 @click.pass_context
 def ls(context: click.Context, *, as_json: bool) -> None:
-    """List the datasets that the daemon knows, and how much of each it holds."""
+    """List the datasets that the daemon holds, and how much of each."""
     from creel.cli.watching import view
 
     with client_of(context) as client:
@@ -111,10 +112,13 @@ def ls(context: click.Context, *, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of DATASET, a path or first letters of a key (`creel ls`)."""
+    """Free what the daemon holds of a dataset.
+
+    DATASET is a path, for all that lie there, or the first letters of a key (`creel ls`).
+    """
     with client_of(context) as client:
         path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
         answer = client.ask("drop", dataset=path)
-    print_answer(
-        answer, as_json, lambda told: click.echo(f"dropped {told['path'] or told['dataset']}")
-    )
+    several = f" ({answer['dropped']} datasets)" if answer["dropped"] > 1 else ""
+    what = f"dropped {answer['path'] or answer['dataset']}{several}"
+    print_answer(answer, as_json, lambda _: click.echo(what))

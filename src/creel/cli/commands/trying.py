@@ -62,9 +62,9 @@ def simulate(
     as_json: bool,
     **counts: int,
 ) -> None:
-    """Replay the epochs of a job on a cluster: source reads, transfers, memory and time.
+    """Replay the epochs of a job on a hypothetical cluster.
 
-    Speeds that are not given are unlimited.
+    Shows source reads, transfers, memory and time. Speeds that are not given are unlimited.
     """
     from creel.cli import simulate
     from creel.policies.cluster.simulate import Scenario
@@ -137,10 +137,11 @@ def explain(
     ranks: int,
     as_json: bool,
 ) -> None:
-    """Say what SCRIPT will take, by workers and by memory, from a few of its steps.
+    """Say what a training script will take.
 
-    Runs it (with ARGUMENTS) with creel's DataLoader in the place of torch's and a daemon of its
-    own, and ends it after these steps; with --ranks as many of it, as torchrun on one node does.
+    By workers and by memory, from a few of its steps. Runs SCRIPT (with ARGUMENTS) with creel's
+    DataLoader in the place of torch's and a daemon of its own, and ends it after these steps;
+    with --ranks as many of it, as torchrun on one node does.
     Options come before SCRIPT.
     """
     if not Path(script).is_file():

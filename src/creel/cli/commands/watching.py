@@ -76,7 +76,10 @@ def top(context: click.Context, interval: float) -> None:
 @json_option
 @click.pass_context
 def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) -> None:
-    """Write the last batches of all ranks to OUT, as a timeline for Perfetto or Chrome."""
+    """Write the last batches as a timeline for Perfetto or Chrome.
+
+    OUT is the file to write. The batches are those of all ranks of this node.
+    """
     from creel.cli.watching import trace
 
     with client_of(context) as client:
@@ -90,10 +93,11 @@ def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) ->
 @click.option("--job", help="Of this job (default: the one with most batches).")
 @json_option
 def plot(recorded: str, out: str, *, job: str | None, as_json: bool) -> None:
-    """Draw the run that `creel trace` wrote to RECORDED, as a picture OUT (.png or .svg).
+    """Draw four pictures of a recorded run.
 
-    Stages of each rank's steps, slowdown against all in memory, throughput over workers, and after
-    how many steps objects are read again. Needs no daemon.
+    RECORDED is what `creel trace` wrote, OUT a file (.png or .svg). Stages of each rank's
+    steps, slowdown against all in memory, throughput over workers, and after how many steps
+    objects are read again. Needs no daemon.
     """
     from creel.cli.recorded import plot
 
@@ -111,7 +115,7 @@ def plot(recorded: str, out: str, *, job: str | None, as_json: bool) -> None:
 def stream(
     path: str, *, watch: bool, end: bool, forget: str | None, interval: float, as_json: bool
 ) -> None:
-    """Show the stream at PATH: its chunks, its rate, and how far its readers are."""
+    """Show a stream's chunks, its rate, and how far its readers are."""
     from creel.cli.watching import stream as show
 
     if end:

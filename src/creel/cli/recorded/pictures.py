@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from creel.cache.memory.batch_log import columns
-from creel.cli.recorded.recording import RecordedStream, Recording
+from creel.cli.recorded.recording import TracedStream, Recording
 from creel.cli.watching.forecasts import BATCHES, job_key
 from creel.cli.watching.view import Values, job_of
 from creel.cli.watching.what_if import window
@@ -127,7 +127,7 @@ def pictures(recording: Recording, job: str | None = None) -> Pictures:
     )
 
 
-def _ranks(recording: Recording, job: str | None) -> list[RecordedStream]:
+def _ranks(recording: Recording, job: str | None) -> list[TracedStream]:
     """Return for each rank of the job its stream with most batches."""
     streams = sorted(recording.streams, key=lambda one: job_key(one.session))
     jobs = {key: list(group) for key, group in groupby(streams, lambda one: job_key(one.session))}
@@ -143,12 +143,12 @@ def _ranks(recording: Recording, job: str | None) -> list[RecordedStream]:
     return [one for one in best if len(one.rows)]
 
 
-def _waited(one: RecordedStream) -> float:
+def _waited(one: TracedStream) -> float:
     found = columns(one.rows)
     return float((found["taken"] - found["wait_began"]).sum())
 
 
-def of_steps(one: RecordedStream) -> RankSteps:
+def of_steps(one: TracedStream) -> RankSteps:
     """Return the last steps of a rank, each from the moment at which the one before began."""
     found = columns(one.rows[-STEPS - 1 :])
     taken, last = found["taken"], slice(1, None)
@@ -167,7 +167,7 @@ def of_steps(one: RecordedStream) -> RankSteps:
 
 
 def of_memory(
-    recording: Recording, ranks: Sequence[RecordedStream], windows: Sequence[RankWindow]
+    recording: Recording, ranks: Sequence[TracedStream], windows: Sequence[RankWindow]
 ) -> Slowdown | str:
     """Return how many times as long steps take as with all in memory, by what is in memory."""
     if not _datasets(recording, ranks):
@@ -179,7 +179,7 @@ def of_memory(
 
 
 def of_workers(
-    recording: Recording, ranks: Sequence[RecordedStream], windows: Sequence[RankWindow]
+    recording: Recording, ranks: Sequence[TracedStream], windows: Sequence[RankWindow]
 ) -> Throughput | str:
     """Return the samples per second of the job for numbers of workers of each rank."""
     each = [one.session["samples"] / max(one.session["batches"], 1) for one in ranks]
@@ -201,7 +201,7 @@ def _step_s(windows: Sequence[RankWindow], cores: float) -> float:
     return max(forecast(windows, cores)[0].step_s, 1e-9)
 
 
-def of_reuse(recording: Recording, ranks: Sequence[RecordedStream]) -> Reuse | str:
+def of_reuse(recording: Recording, ranks: Sequence[TracedStream]) -> Reuse | str:
     """Return after how many steps objects are read again, by the plan of any rank that has one."""
     told = next((one for one in ranks if one.reuse["counts"]), None)
     if told is None:
@@ -217,7 +217,7 @@ def of_reuse(recording: Recording, ranks: Sequence[RecordedStream]) -> Reuse | s
     return Reuse(counts, edges, epoch)
 
 
-def _datasets(recording: Recording, ranks: Sequence[RecordedStream]) -> list[Values]:
+def _datasets(recording: Recording, ranks: Sequence[TracedStream]) -> list[Values]:
     """Return what the daemon knows of the datasets that have objects."""
     held: Values = recording.stats["core"]["datasets"]
     return [held[one.session["dataset"]] for one in ranks if one.session["dataset"] in held]

@@ -16,7 +16,7 @@ KEY = "creel"
 _SCHEMA = 1
 
 
-class RecordedStream(NamedTuple):
+class TracedStream(NamedTuple):
     """A session of `creel stats`, its last batches (see `BatchRow`), and its histogram of reuse."""
 
     session: Values
@@ -29,7 +29,7 @@ class Recording(NamedTuple):
 
     cores: float
     stats: Values
-    streams: Sequence[RecordedStream]
+    streams: Sequence[TracedStream]
 
 
 def as_json(recording: Recording) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def read(path: str) -> Recording:
     try:
         sessions = {one["session"]: one for one in kept["stats"]["sessions"]}
         streams = [
-            RecordedStream(sessions[one["session"]], _checked(one["batches"]), one["reuse"])
+            TracedStream(sessions[one["session"]], _checked(one["batches"]), one["reuse"])
             for one in kept["streams"]
         ]
         return Recording(float(kept["cores"]), kept["stats"], streams)

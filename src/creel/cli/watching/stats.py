@@ -88,8 +88,8 @@ def _no_daemon(name: str) -> str:
             " ask from inside of it, as by docker exec, srun --overlap or nsenter -m"
         )
     return (
-        f"no daemon named {name!r} runs for you: start one with `creel run`, or just train (the"
-        " first DataLoader starts its own)"
+        f"no daemon named {name!r} runs for you: a DataLoader starts one where it has files to"
+        " cache, and it ends some seconds after training; `creel run` starts one that stays"
     )
 
 

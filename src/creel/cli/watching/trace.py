@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.cache.memory.batch_log import BatchRow
-from creel.cli.recorded.recording import KEY, RecordedStream, Recording, as_json
+from creel.cli.recorded.recording import KEY, TracedStream, Recording, as_json
 from creel.cli.watching.forecasts import job_key
 from creel.cli.watching.stats import recorded
 from creel.cli.watching.view import Values, job_of
@@ -50,7 +50,7 @@ def trace(client: Client, out: str, seconds: float) -> dict[str, Any]:
         )
     parts = [part for part in client.ask("fetches")["parts"] if part[2] > since_ns]
     events = [*of_streams(streams), *of_fetches(parts)]
-    kept = [RecordedStream(*one, _reuse(client, one[0])) for one in told]
+    kept = [TracedStream(*one, _reuse(client, one[0])) for one in told]
     recording = as_json(Recording(limits.cores(), answer, kept))
     try:
         with Path(out).open("w", encoding="utf-8") as file:
