@@ -14,7 +14,7 @@ from test_what_if import answer, rows, session
 from creel.cli import main
 from creel.cli.recorded import plot
 from creel.cli.recorded.pictures import STAGES, Pictures, RankSteps, Slowdown, pictures
-from creel.cli.recorded.recording import KEY, TracedStream, Recording, as_json, read
+from creel.cli.recorded.recording import KEY, Recording, TracedStream, as_json, read
 from creel.errors import ConfigError
 from creel.policies.next_use import NextUses, histogram
 from kit import seeds

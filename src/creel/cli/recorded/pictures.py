@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from creel.cache.memory.batch_log import columns
-from creel.cli.recorded.recording import TracedStream, Recording
+from creel.cli.recorded.recording import Recording, TracedStream
 from creel.cli.watching.forecasts import BATCHES, job_key
 from creel.cli.watching.view import Values, job_of
 from creel.cli.watching.what_if import window

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.cache.memory.batch_log import BatchRow
-from creel.cli.recorded.recording import KEY, TracedStream, Recording, as_json
+from creel.cli.recorded.recording import KEY, Recording, TracedStream, as_json
 from creel.cli.watching.forecasts import job_key
 from creel.cli.watching.stats import recorded
 from creel.cli.watching.view import Values, job_of
