@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -194,38 +195,39 @@ class Stream(RecordDataset):
         Raises:
             SourceError: a chunk cannot be read, or has been deleted.
         """
-        chunks, inside = np.divmod(ids, self.log.about.records)
-        new = (np.diff(ids) != 1) | (np.diff(chunks) != 0)
-        bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]
-        pieces = [
-            (int(chunks[a]), int(inside[a]) * self.nbytes, out[a:b].data.cast("B"))
-            for a, b in pairwise(bounds)
-        ]
-        self._fill(pieces)
+        self._fill(ids, lambda a, b: [out[a:b].data.cast("B")])
 
     def read_fields(
         self, ids: Ints, memory: Callable[[int], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the fields of (n,) records, each in `memory(nbytes)`; a read for each of them.
+        """Return the fields of (n,) records, each in `memory(nbytes)`; reads as `read_rows`.
 
         Raises:
             SourceError: as `read_rows`.
         """
-        n, fields = len(ids), {}
-        pieces: list[tuple[int, int, memoryview]] = []
-        chunks, inside = np.divmod(ids, self.log.about.records)
-        first = (inside * self.nbytes).tolist()
+        n, fields, end = len(ids), {}, 0
+        columns: list[list[memoryview]] = []  # of all bytes of a record, (n,) buffers each
         for name, dtype, shape, start, stop in self.fields.parts:
+            columns.append([memoryview(bytearray(start - end))] * n)  # between the fields
             flat = memory(n * (stop - start))
             fields[name] = flat.view(dtype).view(n, *shape)
-            rows = flat.numpy().reshape(n, stop - start)
-            places = zip(chunks.tolist(), first, rows, strict=True)
-            pieces += [(chunk, at + start, row.data) for chunk, at, row in places]
-        self._fill(sorted(pieces, key=lambda piece: piece[:2]))
+            columns.append([row.data for row in flat.numpy().reshape(n, stop - start)])
+            end = stop
+        columns.append([memoryview(bytearray(self.nbytes - end))] * n)
+        records = list(zip(*(column for column in columns if len(column[0])), strict=True))
+        self._fill(ids, lambda a, b: [one for record in records[a:b] for one in record])
         return fields
 
-    def _fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> None:
-        lacking = self.log.medium.fill(pieces)
+    def _fill(self, ids: Ints, buffers: Callable[[int, int], Sequence[memoryview]]) -> None:
+        """Read records; `buffers(a, b)`: where those of ids a to b - 1 go, which are adjacent."""
+        chunks, inside = np.divmod(ids, self.log.about.records)
+        new = (np.diff(ids) != 1) | (np.diff(chunks) != 0)
+        bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]
+        pieces = [
+            (int(chunks[a]), int(inside[a]) * self.nbytes, buffers(a, b))
+            for a, b in pairwise(bounds)
+        ]
+        lacking = self.log.medium.fill(sorted(pieces, key=itemgetter(0)))
         if lacking is not None:
             raise self._lacks(lacking)
 

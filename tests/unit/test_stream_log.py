@@ -24,7 +24,7 @@ import creel
 from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
 from creel.loader.streams import arrival_iter
 from creel.loader.streams.stream import Stream
-from creel.streams import cursors
+from creel.streams import chunks, cursors
 from creel.streams import folder as folder_module
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of
@@ -123,7 +123,10 @@ def test_producers_at_once_append_whole_chunks_with_dense_numbers(place: Place) 
     assert of_each == [sorted(own) for own in of_each]
 
 
-def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(place: Place) -> None:
+def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_SPARE_NBYTES", 0)
     limits: dict[str, Any] = {"chunk": 1, "keep": 0, "producers": 2}
     stalled, other = (Producer(place, FIELDS, **limits) for _ in range(2))
     for i in range(20):
@@ -170,9 +173,9 @@ def test_a_producer_goes_on_behind_what_was_deleted_and_where_a_number_is_missin
     late = filled(folder, [1, 1, 1], chunk=1, producers=2)
     for number in (0, 1):
         late.delete(number)
-    assert late.append(memoryview(bytes(NBYTES)), 0) == 3
+    assert late.medium.append(memoryview(bytes(NBYTES)), 0) == 3
     os.link(late.chunk(3), late.chunk(7))  # by a program that counts wrongly
-    assert [late.append(memoryview(bytes(NBYTES)), 4) for _ in range(3)] == [4, 5, 6]
+    assert [late.medium.append(memoryview(bytes(NBYTES)), 4) for _ in range(3)] == [4, 5, 6]
     assert late.deleted(2) is None
     late.delete(5)
     assert late.deleted(5) == 6
@@ -200,7 +203,7 @@ def test_nothing_is_deleted_between_the_look_for_a_number_and_its_use(
         link(*args)
 
     monkeypatch.setattr(os, "link", linked)
-    assert late.append(memoryview(bytes(NBYTES)), 2) == 4
+    assert late.medium.append(memoryview(bytes(NBYTES)), 2) == 4
     deleting[0].join(30)
     assert late.numbers() == [3, 4]
 
@@ -397,6 +400,54 @@ def test_the_folder_never_holds_more_than_ahead_and_keep_and_a_chunk(
     assert most <= (max(ahead, batch + chunk) + keep + chunk) * NBYTES
     until(lambda: len(got) == n // batch * batch, what="all is read")
     assert got == list(range(len(got)))
+
+
+def test_in_memory_a_passed_chunk_becomes_the_next_one(in_memory: Path) -> None:
+    """New memory costs the kernel several times the copy into it."""
+    options: dict[str, Any] = {"ahead": 100 * NBYTES, "keep": 0, "chunk": 8, "readers": ("a",)}
+    files = set()
+    with Producer(in_memory, FIELDS, **options) as producer:
+        for i in range(0, 800, 8):
+            for k in range(8):
+                producer.put(**record(i + k))
+            log = Log.open(in_memory)
+            files.add(Path(log.chunk(log.numbers()[-1])).stat().st_ino)
+            passed = max(i // 8 - 1, 0)
+            cursors.write(log.medium, "a", 0, Cursor(passed, 0, 0))
+            assert held(in_memory) <= 108 * NBYTES
+    assert len(files) <= 14
+    numbers = taken(Stream(in_memory, None, begin=log.numbers()[0]).batches(8))
+    assert samples(in_memory, numbers)[-1] == list(range(792, 800))
+
+
+@pytest.mark.parametrize("call", ["preadv", "open"])
+def test_a_chunk_that_became_another_one_is_not_read_as_the_first(
+    in_memory: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """By a reader that holds nobody back, while it reads."""
+    log = filled(in_memory, [8, 8], producers=2)
+    stream, do = Stream(in_memory, None), getattr(os, call)
+
+    def overtaken(*args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, do)
+            first = do(*args) if call == "open" else None
+            log.medium.append(memoryview(bytes(8 * NBYTES)), 2, spare=0)
+            return do(*args) if first is None else first
+
+    monkeypatch.setattr(os, call, overtaken)
+    with pytest.raises(SourceError, match="chunk 0 has been deleted"):
+        stream[3]
+    monkeypatch.undo()
+    assert log.numbers() == [1, 2]
+    assert int(stream[8 + 3]["i"]) == 8 + 3
+
+
+def test_a_chunk_of_which_a_memory_holds_records_does_not_become_another(in_memory: Path) -> None:
+    log = filled(in_memory, [8, 8], producers=2)
+    log.delete(0, np.array([3]))
+    assert log.medium.append(memoryview(bytes(8 * NBYTES)), 2, spare=0) == 2
+    assert int(Stream(in_memory, None)[3]["i"]) == 3
 
 
 def test_producers_and_readers_at_once_lose_nothing(place: Place, consumer: Any) -> None:

@@ -15,11 +15,17 @@ import errno
 import os
 import stat
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from creel.errors import SourceError
+
+if TYPE_CHECKING:
+    from creel.streams.log import Piece
 
 _DIGITS = 9
 #: The mode of a file of a deleted chunk, with records that stay and perhaps holes in place of the
@@ -28,6 +34,8 @@ _HOLES = stat.S_ISVTX
 _PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 #: Most chunks that one call has open at a time.
 _MOST_OPEN = 32
+#: Most buffers of one read.
+_MOST_BUFFERS = 1024
 
 
 class LogFolder:
@@ -35,6 +43,8 @@ class LogFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100  not resolving links
+        #: Elsewhere a reader on another node might not see that a chunk's file is a later one's.
+        self.recycles = os.path.realpath(path).startswith("/dev/shm/")  # noqa: S108
 
     def address(self, number: int) -> str:
         return f"{self.path}/{number:0{_DIGITS}}"
@@ -55,9 +65,9 @@ class LogFolder:
             )
         return []
 
-    def append(self, data: memoryview, number: int) -> int:
+    def append(self, data: memoryview, number: int, spare: int | None = None) -> int:
         with self._failing():
-            temporary = self._written(data)
+            temporary = self._written(data, spare)
             try:
                 with self._alone():
                     number = self._free(number)
@@ -96,16 +106,17 @@ class LogFolder:
         there = (one for one in self.numbers() if self.stat(one) is not None)
         return max(number, next(there, number))
 
-    def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
+    def fill(self, pieces: Sequence[Piece]) -> int | None:
         opened: dict[int, int] = {}
         number = -1
         try:
-            for number, first, out in pieces:
+            for number, first, buffers in pieces:
                 if number not in opened:
                     if len(opened) == _MOST_OPEN:
                         _close(opened)
                     opened[number] = os.open(self.address(number), os.O_RDONLY | os.O_CLOEXEC)
-                if not _read(opened[number], first, out):
+                stop = _read(opened[number], first, buffers)
+                if stop is None or not self._there(number, opened[number], first, stop):
                     return number
         except FileNotFoundError:
             return number
@@ -114,6 +125,16 @@ class LogFolder:
         finally:
             _close(opened)
         return None
+
+    def _there(self, number: int, fd: int, first: int, stop: int) -> bool:
+        """Whether bytes that were just read were those of a chunk.
+
+        Asked after the read: they may have been deleted, or overwritten, since the file was opened.
+        """
+        status = os.stat(self.address(number))  # noqa: PTH116  quick
+        if status.st_ino != os.fstat(fd).st_ino:
+            return False
+        return not status.st_mode & _HOLES or os.lseek(fd, first, os.SEEK_HOLE) >= stop
 
     def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
         """See Medium; gives back memory though a daemon has the file open."""
@@ -132,7 +153,8 @@ class LogFolder:
 
     def note(self, name: str) -> bytes | None:
         with self._failing(), suppress(FileNotFoundError, NotADirectoryError):
-            return Path(self.path, name).read_bytes()
+            with open(f"{self.path}/{name}", "rb") as file:  # noqa: PTH123  quick: for every chunk
+                return file.read()
         return None
 
     def notes(self, folder: str) -> dict[str, bytes]:
@@ -165,13 +187,24 @@ class LogFolder:
 
     # --- files ----------------------------------------------------------------------------------
 
-    def _written(self, data: memoryview) -> str:
-        """Return the path of a new temporary file with these bytes, of this call alone."""
-        path = f"{self.path}/.{uuid.uuid4().hex}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def _written(self, data: memoryview, spare: int | None = None) -> str:
+        """Return the path of a temporary file with these bytes, of this call alone.
+
+        spare: a chunk whose file may be it. New memory costs the kernel three times the copy.
+        """
+        path, new = f"{self.path}/.{uuid.uuid4().hex}", os.O_CREAT | os.O_EXCL
+        if spare is not None:
+            with self._alone():
+                if self.stat(spare) is not None:
+                    os.rename(self.address(spare), path)  # noqa: PTH104  quick
+                    new = 0
+        fd = os.open(path, os.O_WRONLY | new | os.O_CLOEXEC, 0o666)
         try:
+            nbytes = len(data)
             while len(data):
                 data = data[os.write(fd, data) :]
+            if not new:
+                os.ftruncate(fd, nbytes)
         except BaseException:
             os.unlink(path)  # noqa: PTH108  quick
             raise
@@ -195,16 +228,19 @@ def _failure(e: OSError, path: str) -> SourceError:
     return SourceError(e.errno or 0, why or str(e), path)
 
 
-def _read(fd: int, first: int, out: memoryview) -> bool:
-    """Fill a buffer from byte `first` of a file on; False if it has fewer, or a hole there."""
-    offset = first
-    while len(out):
-        got = os.preadv(fd, [out], offset)
+def _read(fd: int, offset: int, buffers: Sequence[memoryview]) -> int | None:
+    """Fill buffers from a byte of a file on; return the byte behind them, None if it has fewer."""
+    left = deque(buffers)
+    while left:
+        got = os.preadv(fd, list(islice(left, _MOST_BUFFERS)), offset)
         if not got:
-            return False
-        out, offset = out[got:], offset + got
-    # Asked now: the hole may be there only since the file was opened.
-    return not os.fstat(fd).st_mode & _HOLES or os.lseek(fd, first, os.SEEK_HOLE) >= offset
+            return None
+        offset += got
+        while left and got >= len(left[0]):
+            got -= len(left.popleft())
+        if got:
+            left[0] = left[0][got:]
+    return offset
 
 
 def _linked(temporary: str, path: str) -> bool:

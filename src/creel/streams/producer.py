@@ -181,7 +181,7 @@ class Producer:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
         self.waited_s += time.monotonic() - began
-        self._chunks.trim(readers)
+        self._chunks.trim(readers, nbytes)
 
 
 def _field(name: str, field: Field) -> tuple[str, tuple[int, ...]]:
