@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
@@ -28,7 +29,6 @@ from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.backoff import pauses
 from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset
-from creel.loader.order.rehearsing import Content
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
 from creel.loader.streams.fields import Fields, Then
@@ -205,16 +205,7 @@ class Stream(RecordDataset):
         Raises:
             SourceError: as `read_rows`.
         """
-        n, fields, end = len(ids), {}, 0
-        columns: list[list[memoryview]] = []  # of all bytes of a record, (n,) buffers each
-        for name, dtype, shape, start, stop in self.fields.parts:
-            columns.append([memoryview(bytearray(start - end))] * n)  # between the fields
-            flat = memory(n * (stop - start))
-            fields[name] = flat.view(dtype).view(n, *shape)
-            columns.append([row.data for row in flat.numpy().reshape(n, stop - start)])
-            end = stop
-        columns.append([memoryview(bytearray(self.nbytes - end))] * n)
-        records = list(zip(*(column for column in columns if len(column[0])), strict=True))
+        fields, records = self.fields.empty(len(ids), memory)
         self._fill(ids, lambda a, b: [one for record in records[a:b] for one in record])
         return fields
 
@@ -241,37 +232,6 @@ class Stream(RecordDataset):
         return SourceError(errno.ENODATA, why, self.log.chunk(chunk))
 
 
-def stream_batches(
-    stream: Stream, batch_size: int | None, *, shuffle: bool | None, shared: object
-) -> StreamBatches:
-    """Return the batch sampler of a loader that was given only a stream.
-
-    Raises:
-        ConfigError: an argument of the loader that a stream cannot follow.
-    """
-    if shuffle:
-        raise ConfigError("a stream is shuffled by Stream(shuffle=n), n arrivals at a time")
-    if shared is not None:
-        raise ConfigError(
-            "replicate= and a stream: give batch_sampler=stream.batches(batch_size, rank=, world=),"
-            " equal on the ranks of a group"
-        )
-    if batch_size is None:
-        raise ConfigError("a stream is read in batches: give batch_size")
-    return stream.batches(batch_size)
-
-
-def rehearsed_stream(batches: object, content: Content) -> StreamBatches:
-    """Return a loader's batch sampler with a memory.
-
-    Raises:
-        ConfigError: it is not that of a stream, or as `StreamBatches.rehearsing`.
-    """
-    if not isinstance(batches, StreamBatches):
-        raise ConfigError("a stream is rehearsed with its own batches: stream.batches(n)")
-    return batches.rehearsing(content)
-
-
 def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
     """Open a log once a producer has begun it."""
     began, warn_s, waits = time.monotonic(), 5.0, pauses(0.01, 0.2)
@@ -290,10 +250,5 @@ def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
 
 def _names(n: int, digits: int) -> pa.Array:
     """Return the names of chunks 0 to n - 1 as an Arrow array, without n Python strings."""
-    letters = np.empty((n, digits), np.uint8)
-    left = np.arange(n)
-    for at in range(digits - 1, -1, -1):
-        left, digit = np.divmod(left, 10)
-        letters[:, at] = digit + ord("0")
-    ends = pa.py_buffer(np.arange(n + 1, dtype=np.int64) * digits)
-    return pa.Array.from_buffers(pa.large_string(), n, [None, ends, pa.py_buffer(letters)])
+    numbers = pa.array(np.arange(n) + 10**digits)
+    return pc.utf8_slice_codeunits(numbers.cast(pa.large_string()), 1)

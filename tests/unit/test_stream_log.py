@@ -22,10 +22,9 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
-from creel.loader.streams import arrival_iter
+from creel.loader.streams import reader_notes
 from creel.loader.streams.stream import Stream
-from creel.streams import chunks, cursors
-from creel.streams import folder as folder_module
+from creel.streams import chunks, cursors, files
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
@@ -147,7 +146,7 @@ def test_numbers_are_not_used_again_behind_a_record_that_a_memory_holds(
     place: Place, records: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no block of its chunk can be given back: a small one, or an old file system."""
-    monkeypatch.setattr(folder_module, "_PUNCH", 0xFF)  # is refused
+    monkeypatch.setattr(files, "_PUNCH", 0xFF)  # is refused
     limits: dict[str, Any] = {"chunk": records, "producers": 3}
     stalled = Producer(place, FIELDS, **limits)
     filled(place, [records] * 2, **limits)
@@ -405,17 +404,18 @@ def test_the_folder_never_holds_more_than_ahead_and_keep_and_a_chunk(
 def test_in_memory_a_passed_chunk_becomes_the_next_one(in_memory: Path) -> None:
     """New memory costs the kernel several times the copy into it."""
     options: dict[str, Any] = {"ahead": 100 * NBYTES, "keep": 0, "chunk": 8, "readers": ("a",)}
-    files = set()
+    options["linger_s"] = 1e9
+    inodes = set()
     with Producer(in_memory, FIELDS, **options) as producer:
         for i in range(0, 800, 8):
             for k in range(8):
                 producer.put(**record(i + k))
             log = Log.open(in_memory)
-            files.add(Path(log.chunk(log.numbers()[-1])).stat().st_ino)
+            inodes.add(Path(log.chunk(log.numbers()[-1])).stat().st_ino)
             passed = max(i // 8 - 1, 0)
             cursors.write(log.medium, "a", 0, Cursor(passed, 0, 0))
             assert held(in_memory) <= 108 * NBYTES
-    assert len(files) <= 14
+    assert len(inodes) <= 14
     numbers = taken(Stream(in_memory, None, begin=log.numbers()[0]).batches(8))
     assert samples(in_memory, numbers)[-1] == list(range(792, 800))
 
@@ -604,7 +604,7 @@ def test_a_reader_that_cannot_write_its_cursor_any_more_reads_on(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(place, [1] * 100, chunk=1)
-    monkeypatch.setattr(arrival_iter, "_CURSOR_S", 0)
+    monkeypatch.setattr(reader_notes, "_CURSOR_S", 0)
 
     def broken(*_: object) -> None:
         raise SourceError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))

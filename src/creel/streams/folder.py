@@ -10,32 +10,23 @@ order of arrival is the order of the numbers.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import stat
 import uuid
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from creel.errors import SourceError
+from creel.streams import files
 
 if TYPE_CHECKING:
     from creel.streams.log import Piece
 
 _DIGITS = 9
-#: The mode of a file of a deleted chunk, with records that stay and perhaps holes in place of the
-#: others: a bit that means nothing else.
-_HOLES = stat.S_ISVTX
-_PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 #: Most chunks that one call has open at a time.
 _MOST_OPEN = 32
-#: Most buffers of one read.
-_MOST_BUFFERS = 1024
 
 
 class LogFolder:
@@ -54,7 +45,7 @@ class LogFolder:
     def stat(self, number: int) -> tuple[int, float] | None:
         with self._failing(), suppress(FileNotFoundError):
             found = os.stat(self.address(number))  # noqa: PTH116  quick: for every chunk
-            return None if found.st_mode & _HOLES else (found.st_size, found.st_mtime)
+            return None if found.st_mode & files.HOLES else (found.st_size, found.st_mtime)
         return None
 
     def numbers(self) -> list[int]:
@@ -71,7 +62,7 @@ class LogFolder:
             try:
                 with self._alone():
                     number = self._free(number)
-                    while not _linked(temporary, self.address(number)):
+                    while not files.linked(temporary, self.address(number)):
                         number += 1
             finally:
                 with suppress(OSError):  # it may have been appended: nobody must do so again
@@ -115,7 +106,7 @@ class LogFolder:
                     if len(opened) == _MOST_OPEN:
                         _close(opened)
                     opened[number] = os.open(self.address(number), os.O_RDONLY | os.O_CLOEXEC)
-                stop = _read(opened[number], first, buffers)
+                stop = files.read(opened[number], first, buffers)
                 if stop is None or not self._there(number, opened[number], first, stop):
                     return number
         except FileNotFoundError:
@@ -134,7 +125,7 @@ class LogFolder:
         status = os.stat(self.address(number))  # noqa: PTH116  quick
         if status.st_ino != os.fstat(fd).st_ino:
             return False
-        return not status.st_mode & _HOLES or os.lseek(fd, first, os.SEEK_HOLE) >= stop
+        return not status.st_mode & files.HOLES or os.lseek(fd, first, os.SEEK_HOLE) >= stop
 
     def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
         """See Medium; gives back memory though a daemon has the file open."""
@@ -142,7 +133,7 @@ class LogFolder:
             fd = os.open(self.address(number), os.O_RDWR | os.O_CLOEXEC)
             try:
                 if but:
-                    _punch(fd, but)
+                    files.punch(fd, but)
                 else:
                     os.unlink(self.address(number))  # noqa: PTH108  quick
                     os.ftruncate(fd, 0)
@@ -152,9 +143,12 @@ class LogFolder:
     # --- notes ----------------------------------------------------------------------------------
 
     def note(self, name: str) -> bytes | None:
-        with self._failing(), suppress(FileNotFoundError, NotADirectoryError):
-            with open(f"{self.path}/{name}", "rb") as file:  # noqa: PTH123  quick: for every chunk
-                return file.read()
+        with (
+            self._failing(),
+            suppress(FileNotFoundError, NotADirectoryError),
+            open(f"{self.path}/{name}", "rb") as file,  # noqa: PTH123  quick: for every chunk
+        ):
+            return file.read()
         return None
 
     def notes(self, folder: str) -> dict[str, bytes]:
@@ -174,7 +168,7 @@ class LogFolder:
                 temporary = self._written(memoryview(data))
             try:
                 if new:
-                    return _linked(temporary, path)
+                    return files.linked(temporary, path)
                 try:
                     os.rename(temporary, path)  # noqa: PTH104  20 us, with every batch
                 except FileNotFoundError:
@@ -226,51 +220,6 @@ def _failure(e: OSError, path: str) -> SourceError:
         return e
     why = "its file system has no hard links" if e.errno == errno.EPERM else e.strerror
     return SourceError(e.errno or 0, why or str(e), path)
-
-
-def _read(fd: int, offset: int, buffers: Sequence[memoryview]) -> int | None:
-    """Fill buffers from a byte of a file on; return the byte behind them, None if it has fewer."""
-    left = deque(buffers)
-    while left:
-        got = os.preadv(fd, list(islice(left, _MOST_BUFFERS)), offset)
-        if not got:
-            return None
-        offset += got
-        while left and got >= len(left[0]):
-            got -= len(left.popleft())
-        if got:
-            left[0] = left[0][got:]
-    return offset
-
-
-def _linked(temporary: str, path: str) -> bool:
-    """Give a file another name; False if there is one of that name."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _punch(fd: int, but: Sequence[tuple[int, int]]) -> None:
-    """Mark a file as deleted but for some parts, in order; give back the whole blocks between them.
-
-    Bytes that share a block with one of them stay. All do where the file system cannot give back
-    blocks: NFS before 4.2, for example.
-    """
-    status = os.fstat(fd)
-    block = status.st_blksize
-    ends = [0, *(first + nbytes for first, nbytes in but)]
-    starts = [*(first for first, _ in but), status.st_size]
-    inside = [
-        (-(-e // block) * block, s // block * block) for e, s in zip(ends, starts, strict=True)
-    ]
-    with suppress(OSError):
-        os.fchmod(fd, status.st_mode | _HOLES)  # first: nobody may take holes for records
-        for first, stop in inside:
-            place = ctypes.c_int64(first), ctypes.c_int64(stop - first)
-            if first < stop and ctypes.CDLL(None).fallocate(fd, _PUNCH, *place):
-                break
 
 
 def _close(opened: dict[int, int]) -> None:
