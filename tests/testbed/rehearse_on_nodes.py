@@ -4,7 +4,9 @@
 
 Each part is read EPOCHS times by a loader of its own, with EACH rows in a step of a memory that
 keeps BUDGET samples of the parts before it. Parts are "subsets" of one dataset, or "datasets" of
-their own. This job reads parts FIRST to STOP - 1, others have read those before. Environment and output are those of `read_on_nodes.py`.
+their own; "growing": subsets, and the memory takes them in as they are read (`every=`). This job
+reads parts FIRST to STOP - 1, others have read those before. Environment and output are those of
+`read_on_nodes.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def parts(folder: str, kind: str) -> list[Dataset[Any]]:
     files = creel.FileDataset(folder)
     n = len(files) // TASKS
     numbers = [range(task * n, (task + 1) * n) for task in range(TASKS)]
-    if kind == "subsets":
+    if kind != "datasets":
         return [Subset(files, some) for some in numbers]
     return [creel.FileDataset([f"{folder}/{i:04}.bin" for i in some]) for some in numbers]
 
@@ -41,7 +43,7 @@ def main(
 ) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
-    memory = creel.Rehearsal(each, budget=budget)
+    memory = creel.Rehearsal(each, budget=budget, every=8 if kind == "growing" else None)
     given = parts(folder, kind)
     for data in given[:first]:
         memory.add(data)
