@@ -55,6 +55,24 @@ def test_chunks_are_records_one_after_the_other_as_c_structs(folder: Path) -> No
     assert log.ended()
 
 
+def test_a_record_that_is_a_chunk_is_written_as_in_a_larger_one(tmp_path: Path) -> None:
+    """Though its fields are not copied: with gaps between them, cast, and not contiguous."""
+    fields: dict[str, Any] = {"a": "int8", "x": ("float32", (2, 3)), "b": "bool", "c": "complex64"}
+    chunks = []
+    for records in (1, 2):
+        folder = tmp_path / str(records)
+        with Producer(folder, fields, chunk=records, linger_s=1e9) as producer:
+            for i in range(2):
+                x = np.arange(i, i + 6.0).reshape(3, 2).T
+                producer.put(b=i == 0, x=x, c=i + 2j, a=i)
+            with pytest.raises(ConfigError, match="shape"):
+                producer.put(b=True, x=np.zeros((3, 2)), c=0, a=0)
+        log = Log.open(folder)
+        chunks.append([Path(log.chunk(n)).read_bytes() for n in log.numbers()])
+    assert b"".join(chunks[0]) == chunks[1][0]
+    assert len(chunks[0]) == 2
+
+
 def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
     folder.mkdir()
     about = {"id": "c", "fields": [["x", "<f8", []]], "records": 4, "ahead": 0, "keep": 0}
@@ -168,9 +186,9 @@ def test_a_producer_goes_on_behind_what_was_deleted_and_where_a_number_is_missin
     late = filled(folder, [1, 1, 1], chunk=1, producers=2)
     for number in (0, 1):
         late.delete(number)
-    assert late.medium.append(memoryview(bytes(NBYTES)), 0) == 3
+    assert late.medium.append([memoryview(bytes(NBYTES))], 0) == 3
     os.link(late.chunk(3), late.chunk(7))  # by a program that counts wrongly
-    assert [late.medium.append(memoryview(bytes(NBYTES)), 4) for _ in range(3)] == [4, 5, 6]
+    assert [late.medium.append([memoryview(bytes(NBYTES))], 4) for _ in range(3)] == [4, 5, 6]
     assert late.deleted(2) is None
     late.delete(5)
     assert late.deleted(5) == 6
@@ -198,7 +216,7 @@ def test_nothing_is_deleted_between_the_look_for_a_number_and_its_use(
         link(*args)
 
     monkeypatch.setattr(os, "link", linked)
-    assert late.medium.append(memoryview(bytes(NBYTES)), 2) == 4
+    assert late.medium.append([memoryview(bytes(NBYTES))], 2) == 4
     deleting[0].join(30)
     assert late.numbers() == [3, 4]
 
@@ -228,7 +246,7 @@ def test_an_answer_of_redis_that_is_lost_does_not_append_twice(redis: Address) -
     place = redis / unique_name()
     Producer(place, FIELDS)
     medium: Any = medium_of(place)
-    data = memoryview(bytes(NBYTES))
+    data = [memoryview(bytes(NBYTES))]
     assert [medium.append(data, 0), medium.append(data, 0)] == [0, 1]
     medium._appended -= 1  # the client sends the same command again
     assert medium.append(data, 0) == 1

@@ -116,7 +116,7 @@ def test_a_chunk_that_became_another_one_is_not_read_as_the_first(
         with monkeypatch.context() as patch:
             patch.setattr(os, call, do)
             first = do(*args) if call == "open" else None
-            log.medium.append(memoryview(bytes(8 * NBYTES)), 2, spare=0)
+            log.medium.append([memoryview(bytes(8 * NBYTES))], 2, spare=0)
             return do(*args) if first is None else first
 
     monkeypatch.setattr(os, call, overtaken)
@@ -130,7 +130,7 @@ def test_a_chunk_that_became_another_one_is_not_read_as_the_first(
 def test_a_chunk_of_which_a_memory_holds_records_does_not_become_another(in_memory: Path) -> None:
     log = filled(in_memory, [8, 8], producers=2)
     log.delete(0, np.array([3]))
-    assert log.medium.append(memoryview(bytes(8 * NBYTES)), 2, spare=0) == 2
+    assert log.medium.append([memoryview(bytes(8 * NBYTES))], 2, spare=0) == 2
     assert int(Stream(in_memory, None)[3]["i"]) == 3
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from creel.streams.cursors import Cursor
 from creel.streams.log import ABSENT, Log
 
 #: Bytes of passed chunks that stay at most, to be written over: what a reader passes at a time.
-_SPARE_NBYTES = 32 << 20
+_SPARE_NBYTES = 64 << 20
 
 
 class KnownChunks:
@@ -39,14 +39,14 @@ class KnownChunks:
         self._ends[self._next] = self._ends[self._next - 1] + size
         self._next += 1
 
-    def append(self, data: memoryview) -> None:
+    def append(self, data: Sequence[memoryview]) -> None:
         number = self._log.medium.append(data, self._next, self._spare)
         if self._spare is not None:
             self._drop_first()
             self._spare = None
         while self._next < number:  # other producers', which may be deleted already
             self._add(max(self._log.size(self._next), 0))
-        self._add(len(data))
+        self._add(sum(map(len, data)))
 
     def in_the_way(self, readers: Mapping[str, Cursor], nbytes: int) -> str | None:
         """Return the name of a reader that must read before `nbytes` more are appended, or None."""
@@ -74,7 +74,8 @@ class KnownChunks:
         needed, spare = memories.read(self._log.medium, readers), 0
         if self._log.medium.recycles and needed.floor >= self._next:
             ahead = self._ends[self._next - 1] - slowest + nbytes
-            spare = max(min(_SPARE_NBYTES, about.ahead - ahead), 0)
+            most = max(about.ahead, *(reader.reach for reader in readers.values()))
+            spare = max(min(_SPARE_NBYTES, most - ahead), 0)
         stop = min(self._next - 1, needed.floor)
         while self._first < stop and self._ends[self._first] <= passed - spare:
             self._holding[self._first] = -1

@@ -56,7 +56,7 @@ class LogFolder:
             )
         return []
 
-    def append(self, data: memoryview, number: int, spare: int | None = None) -> int:
+    def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
         with self._failing():
             temporary = self._written(data, spare)
             try:
@@ -162,10 +162,10 @@ class LogFolder:
         path = f"{self.path}/{name}"
         with self._failing():
             try:
-                temporary = self._written(memoryview(data))
+                temporary = self._written([memoryview(data)])
             except FileNotFoundError:
                 Path(self.path).mkdir(parents=True, exist_ok=True)
-                temporary = self._written(memoryview(data))
+                temporary = self._written([memoryview(data)])
             try:
                 if new:
                     return files.linked(temporary, path)
@@ -181,7 +181,7 @@ class LogFolder:
 
     # --- files ----------------------------------------------------------------------------------
 
-    def _written(self, data: memoryview, spare: int | None = None) -> str:
+    def _written(self, data: Sequence[memoryview], spare: int | None = None) -> str:
         """Return the path of a temporary file with these bytes, of this call alone.
 
         spare: a chunk whose file may be it. New memory costs the kernel three times the copy.
@@ -194,11 +194,11 @@ class LogFolder:
                     new = 0
         fd = os.open(path, os.O_WRONLY | new | os.O_CLOEXEC, 0o666)
         try:
-            nbytes = len(data)
-            while len(data):
-                data = data[os.write(fd, data) :]
+            for part in data:
+                while len(part):
+                    part = part[os.write(fd, part) :]  # noqa: PLW2901  the rest of it
             if not new:
-                os.ftruncate(fd, nbytes)
+                os.ftruncate(fd, sum(map(len, data)))
         except BaseException:
             os.unlink(path)  # noqa: PTH108  quick
             raise

@@ -52,11 +52,12 @@ class Medium(Protocol):
     def address(self, number: int) -> str:
         """Return where a chunk is, for the daemon."""
 
-    def append(self, data: memoryview, number: int, spare: int | None = None) -> int:
+    def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
         """Append a chunk; return its number, the first free one from `number` on.
 
         If it raises, nothing was appended. Numbers of deleted chunks are not used again.
 
+        data: its bytes, one part after the other.
         spare: a chunk that may be deleted for this one, or may be gone already.
         """
 

@@ -85,11 +85,11 @@ class RedisStream:
 
     # --- chunks ---------------------------------------------------------------------------------
 
-    def append(self, data: memoryview, number: int, spare: int | None = None) -> int:
+    def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
         del number, spare  # the server counts
         self._appended += 1
         keys = self._key, f"{self._key}:notes"
-        return int(self._do("eval", _APPEND, 2, *keys, bytes(data), self._me, self._appended))
+        return int(self._do("eval", _APPEND, 2, *keys, b"".join(data), self._me, self._appended))
 
     def stat(self, number: int) -> tuple[int, float] | None:
         for _, about in self._do("xrange", self._key, f"1-{number}", f"1-{number}"):
