@@ -19,9 +19,10 @@ import creel
 from creel.errors import SourceError, UnavailableError
 from creel.loader.streams import reader_notes
 from creel.loader.streams.stream import Stream
-from creel.streams import cursors
+from creel.streams import cursors, memories
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of
+from creel.streams.memories import Needed
 from creel.streams.producer import Producer
 from kit import until
 from testbed.redis_server import Address
@@ -125,6 +126,22 @@ def test_a_chunk_that_became_another_one_is_not_read_as_the_first(
     monkeypatch.undo()
     assert log.numbers() == [1, 2]
     assert int(stream[8 + 3]["i"]) == 8 + 3
+
+
+def test_what_a_memory_needs_is_not_written_over(in_memory: Path) -> None:
+    """Even if it needs nothing of what comes."""
+    options: dict[str, Any] = {"keep": 0, "chunk": 8, "readers": ("a",), "linger_s": 1e9}
+    with Producer(in_memory, FIELDS, **options) as producer:
+        for i in range(80):
+            producer.put(**record(i))
+        log = Log.open(in_memory)
+        memories.write(log.medium, "a", 0, Needed(10, np.array([3, 21])))
+        cursors.write(log.medium, "a", 0, Cursor(9, 0, 0))
+        for i in range(80, 120):
+            producer.put(**record(i))
+        found = Stream(in_memory, None).__getitems__([3, 21, 119])
+        assert [int(one["i"]) for one in found] == [3, 21, 119]
+        producer.close()
 
 
 def test_a_chunk_of_which_a_memory_holds_records_does_not_become_another(in_memory: Path) -> None:

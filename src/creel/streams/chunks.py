@@ -43,7 +43,6 @@ class KnownChunks:
         number = self._log.medium.append(data, self._next, self._spare)
         if self._spare is not None:
             self._drop_first()
-            self._spare = None
         while self._next < number:  # other producers', which may be deleted already
             self._add(max(self._log.size(self._next), 0))
         self._add(sum(map(len, data)))
@@ -64,6 +63,7 @@ class KnownChunks:
         What rehearsal memories hold of them stays. So do spare ones, for the next appends, as far
         as `nbytes` more fit into what producers may be ahead.
         """
+        self._spare = None
         if not readers:
             return
         slowest, about = min(map(self._at, readers.values())), self._log.about
@@ -72,7 +72,8 @@ class KnownChunks:
         if not (over or self._holding):
             return
         needed, spare = memories.read(self._log.medium, readers), 0
-        if self._log.medium.recycles and needed.floor >= self._next:
+        nothing = needed.floor >= self._next and not len(needed.samples)
+        if self._log.medium.recycles and nothing:
             ahead = self._ends[self._next - 1] - slowest + nbytes
             most = max(about.ahead, *(reader.reach for reader in readers.values()))
             spare = max(min(_SPARE_NBYTES, most - ahead), 0)
