@@ -248,7 +248,7 @@ def latencies(folder: Path, nbytes: int, samples: int, workers: int) -> Times:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nbytes", type=int, default=150 << 10)
-    parser.add_argument("--samples", type=int, default=4800)
+    parser.add_argument("--samples", type=int, default=19_200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default="/dev/shm", help="of the streams")  # noqa: S108  in a folder of its own
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))

@@ -30,7 +30,8 @@ from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
 from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
-from creel.loader.streams.stream import Stream, rehearsed_stream, stream_batches
+from creel.loader.streams.batches import rehearsed_stream, stream_batches
+from creel.loader.streams.stream import Stream
 from creel.loader.torch_private import MISSING
 from creel.policies.concurrency import workers_auto
 from creel.system.limits import cores

@@ -12,6 +12,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -157,11 +158,21 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
         yield address
 
 
-@pytest.fixture(params=["folder", "redis"])
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """Where a stream is in memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder, "stream")
+
+
+@pytest.fixture(params=["folder", "memory", "redis"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | Address:
-    """Where a stream may be: in a folder, or in Redis."""
+    """Where a stream may be: in a folder, which may be in memory, or in Redis."""
     if request.param == "folder":
         return tmp_path / "stream"
+    if request.param == "memory":
+        found: Path = request.getfixturevalue("in_memory")
+        return found
     redis: Address = request.getfixturevalue("redis")
     return redis / unique_name() / "stream"
 

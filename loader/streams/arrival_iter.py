@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from creel.errors import ConfigError, UnavailableError
 from creel.loader.backoff import pauses
 from creel.loader.order.custom.orders import PacedIterator
+from creel.loader.streams.reader_notes import ReaderNotes, known_needs
 from creel.loader.streams.replays import PLACES, SavedMemory, StreamReplays
-from creel.streams import cursors, memories
 from creel.streams.arrivals import Arrived
 from creel.streams.cursors import Cursor
 from creel.streams.log import ABSENT
@@ -29,8 +29,6 @@ _log = logging.getLogger("creel.stream")
 _FIRST_S, _LONGEST_S = 0.0005, 0.005
 #: Seconds between listings of the folder in a wait, which NFS needs to see new names.
 _LIST_S = 0.25
-#: Seconds between updates of the cursor, 20 us each; it is also written before each wait.
-_CURSOR_S = 0.02
 _WARN_S = 60.0
 #: Batches that torch's own loader may ask for before it has read the first: `prefetch_factor` 2 for
 #: 16 workers. It does not say which ones it has read.
@@ -76,8 +74,7 @@ class ArrivalIter(PacedIterator):
         self._first_step = 0  # its number among all steps of the stream
         self._replays: StreamReplays | None = None
         self._places: dict[int, Place] = {}
-        self._cursor, self._written, self._written_at = Cursor(0, 0, 0), Cursor(-1, 0, 0), 0.0
-        self._told = False
+        self._notes: ReaderNotes | None = None  # once it has begun, of a reader with a name
         self.reports = False
 
     # --- as PacedIterator -----------------------------------------------------------------------
@@ -107,7 +104,8 @@ class ArrivalIter(PacedIterator):
         arrived = self._arrived or self._begin()
         if arrived.look(self._wanted()):
             return True
-        self._write_cursor()
+        if self._notes is not None:
+            self._notes.write()
         return False
 
     def begin_at(self, batch: int) -> None:
@@ -129,9 +127,10 @@ class ArrivalIter(PacedIterator):
         place = self._places.get(batches)
         if place is None:
             return
-        self._keep(batches)
-        if self._sampler.name is not None:
-            self._moved(place)
+        if self._notes is not None:
+            self._notes.keep(self._needed(batches))
+            over = self._arrived is not None and self._arrived.ended
+            self._notes.moved(place.chunk, place.record, at_once=over)
         elif (before := self._places.get(batches - 1)) and self._log.size(before.chunk) == ABSENT:
             Arrived(self._log, before.chunk, before.record).check()  # it may have had holes
 
@@ -153,32 +152,22 @@ class ArrivalIter(PacedIterator):
             content = self._sampler.content
             self._replays = StreamReplays(content, self._rank, world, start.chunk, memory)
             self._first_batch, self._first_step = self._batch, self._replays.step
-            self._replays.check(self._log, self._needed_by_name())
-        self._keep(self._batch, first=True)  # before producers know of this reader
-        self._cursor = Cursor(start.chunk, start.record, needed * self._log.nbytes, world)
-        self._write_cursor()
+            self._replays.check(self._log, known_needs(self._log.medium, self._sampler.name or ""))
+        if self._sampler.name is not None:
+            cursor = Cursor(start.chunk, start.record, needed * self._log.nbytes, world)
+            self._notes = ReaderNotes(self._log, self._sampler.name, self._rank, cursor)
+            self._notes.begin(self._needed(self._batch))
         return self._arrived
 
-    def _needed_by_name(self) -> Needed:
-        """Return what producers keep for the memory of this reader's name."""
-        name, medium = self._sampler.name or "", self._log.medium
-        found = cursors.read(medium).get(name)
-        return memories.read(medium, {} if found is None else {name: found})
+    def _needed(self, batch: int) -> Needed | None:
+        """Return what the memory needs once training has the batches below one; None if as before.
 
-    def _keep(self, batch: int, *, first: bool = False) -> None:
-        """Tell producers what the memory needs once training has the batches below this one."""
-        name, needed = self._sampler.name, None
-        if self._replays is not None and name is not None:
-            steps = self._log.about.keep // (self._global_size * self._log.nbytes) + 1
-            needed = self._replays.needed(self._step(batch), steps)
-        if name is None or (needed is None and not first):
-            return
-        try:
-            memories.write(self._log.medium, name, self._rank, needed)
-        except OSError as e:  # what producers know lets them keep more
-            if first:
-                raise
-            self._warn_untold(e)
+        There is no memory, or it needs the same.
+        """
+        if self._replays is None:
+            return None
+        steps = self._log.about.keep // (self._global_size * self._log.nbytes) + 1
+        return self._replays.needed(self._step(batch), steps)
 
     def _wanted(self) -> int:
         """Return how many records must be known for the next batch: whole windows."""
@@ -217,7 +206,7 @@ class ArrivalIter(PacedIterator):
         assert self._arrived is not None  # noqa: S101  as above
         return Place(*self._arrived.place, self._index, self._drop)
 
-    # --- waiting, and what producers see --------------------------------------------------------
+    # --- waiting --------------------------------------------------------------------------------
 
     def _wait(self) -> None:
         """Wait until the next batch has arrived, or the stream has ended.
@@ -244,28 +233,3 @@ class ArrivalIter(PacedIterator):
                 ended = f"{self._log.ends()} of {self._log.about.producers} producers have ended"
                 _log.warning("%s; %s", text, ended)
                 warn_s += _WARN_S
-
-    def _moved(self, place: Place) -> None:
-        self._cursor = self._cursor._replace(chunk=place.chunk, record=place.record)
-        over = self._arrived is not None and self._arrived.ended
-        if over or time.monotonic() - self._written_at >= _CURSOR_S:
-            self._write_cursor()
-
-    def _write_cursor(self) -> None:
-        if self._sampler.name is None or self._cursor == self._written:
-            return
-        try:
-            cursors.write(self._log.medium, self._sampler.name, self._rank, self._cursor)
-        except OSError as e:
-            if self._written.chunk < 0:  # producers would not wait for this reader
-                raise
-            self._warn_untold(e)
-        else:
-            self._written = self._cursor
-        self._written_at = time.monotonic()
-
-    def _warn_untold(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            text = "%s: producers are not told how far this reader is: %s"
-            _log.warning(text, self._log.path, error)

@@ -21,6 +21,7 @@ class Fields:
     def __init__(self, layout: np.dtype[Any]) -> None:
         """Raises ConfigError for a type that torch lacks."""
         self.parts: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
+        self._nbytes = layout.itemsize
         fields: Mapping[str, Any] = layout.fields or {}
         for name in layout.names or ():
             kind, offset = fields[name][:2]
@@ -34,6 +35,21 @@ class Fields:
             name: rows[:, start:stop].view(dtype).view(n, *shape)
             for name, dtype, shape, start, stop in self.parts
         }
+
+    def empty(
+        self, n: int, memory: Callable[[int], torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[tuple[memoryview, ...]]]:
+        """Return (n, ...) tensors in `memory(nbytes)`, and for each record where its bytes go."""
+        fields, end = {}, 0
+        columns: list[list[memoryview]] = []  # (n,) buffers each
+        for name, dtype, shape, start, stop in self.parts:
+            columns.append([memoryview(bytearray(start - end))] * n)  # between the fields
+            flat = memory(n * (stop - start))
+            fields[name] = flat.view(dtype).view(n, *shape)
+            columns.append([row.data for row in flat.numpy().reshape(n, stop - start)])
+            end = stop
+        columns.append([memoryview(bytearray(self._nbytes - end))] * n)
+        return fields, list(zip(*(column for column in columns if len(column[0])), strict=True))
 
     def __call__(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the fields of one (nbytes,) record."""

@@ -15,10 +15,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
@@ -27,7 +29,6 @@ from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.backoff import pauses
 from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset
-from creel.loader.order.rehearsing import Content
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
 from creel.loader.streams.fields import Fields, Then
@@ -194,38 +195,30 @@ class Stream(RecordDataset):
         Raises:
             SourceError: a chunk cannot be read, or has been deleted.
         """
-        chunks, inside = np.divmod(ids, self.log.about.records)
-        new = (np.diff(ids) != 1) | (np.diff(chunks) != 0)
-        bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]
-        pieces = [
-            (int(chunks[a]), int(inside[a]) * self.nbytes, out[a:b].data.cast("B"))
-            for a, b in pairwise(bounds)
-        ]
-        self._fill(pieces)
+        self._fill(ids, lambda a, b: [out[a:b].data.cast("B")])
 
     def read_fields(
         self, ids: Ints, memory: Callable[[int], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the fields of (n,) records, each in `memory(nbytes)`; a read for each of them.
+        """Return the fields of (n,) records, each in `memory(nbytes)`; reads as `read_rows`.
 
         Raises:
             SourceError: as `read_rows`.
         """
-        n, fields = len(ids), {}
-        pieces: list[tuple[int, int, memoryview]] = []
-        chunks, inside = np.divmod(ids, self.log.about.records)
-        first = (inside * self.nbytes).tolist()
-        for name, dtype, shape, start, stop in self.fields.parts:
-            flat = memory(n * (stop - start))
-            fields[name] = flat.view(dtype).view(n, *shape)
-            rows = flat.numpy().reshape(n, stop - start)
-            places = zip(chunks.tolist(), first, rows, strict=True)
-            pieces += [(chunk, at + start, row.data) for chunk, at, row in places]
-        self._fill(sorted(pieces, key=lambda piece: piece[:2]))
+        fields, records = self.fields.empty(len(ids), memory)
+        self._fill(ids, lambda a, b: [one for record in records[a:b] for one in record])
         return fields
 
-    def _fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> None:
-        lacking = self.log.medium.fill(pieces)
+    def _fill(self, ids: Ints, buffers: Callable[[int, int], Sequence[memoryview]]) -> None:
+        """Read records; `buffers(a, b)`: where those of ids a to b - 1 go, which are adjacent."""
+        chunks, inside = np.divmod(ids, self.log.about.records)
+        new = (np.diff(ids) != 1) | (np.diff(chunks) != 0)
+        bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]
+        pieces = [
+            (int(chunks[a]), int(inside[a]) * self.nbytes, buffers(a, b))
+            for a, b in pairwise(bounds)
+        ]
+        lacking = self.log.medium.fill(sorted(pieces, key=itemgetter(0)))
         if lacking is not None:
             raise self._lacks(lacking)
 
@@ -237,37 +230,6 @@ class Stream(RecordDataset):
         there = self.log.size(chunk) != ABSENT
         why = "has fewer records" if there else "has not arrived"
         return SourceError(errno.ENODATA, why, self.log.chunk(chunk))
-
-
-def stream_batches(
-    stream: Stream, batch_size: int | None, *, shuffle: bool | None, shared: object
-) -> StreamBatches:
-    """Return the batch sampler of a loader that was given only a stream.
-
-    Raises:
-        ConfigError: an argument of the loader that a stream cannot follow.
-    """
-    if shuffle:
-        raise ConfigError("a stream is shuffled by Stream(shuffle=n), n arrivals at a time")
-    if shared is not None:
-        raise ConfigError(
-            "replicate= and a stream: give batch_sampler=stream.batches(batch_size, rank=, world=),"
-            " equal on the ranks of a group"
-        )
-    if batch_size is None:
-        raise ConfigError("a stream is read in batches: give batch_size")
-    return stream.batches(batch_size)
-
-
-def rehearsed_stream(batches: object, content: Content) -> StreamBatches:
-    """Return a loader's batch sampler with a memory.
-
-    Raises:
-        ConfigError: it is not that of a stream, or as `StreamBatches.rehearsing`.
-    """
-    if not isinstance(batches, StreamBatches):
-        raise ConfigError("a stream is rehearsed with its own batches: stream.batches(n)")
-    return batches.rehearsing(content)
 
 
 def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
@@ -288,10 +250,5 @@ def _awaited(path: str | os.PathLike[str], timeout_s: float | None) -> Log:
 
 def _names(n: int, digits: int) -> pa.Array:
     """Return the names of chunks 0 to n - 1 as an Arrow array, without n Python strings."""
-    letters = np.empty((n, digits), np.uint8)
-    left = np.arange(n)
-    for at in range(digits - 1, -1, -1):
-        left, digit = np.divmod(left, 10)
-        letters[:, at] = digit + ord("0")
-    ends = pa.py_buffer(np.arange(n + 1, dtype=np.int64) * digits)
-    return pa.Array.from_buffers(pa.large_string(), n, [None, ends, pa.py_buffer(letters)])
+    numbers = pa.array(np.arange(n) + 10**digits)
+    return pc.utf8_slice_codeunits(numbers.cast(pa.large_string()), 1)

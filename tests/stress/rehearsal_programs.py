@@ -240,7 +240,7 @@ class RehearsalProgram:
                 fault = self.fault if epoch == number % self.epochs else ""
                 last = self.left if not epoch else 99
                 if self.fault == "resume" and self.can_resume and fault:
-                    self._resumed(task, memory, options, loader, last, shown)
+                    loader = self._resumed(task, memory, options, loader, last, shown)
                 else:
                     self._epoch(loader, last, fault, options, shown)
                 shown.append(states(loader))
@@ -274,12 +274,15 @@ class RehearsalProgram:
         loader: Any,
         last: int,
         shown: list[Any],
-    ) -> None:
-        """Go through an epoch; on creel's side another loader takes over at batch `at`."""
+    ) -> Any:
+        """Go through an epoch; on creel's side another loader takes over at batch `at`.
+
+        Returns the loader that goes on: to the first one, the epoch was left early.
+        """
         steps = list(zip(range(last + 1), _some(loader, self.at, options), strict=False))
         shown += [(step, plain(batch)) for step, batch in steps]
         if options is None or len(steps) <= self.at:
-            return
+            return loader
         again = self.loader(task, memory, options)
         if self.order == "distributed":
             again.sampler.set_epoch(loader.sampler.epoch)
@@ -288,6 +291,7 @@ class RehearsalProgram:
             if step > last:
                 break
             shown.append((step, plain(batch)))
+        return again
 
 
 RANDOM = ("noisy records", "wrapped", "plain")

@@ -185,13 +185,14 @@ def test_hosts_plan_together_for_a_part_of_a_dataset() -> None:
     assert reads[2] - reads[1] <= 0.15 * part
 
 
-def test_hosts_that_rehearse_read_each_file_once() -> None:
+@pytest.mark.parametrize("kind", ["subsets", "datasets"])
+def test_hosts_that_rehearse_read_each_file_once(kind: str) -> None:
     """Together they hold .6 of all files; .55 of them may still be read."""
     cores = Cores()
     files, tasks, epochs, world = 2 * FILES, 4, 3, 4
     memory = int(0.6 * files * jobs.HELD_NBYTES / world)
     with jobs.storage(files) as storage, hosts.Cluster(hosts=world) as cluster:
-        words = [storage.mountpoint, "4", str(epochs), str(int(0.3 * files)), "2"]
+        words = [storage.mountpoint, "4", str(epochs), str(int(0.3 * files)), "2", kind, "0", "4"]
         with jobs.job(cluster, world, words, memory, script=jobs.REHEARSES) as ranks:
             for epoch in range(tasks * epochs):
                 for one in ranks:
@@ -201,10 +202,35 @@ def test_hosts_that_rehearse_read_each_file_once() -> None:
                     first = storage.totals()["opens"]
             opens = storage.totals()["opens"]
             told = [one.next("stats")["stats"]["core"]["datasets"] for one in ranks]
-    assert [[one["policy"] for one in data.values()] for data in told] == [["homes-far"]] * world
+    used = [{one["policy"] for one in data.values()} - {"none"} for data in told]
+    assert used == [{"homes-far"}] * world
     cores.skip_unless_spare()
     # In the first task hosts may learn late of each other.
     assert opens - first <= 1.05 * (1 - 1 / tasks) * files
+
+
+def test_a_host_that_joins_reads_its_share_of_what_is_replayed_and_no_more() -> None:
+    """Three hosts read two tasks; started again with one more they read the other two."""
+    cores = Cores()
+    files, epochs, kept = 2 * FILES, 2, int(0.6 * FILES)
+    memory, more = int(0.2 * files * jobs.HELD_NBYTES), {"CREEL_DAEMON__LINGER_S": "300"}
+    opens = [0]
+    with jobs.storage(files) as storage, hosts.Cluster(hosts=4) as cluster:
+        for world, first, stop in ((3, 0, 2), (4, 2, 4)):
+            words = [storage.mountpoint, "4", str(epochs), str(kept), "2", "subsets"]
+            span = [str(first), str(stop)]
+            with jobs.job(
+                *(cluster, world, words + span, memory), more=more, script=jobs.REHEARSES
+            ) as ranks:
+                for _ in range(epochs * (stop - first)):
+                    for one in ranks:
+                        said = one.next("epoch")["epoch"]
+                        assert said["digest"] == said["expected"]
+                for one in ranks:
+                    one.next("stats")
+                opens.append(storage.totals()["opens"])
+    cores.skip_unless_spare()
+    assert opens[2] - opens[1] <= 1.1 * (files / 2 + kept / 4)
 
 
 def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:

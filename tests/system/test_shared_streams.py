@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -294,3 +297,13 @@ def test_without_creel_the_batches_are_the_same(folder: Path, monkeypatch: Any) 
     monkeypatch.setitem(os.environ, "CREEL_DISABLE", "1")
     loader = creel.DataLoader(stream(folder), batch_size=4, num_workers=1)
     assert read(loader) == expected(50, 4, 0)
+
+
+def test_the_example_streams_a_simulation_to_two_models_at_once() -> None:
+    script = Path(__file__).parents[2] / "examples" / "gray_scott.py"
+    command = [sys.executable, str(script), "--steps", "192"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("linear", "hidden"):
+        assert re.search(rf"^{name} +12 batches", done.stdout, re.MULTILINE), done.stdout
+    assert done.stdout.count("records/s ") == 2

@@ -1,9 +1,12 @@
 """One rank of a job over several hosts that rehearses: four parts of a folder, one after another.
 
-    python rehearse_on_nodes.py FOLDER BATCH EPOCHS BUDGET EACH
+    python rehearse_on_nodes.py FOLDER BATCH EPOCHS BUDGET EACH KIND FIRST STOP
 
 Each part is read EPOCHS times by a loader of its own, with EACH rows in a step of a memory that
-keeps BUDGET samples of the parts before it. Environment and output are those of `read_on_nodes.py`.
+keeps BUDGET samples of the parts before it. Parts are "subsets" of one dataset, or "datasets" of
+their own; "growing": subsets, and the memory takes them in as they are read (`every=`). This job
+reads parts FIRST to STOP - 1, others have read those before. Environment and output are those of
+`read_on_nodes.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, Subset
+from torch.utils.data import Dataset, DistributedSampler, Subset
 
 import creel
 from creel.config import Config
@@ -26,14 +29,26 @@ from testbed.train_on_nodes import say, train
 TASKS = 4
 
 
-def main(folder: str, batch: int, epochs: int, budget: int, each: int) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
+def parts(folder: str, kind: str) -> list[Dataset[Any]]:
     files = creel.FileDataset(folder)
     n = len(files) // TASKS
-    memory = creel.Rehearsal(each, budget=budget)
-    for task in range(TASKS):
-        data = Subset(files, range(task * n, (task + 1) * n))
+    numbers = [range(task * n, (task + 1) * n) for task in range(TASKS)]
+    if kind != "datasets":
+        return [Subset(files, some) for some in numbers]
+    return [creel.FileDataset([f"{folder}/{i:04}.bin" for i in some]) for some in numbers]
+
+
+def main(
+    folder: str, kind: str, batch: int, epochs: int, budget: int, each: int, first: int, stop: int
+) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    memory = creel.Rehearsal(each, budget=budget, every=8 if kind == "growing" else None)
+    given = parts(folder, kind)
+    for data in given[:first]:
+        memory.add(data)
+    for task, data in enumerate(given[first:stop], first):
+        n = len(data)  # type: ignore[arg-type]  # it has a length
         samplers: list[DistributedSampler[Any]] = [
             DistributedSampler(data, world, rank, seed=task) for _ in range(2)
         ]
@@ -62,4 +77,5 @@ def main(folder: str, batch: int, epochs: int, budget: int, each: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    folder, *numbers, kind, first, stop = sys.argv[1:]
+    main(folder, kind, *map(int, [*numbers, first, stop]))

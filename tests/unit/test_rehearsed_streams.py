@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.errors import ConfigError, SourceError
-from creel.loader.streams import arrival_iter
+from creel.loader.streams import reader_notes
 from creel.loader.streams.batches import StreamBatches
 from creel.loader.streams.stream import Stream
 from creel.policies.rehearsal.content import UNLABELLED, Offered, kept, mixed
@@ -225,7 +225,7 @@ def test_representatives_stay_and_all_else_is_deleted(place: Place, shuffle: int
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let readers write their cursors with every batch."""
-    monkeypatch.setattr(arrival_iter, "_CURSOR_S", 0)
+    monkeypatch.setattr(reader_notes, "_CURSOR_S", 0)
 
 
 @pytest.mark.usefixtures("at_once")

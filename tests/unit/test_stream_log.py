@@ -1,4 +1,4 @@
-"""The log of a stream, in a folder or in Redis: what is written, how far ahead, what is deleted."""
+"""The log of a stream, in a folder or in Redis: what is written, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,13 @@ import torch
 from stream_rig import FIELDS, NBYTES, filled, record, samples, taken
 from torch.utils.data import DataLoader
 
-import creel
-from creel.errors import ConfigError, NotFoundError, SourceError, UnavailableError
-from creel.loader.streams import arrival_iter
+from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.streams.stream import Stream
-from creel.streams import cursors
-from creel.streams import folder as folder_module
+from creel.streams import chunks, cursors, files
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
-from kit import unique_name, until
+from kit import unique_name
 from testbed.redis_server import Address
 
 Place = Path | Address
@@ -58,6 +53,24 @@ def test_chunks_are_records_one_after_the_other_as_c_structs(folder: Path) -> No
     assert rows["i"].tolist() == list(range(3, 11))
     assert rows["x"][:, 2, 1].tolist() == [i / 2 for i in range(3, 11)]
     assert log.ended()
+
+
+def test_a_record_that_is_a_chunk_is_written_as_in_a_larger_one(tmp_path: Path) -> None:
+    """Though its fields are not copied: with gaps between them, cast, and not contiguous."""
+    fields: dict[str, Any] = {"a": "int8", "x": ("float32", (2, 3)), "b": "bool", "c": "complex64"}
+    chunks = []
+    for records in (1, 2):
+        folder = tmp_path / str(records)
+        with Producer(folder, fields, chunk=records, linger_s=1e9) as producer:
+            for i in range(2):
+                x = np.arange(i, i + 6.0).reshape(3, 2).T
+                producer.put(b=i == 0, x=x, c=i + 2j, a=i)
+            with pytest.raises(ConfigError, match="shape"):
+                producer.put(b=True, x=np.zeros((3, 2)), c=0, a=0)
+        log = Log.open(folder)
+        chunks.append([Path(log.chunk(n)).read_bytes() for n in log.numbers()])
+    assert b"".join(chunks[0]) == chunks[1][0]
+    assert len(chunks[0]) == 2
 
 
 def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
@@ -123,7 +136,10 @@ def test_producers_at_once_append_whole_chunks_with_dense_numbers(place: Place) 
     assert of_each == [sorted(own) for own in of_each]
 
 
-def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(place: Place) -> None:
+def test_a_stalled_producer_does_not_write_into_what_is_read_and_deleted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_SPARE_NBYTES", 0)
     limits: dict[str, Any] = {"chunk": 1, "keep": 0, "producers": 2}
     stalled, other = (Producer(place, FIELDS, **limits) for _ in range(2))
     for i in range(20):
@@ -144,7 +160,7 @@ def test_numbers_are_not_used_again_behind_a_record_that_a_memory_holds(
     place: Place, records: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no block of its chunk can be given back: a small one, or an old file system."""
-    monkeypatch.setattr(folder_module, "_PUNCH", 0xFF)  # is refused
+    monkeypatch.setattr(files, "_PUNCH", 0xFF)  # is refused
     limits: dict[str, Any] = {"chunk": records, "producers": 3}
     stalled = Producer(place, FIELDS, **limits)
     filled(place, [records] * 2, **limits)
@@ -170,9 +186,9 @@ def test_a_producer_goes_on_behind_what_was_deleted_and_where_a_number_is_missin
     late = filled(folder, [1, 1, 1], chunk=1, producers=2)
     for number in (0, 1):
         late.delete(number)
-    assert late.append(memoryview(bytes(NBYTES)), 0) == 3
+    assert late.medium.append([memoryview(bytes(NBYTES))], 0) == 3
     os.link(late.chunk(3), late.chunk(7))  # by a program that counts wrongly
-    assert [late.append(memoryview(bytes(NBYTES)), 4) for _ in range(3)] == [4, 5, 6]
+    assert [late.medium.append([memoryview(bytes(NBYTES))], 4) for _ in range(3)] == [4, 5, 6]
     assert late.deleted(2) is None
     late.delete(5)
     assert late.deleted(5) == 6
@@ -200,7 +216,7 @@ def test_nothing_is_deleted_between_the_look_for_a_number_and_its_use(
         link(*args)
 
     monkeypatch.setattr(os, "link", linked)
-    assert late.append(memoryview(bytes(NBYTES)), 2) == 4
+    assert late.medium.append([memoryview(bytes(NBYTES))], 2) == 4
     deleting[0].join(30)
     assert late.numbers() == [3, 4]
 
@@ -230,7 +246,7 @@ def test_an_answer_of_redis_that_is_lost_does_not_append_twice(redis: Address) -
     place = redis / unique_name()
     Producer(place, FIELDS)
     medium: Any = medium_of(place)
-    data = memoryview(bytes(NBYTES))
+    data = [memoryview(bytes(NBYTES))]
     assert [medium.append(data, 0), medium.append(data, 0)] == [0, 1]
     medium._appended -= 1  # the client sends the same command again
     assert medium.append(data, 0) == 1
@@ -326,6 +342,50 @@ def test_on_a_full_disk_nothing_half_written_is_seen(
     assert samples(folder, numbers) == [[0], [1], [2], [4]]
 
 
+@pytest.mark.parametrize("kind", ["folder", "in_memory"])
+def test_a_producer_that_is_killed_at_any_byte_leaves_whole_chunks(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Also one that writes over a chunk that was read."""
+    place: Path = request.getfixturevalue(kind)
+    limits: dict[str, Any] = {"chunk": 4, "keep": 0, "producers": 2, "readers": ("a",)}
+    filled(place, [4] * 4, **limits)
+    log, total = Log.open(place), 16
+    for nbytes in (*range(0, 4 * NBYTES, 9), 4 * NBYTES):  # the last one is killed after its write
+        last = log.numbers()[-1]
+        cursors.write(log.medium, "a", 0, Cursor(last, 0, 0))
+        if not (child := os.fork()):
+            _put_some_bytes(place, total, nbytes, limits)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert log.numbers()[-1] == last
+        with Producer(place, FIELDS, linger_s=1e9, **limits) as producer:
+            for i in range(total, total + 4):
+                producer.put(**record(i))
+            producer.flush()
+            assert log.numbers()[-1] == last + 1
+            found = Stream(place, None).__getitems__([4 * last + i for i in range(8)])
+            assert [int(one["i"]) for one in found] == list(range(total - 4, total + 4))
+            producer._closed = True  # it goes on
+        total += 4
+
+
+def _put_some_bytes(place: Path, first: int, nbytes: int, limits: dict[str, Any]) -> None:
+    """Put a chunk, and end in the middle of its write as if killed."""
+    try:
+        write = os.write
+        producer = Producer(place, FIELDS, linger_s=1e9, **limits)
+
+        def killed(fd: int, data: Any) -> int:
+            write(fd, data[:nbytes])
+            os._exit(9)
+
+        os.write = killed
+        for i in range(first, first + 4):
+            producer.put(**record(i))
+    finally:
+        os._exit(1)
+
+
 def test_a_chunk_of_the_wrong_size_is_named(folder: Path) -> None:
     filled(folder, [8, 8])
     (folder / "000000001").write_bytes(bytes(33))
@@ -343,225 +403,3 @@ def test_a_description_that_is_none_is_refused(folder: Path) -> None:
         (folder / "stream.json").write_text(text)
         with pytest.raises(ConfigError):
             Stream(folder, "a", timeout_s=0)
-
-
-# --- back-pressure and retention ------------------------------------------------------------------
-
-
-def held(place: Place) -> int:
-    """Bytes of the chunks of a stream, and of files that are being written."""
-    if not isinstance(place, Path):
-        log = Log.open(place)
-        return sum(max(log.size(number), 0) for number in log.numbers())
-    total = 0
-    for path in place.iterdir():
-        with suppress(FileNotFoundError):  # deleted or linked meanwhile
-            total += path.stat().st_size if path.name[0] in ".0" else 0
-    return total
-
-
-@pytest.fixture
-def consumer(place: Place) -> Iterator[Any]:
-    """A function that begins to read a stream in a thread; what was read is appended to a list."""
-    threads = []
-
-    def begin(name: str, batch: int, out: list[int], **how: Any) -> threading.Thread:
-        def read() -> None:
-            stream = Stream(place, name, timeout_s=30, **how)
-            for b in creel.DataLoader(stream, batch, creel=False):
-                out.extend(b["i"].tolist())
-
-        threads.append(threading.Thread(target=read))
-        threads[-1].start()
-        return threads[-1]
-
-    yield begin
-    for thread in threads:
-        thread.join(60)
-
-
-@pytest.mark.parametrize("ahead, keep, batch", [(20, 30, 4), (20, 0, 4), (8, 0, 30), (0, 5, 1)])
-def test_the_folder_never_holds_more_than_ahead_and_keep_and_a_chunk(
-    place: Place, consumer: Any, ahead: int, keep: int, batch: int
-) -> None:
-    """Also with less `ahead` than a batch needs: then the reader gets a batch and a chunk."""
-    n, chunk, got = 300, 5, list[int]()
-    most = 0
-    with Producer(
-        place, FIELDS, ahead=ahead * NBYTES, keep=keep * NBYTES, chunk=chunk, timeout_s=30
-    ) as producer:
-        consumer("a", batch, got)
-        for i in range(n):
-            producer.put(**record(i))
-            most = max(most, held(place))
-    assert most <= (max(ahead, batch + chunk) + keep + chunk) * NBYTES
-    until(lambda: len(got) == n // batch * batch, what="all is read")
-    assert got == list(range(len(got)))
-
-
-def test_producers_and_readers_at_once_lose_nothing(place: Place, consumer: Any) -> None:
-    """Numbers of chunks that are read and deleted are not used again (see `Log.append`)."""
-    each, producers = 150, 3
-    got: tuple[list[int], list[int]] = [], []
-    limits: dict[str, Any] = {"ahead": 6 * NBYTES, "keep": 2 * NBYTES, "timeout_s": 60}
-
-    def produce(k: int) -> None:
-        with Producer(
-            place, FIELDS, chunk=2, producers=producers, readers=("a", "b"), **limits
-        ) as producer:
-            for i in range(each):
-                producer.put(**record(k * each + i))
-
-    threads = [threading.Thread(target=produce, args=(k,)) for k in range(producers)]
-    for thread in threads:
-        thread.start()
-    readers = [consumer("a", 5, got[0]), consumer("b", 3, got[1])]
-    for thread in threads + readers:
-        thread.join(60)
-    assert got[0] == got[1]
-    assert sorted(got[0]) == list(range(each * producers))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_loader_finds_what_it_asked_for_long_before(place: Place, workers: int) -> None:
-    """It does not say which batches its workers have read."""
-    n, got = 400, list[int]()
-
-    def read() -> None:
-        data = Stream(place, "a", timeout_s=30)
-        for b in DataLoader(data, batch_sampler=data.batches(2), num_workers=workers):
-            got.extend(b["i"].tolist())
-
-    reader = threading.Thread(target=read)
-    with Producer(place, FIELDS, ahead=0, keep=0, chunk=3, timeout_s=30) as producer:
-        reader.start()
-        for i in range(n):
-            producer.put(**record(i))
-        assert held(place) < n * NBYTES / 2
-    reader.join(60)
-    assert got == list(range(n))
-
-
-def test_a_shuffled_reader_gets_a_whole_window(place: Place, consumer: Any) -> None:
-    got: list[int] = []
-    with Producer(place, FIELDS, ahead=NBYTES, keep=0, chunk=3, timeout_s=30) as producer:
-        consumer("a", 4, got, shuffle=10)
-        for i in range(100):
-            producer.put(**record(i))
-    until(lambda: len(got) == 100, what="all is read")
-    assert sorted(got) == list(range(100))
-
-
-def test_the_slowest_reader_and_rank_hold_producers_back(place: Place) -> None:
-    limits: dict[str, Any] = {"ahead": 10 * NBYTES, "keep": 0, "chunk": 2, "timeout_s": 0}
-    producer = Producer(place, FIELDS, readers=("a", "b"), linger_s=1e9, **limits)
-
-    def fill() -> int:
-        """Put until producers must wait; return how many were put."""
-        count = 0
-        while True:
-            try:
-                producer.put(**record(0))
-            except UnavailableError:
-                return count
-            count += 1
-
-    fill()
-    cursors.write(medium_of(place), "a", 0, Cursor(3, 0, NBYTES))
-    assert fill() == 0  # b has not begun
-    cursors.write(medium_of(place), "b", 0, Cursor(4, 0, NBYTES, ranks=2))
-    assert fill() == 0  # its rank 1 has not
-    cursors.write(medium_of(place), "b", 1, Cursor(2, 0, NBYTES, ranks=2))
-    assert fill() == 4
-    assert Log.open(place).numbers()[0] == 2
-    cursors.write(medium_of(place), "b", 0, Cursor(5, 0, NBYTES))  # of one rank now
-    assert fill() == 2
-    assert Log.open(place).numbers()[0] == 3
-
-
-def test_a_reader_that_leaves_holds_nobody_back(place: Place) -> None:
-    limits: dict[str, Any] = {"ahead": 4 * NBYTES, "keep": 0, "chunk": 1, "timeout_s": 0}
-    producer = Producer(place, FIELDS, readers=("a", "b"), **limits)
-    stream = Stream(place, "b", timeout_s=0)
-    cursors.write(medium_of(place), "a", 0, Cursor(0, 0, 9 * NBYTES))
-    items: Any = iter(stream.batches(8))
-    items.reports = True
-    assert not items.arrived()  # now it counts
-    for i in range(8):
-        producer.put(**record(i))  # b needs eight
-    with pytest.raises(UnavailableError, match="waiting for b"):
-        producer.put(**record(8))
-    stream.leave()
-    cursors.write(medium_of(place), "a", 0, Cursor(8, 0, NBYTES))
-    producer.put(**record(8))
-
-
-def test_a_reader_behind_retention_is_told_so(place: Place, consumer: Any) -> None:
-    limits: dict[str, Any] = {"ahead": 10 * NBYTES, "keep": 0}
-    got: list[int] = []
-    with Producer(place, FIELDS, chunk=1, timeout_s=30, **limits) as producer:
-        consumer("a", 1, got)
-        for i in range(60):
-            producer.put(**record(i))
-    oldest = Log.open(place).numbers()[0]
-    with pytest.raises(SourceError, match=rf"chunk 0 has been deleted.*begin={oldest}\)"):
-        taken(Stream(place, "late").batches(1))
-    assert "late" not in cursors.read(medium_of(place))  # it holds back nobody
-    with pytest.raises(SourceError, match="chunk 0 has been deleted"):
-        Stream(place, None)[0]
-    late = Stream(place, "late", begin=oldest)
-    assert samples(place, taken(late.batches(1))) == [[i] for i in range(oldest, 60)]
-
-
-def test_processes_that_read_as_one_rank_do_not_disturb_each_other(place: Place) -> None:
-    """Whoever wrote last counts."""
-    place.mkdir()
-    failed: list[OSError] = []
-
-    def write(k: int) -> None:
-        try:
-            for i in range(200):
-                cursors.write(medium_of(place), "a", 0, Cursor(i, k, 1))
-        except OSError as e:
-            failed.append(e)
-
-    threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed
-    assert cursors.read(medium_of(place))["a"].chunk == 199
-    assert list(medium_of(place).notes("readers")) == ["a.0"]
-
-
-def test_a_note_that_cannot_be_written_leaves_no_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = filled(folder, [1])
-
-    def broken(*_: object) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, "rename", broken)
-    with pytest.raises(SourceError, match="Permission denied"):
-        cursors.write(log.medium, "a", 0, Cursor(0, 0, NBYTES))
-    assert not list(folder.glob(".*"))
-
-
-def test_a_reader_that_cannot_write_its_cursor_any_more_reads_on(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    filled(place, [1] * 100, chunk=1)
-    monkeypatch.setattr(arrival_iter, "_CURSOR_S", 0)
-
-    def broken(*_: object) -> None:
-        raise SourceError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
-
-    items = iter(Stream(place, "a").batches(1))
-    next(items)
-    monkeypatch.setattr(cursors, "write", broken)
-    assert len(list(items)) == 99
-    assert caplog.text.count("producers are not told") == 1
-    with pytest.raises(SourceError, match="No space left"):  # producers would not wait for it
-        next(iter(Stream(place, "b").batches(1)))

@@ -48,7 +48,7 @@ class RedisStore:
         stream, number = self._chunk(uri)
         found = [bytearray(length) for _, length in parts]
         pieces = [
-            (number, offset, memoryview(data))
+            (number, offset, [memoryview(data)])
             for (offset, _), data in zip(parts, found, strict=True)
         ]
         if stream.fill(pieces) is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from creel.streams import memories
 from creel.streams.cursors import Cursor
 from creel.streams.log import ABSENT, Log
+
+#: Bytes of passed chunks that stay at most, to be written over: what a reader passes at a time.
+_SPARE_NBYTES = 64 << 20
 
 
 class KnownChunks:
@@ -23,6 +26,7 @@ class KnownChunks:
         #: Chunks that readers passed, of which memories hold so many records; -1: to be deleted.
         self._holding = dict.fromkeys((one for one in there if one < first), -1)
         self._samples = -1  # that memories held
+        self._spare: int | None = None  # a chunk in place of which one may be appended
         self._ends = {first - 1: 0}  # bytes up to the end of each chunk, from the first one on
         self._look()
 
@@ -35,11 +39,13 @@ class KnownChunks:
         self._ends[self._next] = self._ends[self._next - 1] + size
         self._next += 1
 
-    def append(self, data: memoryview) -> None:
-        number = self._log.append(data, self._next)
+    def append(self, data: Sequence[memoryview]) -> None:
+        number = self._log.medium.append(data, self._next, self._spare)
+        if self._spare is not None:
+            self._drop_first()
         while self._next < number:  # other producers', which may be deleted already
             self._add(max(self._log.size(self._next), 0))
-        self._add(len(data))
+        self._add(sum(map(len, data)))
 
     def in_the_way(self, readers: Mapping[str, Cursor], nbytes: int) -> str | None:
         """Return the name of a reader that must read before `nbytes` more are appended, or None."""
@@ -51,26 +57,39 @@ class KnownChunks:
                 return name
         return None
 
-    def trim(self, readers: Mapping[str, Cursor]) -> None:
+    def trim(self, readers: Mapping[str, Cursor], nbytes: int) -> None:
         """Delete chunks that all readers passed `keep` bytes ago; never the newest one.
 
-        What rehearsal memories hold of them stays.
+        What rehearsal memories hold of them stays. So do spare ones, for the next appends, as far
+        as `nbytes` more fit into what producers may be ahead.
         """
+        self._spare = None
         if not readers:
             return
-        passed = min(map(self._at, readers.values())) - self._log.about.keep
-        first = self._first
+        slowest, about = min(map(self._at, readers.values())), self._log.about
+        passed, first = slowest - about.keep, self._first
         over = self._first < self._next - 1 and self._ends[self._first] <= passed
         if not (over or self._holding):
             return
-        needed = memories.read(self._log.medium, readers)
-        while self._first < min(self._next - 1, needed.floor) and self._ends[self._first] <= passed:
+        needed, spare = memories.read(self._log.medium, readers), 0
+        nothing = needed.floor >= self._next and not len(needed.samples)
+        if self._log.medium.recycles and nothing:
+            ahead = self._ends[self._next - 1] - slowest + nbytes
+            most = max(about.ahead, *(reader.reach for reader in readers.values()))
+            spare = max(min(_SPARE_NBYTES, most - ahead), 0)
+        stop = min(self._next - 1, needed.floor)
+        while self._first < stop and self._ends[self._first] <= passed - spare:
             self._holding[self._first] = -1
-            del self._ends[self._first - 1]
-            self._first += 1
+            self._drop_first()
+        if spare and self._first < stop and self._ends[self._first] <= passed:
+            self._spare = self._first
         if first < self._first or len(needed.samples) != self._samples:
             self._reduce(needed)
         self._samples = len(needed.samples)
+
+    def _drop_first(self) -> None:
+        del self._ends[self._first - 1]
+        self._first += 1
 
     def _reduce(self, needed: memories.Needed) -> None:
         """Delete what memories do not hold of chunks that were passed."""

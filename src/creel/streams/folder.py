@@ -10,22 +10,21 @@ order of arrival is the order of the numbers.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from creel.errors import SourceError
+from creel.streams import files
+
+if TYPE_CHECKING:
+    from creel.streams.log import Piece
 
 _DIGITS = 9
-#: The mode of a file of a deleted chunk, with records that stay and perhaps holes in place of the
-#: others: a bit that means nothing else.
-_HOLES = stat.S_ISVTX
-_PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 #: Most chunks that one call has open at a time.
 _MOST_OPEN = 32
 
@@ -35,6 +34,8 @@ class LogFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # noqa: PTH100  not resolving links
+        #: Elsewhere a reader on another node might not see that a chunk's file is a later one's.
+        self.recycles = os.path.realpath(path).startswith("/dev/shm/")  # noqa: S108
 
     def address(self, number: int) -> str:
         return f"{self.path}/{number:0{_DIGITS}}"
@@ -44,7 +45,7 @@ class LogFolder:
     def stat(self, number: int) -> tuple[int, float] | None:
         with self._failing(), suppress(FileNotFoundError):
             found = os.stat(self.address(number))  # noqa: PTH116  quick: for every chunk
-            return None if found.st_mode & _HOLES else (found.st_size, found.st_mtime)
+            return None if found.st_mode & files.HOLES else (found.st_size, found.st_mtime)
         return None
 
     def numbers(self) -> list[int]:
@@ -55,13 +56,13 @@ class LogFolder:
             )
         return []
 
-    def append(self, data: memoryview, number: int) -> int:
+    def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
         with self._failing():
-            temporary = self._written(data)
+            temporary = self._written(data, spare)
             try:
                 with self._alone():
                     number = self._free(number)
-                    while not _linked(temporary, self.address(number)):
+                    while not files.linked(temporary, self.address(number)):
                         number += 1
             finally:
                 with suppress(OSError):  # it may have been appended: nobody must do so again
@@ -96,16 +97,17 @@ class LogFolder:
         there = (one for one in self.numbers() if self.stat(one) is not None)
         return max(number, next(there, number))
 
-    def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
+    def fill(self, pieces: Sequence[Piece]) -> int | None:
         opened: dict[int, int] = {}
         number = -1
         try:
-            for number, first, out in pieces:
+            for number, first, buffers in pieces:
                 if number not in opened:
                     if len(opened) == _MOST_OPEN:
                         _close(opened)
                     opened[number] = os.open(self.address(number), os.O_RDONLY | os.O_CLOEXEC)
-                if not _read(opened[number], first, out):
+                stop = files.read(opened[number], first, buffers)
+                if stop is None or not self._there(number, opened[number], first, stop):
                     return number
         except FileNotFoundError:
             return number
@@ -115,13 +117,23 @@ class LogFolder:
             _close(opened)
         return None
 
+    def _there(self, number: int, fd: int, first: int, stop: int) -> bool:
+        """Whether bytes that were just read were those of a chunk.
+
+        Asked after the read: they may have been deleted, or overwritten, since the file was opened.
+        """
+        status = os.stat(self.address(number))  # noqa: PTH116  quick
+        if status.st_ino != os.fstat(fd).st_ino:
+            return False
+        return not status.st_mode & files.HOLES or os.lseek(fd, first, os.SEEK_HOLE) >= stop
+
     def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
         """See Medium; gives back memory though a daemon has the file open."""
         with self._failing(), suppress(FileNotFoundError), self._alone():
             fd = os.open(self.address(number), os.O_RDWR | os.O_CLOEXEC)
             try:
                 if but:
-                    _punch(fd, but)
+                    files.punch(fd, but)
                 else:
                     os.unlink(self.address(number))  # noqa: PTH108  quick
                     os.ftruncate(fd, 0)
@@ -131,8 +143,12 @@ class LogFolder:
     # --- notes ----------------------------------------------------------------------------------
 
     def note(self, name: str) -> bytes | None:
-        with self._failing(), suppress(FileNotFoundError, NotADirectoryError):
-            return Path(self.path, name).read_bytes()
+        with (
+            self._failing(),
+            suppress(FileNotFoundError, NotADirectoryError),
+            open(f"{self.path}/{name}", "rb") as file,  # noqa: PTH123  quick: for every chunk
+        ):
+            return file.read()
         return None
 
     def notes(self, folder: str) -> dict[str, bytes]:
@@ -146,13 +162,13 @@ class LogFolder:
         path = f"{self.path}/{name}"
         with self._failing():
             try:
-                temporary = self._written(memoryview(data))
+                temporary = self._written([memoryview(data)])
             except FileNotFoundError:
                 Path(self.path).mkdir(parents=True, exist_ok=True)
-                temporary = self._written(memoryview(data))
+                temporary = self._written([memoryview(data)])
             try:
                 if new:
-                    return _linked(temporary, path)
+                    return files.linked(temporary, path)
                 try:
                     os.rename(temporary, path)  # noqa: PTH104  20 us, with every batch
                 except FileNotFoundError:
@@ -165,13 +181,24 @@ class LogFolder:
 
     # --- files ----------------------------------------------------------------------------------
 
-    def _written(self, data: memoryview) -> str:
-        """Return the path of a new temporary file with these bytes, of this call alone."""
-        path = f"{self.path}/.{uuid.uuid4().hex}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def _written(self, data: Sequence[memoryview], spare: int | None = None) -> str:
+        """Return the path of a temporary file with these bytes, of this call alone.
+
+        spare: a chunk whose file may be it. New memory costs the kernel three times the copy.
+        """
+        path, new = f"{self.path}/.{uuid.uuid4().hex}", os.O_CREAT | os.O_EXCL
+        if spare is not None:
+            with self._alone():
+                if self.stat(spare) is not None:
+                    os.rename(self.address(spare), path)  # noqa: PTH104  quick
+                    new = 0
+        fd = os.open(path, os.O_WRONLY | new | os.O_CLOEXEC, 0o666)
         try:
-            while len(data):
-                data = data[os.write(fd, data) :]
+            for part in data:
+                while len(part):
+                    part = part[os.write(fd, part) :]  # noqa: PLW2901  the rest of it
+            if not new:
+                os.ftruncate(fd, sum(map(len, data)))
         except BaseException:
             os.unlink(path)  # noqa: PTH108  quick
             raise
@@ -193,48 +220,6 @@ def _failure(e: OSError, path: str) -> SourceError:
         return e
     why = "its file system has no hard links" if e.errno == errno.EPERM else e.strerror
     return SourceError(e.errno or 0, why or str(e), path)
-
-
-def _read(fd: int, first: int, out: memoryview) -> bool:
-    """Fill a buffer from byte `first` of a file on; False if it has fewer, or a hole there."""
-    offset = first
-    while len(out):
-        got = os.preadv(fd, [out], offset)
-        if not got:
-            return False
-        out, offset = out[got:], offset + got
-    # Asked now: the hole may be there only since the file was opened.
-    return not os.fstat(fd).st_mode & _HOLES or os.lseek(fd, first, os.SEEK_HOLE) >= offset
-
-
-def _linked(temporary: str, path: str) -> bool:
-    """Give a file another name; False if there is one of that name."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _punch(fd: int, but: Sequence[tuple[int, int]]) -> None:
-    """Mark a file as deleted but for some parts, in order; give back the whole blocks between them.
-
-    Bytes that share a block with one of them stay. All do where the file system cannot give back
-    blocks: NFS before 4.2, for example.
-    """
-    status = os.fstat(fd)
-    block = status.st_blksize
-    ends = [0, *(first + nbytes for first, nbytes in but)]
-    starts = [*(first for first, _ in but), status.st_size]
-    inside = [
-        (-(-e // block) * block, s // block * block) for e, s in zip(ends, starts, strict=True)
-    ]
-    with suppress(OSError):
-        os.fchmod(fd, status.st_mode | _HOLES)  # first: nobody may take holes for records
-        for first, stop in inside:
-            place = ctypes.c_int64(first), ctypes.c_int64(stop - first)
-            if first < stop and ctypes.CDLL(None).fallocate(fd, _PUNCH, *place):
-                break
 
 
 def _close(opened: dict[int, int]) -> None:

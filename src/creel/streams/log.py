@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,18 +35,30 @@ _NOTHING = np.empty(0, np.int64)
 _ABOUT = "stream.json"
 
 
+#: Bytes to read: the number of their chunk, the first one's place in it, and where they go.
+Piece: TypeAlias = tuple[int, int, Sequence[memoryview]]
+
+
 class Medium(Protocol):
-    """What keeps a log. All calls raise SourceError if it cannot be reached, read or written to."""
+    """What keeps a log. All calls raise SourceError if it cannot be reached, read or written to.
+
+    Attributes:
+        recycles: whether `append` is quicker with the file of a chunk that nobody needs.
+    """
 
     path: str
+    recycles: bool
 
     def address(self, number: int) -> str:
         """Return where a chunk is, for the daemon."""
 
-    def append(self, data: memoryview, number: int) -> int:
+    def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
         """Append a chunk; return its number, the first free one from `number` on.
 
         If it raises, nothing was appended. Numbers of deleted chunks are not used again.
+
+        data: its bytes, one part after the other.
+        spare: a chunk that may be deleted for this one, or may be gone already.
         """
 
     def stat(self, number: int) -> tuple[int, float] | None:
@@ -55,8 +67,8 @@ class Medium(Protocol):
     def numbers(self) -> list[int]:
         """Return the numbers of all chunks that are there, or of which records are, ascending."""
 
-    def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
-        """Fill buffers: (number of the chunk, first byte, buffer). Return a chunk that lacks them.
+    def fill(self, pieces: Sequence[Piece]) -> int | None:
+        """Read the bytes of pieces; return a chunk that lacks them.
 
         Pieces of one chunk are best given together.
         """
@@ -207,10 +219,6 @@ class Log:
         later = (one for one in there if one > number and self.size(one) != ABSENT)
         oldest = next(later, None)
         return oldest if oldest is not None and self.size(number) == ABSENT else None
-
-    def append(self, data: memoryview, number: int) -> int:
-        """See `Medium.append`."""
-        return self.medium.append(data, number)
 
     def delete(self, number: int, but: NDArray[np.int64] = _NOTHING) -> None:
         """Delete a chunk; `but`: (n,) records that stay, by their place in it, ascending."""

@@ -15,10 +15,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from creel.errors import ConfigError, SourceError
+
+if TYPE_CHECKING:
+    from creel.streams.log import Piece
 
 #: Appends once, though the client sends it again after it has lost the answer: ARGV[2] says by
 #: whom, ARGV[3] which chunk of theirs it is.
@@ -58,6 +61,8 @@ def is_redis(address: str) -> bool:
 class RedisStream:
     """See `Medium`. Pickles without its connection."""
 
+    recycles = False
+
     def __init__(self, address: str) -> None:
         """`address`: redis://[user:password@]host[:port]/key, rediss:// with TLS.
 
@@ -80,10 +85,11 @@ class RedisStream:
 
     # --- chunks ---------------------------------------------------------------------------------
 
-    def append(self, data: memoryview, number: int) -> int:  # noqa: ARG002  the server counts
+    def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
+        del number, spare  # the server counts
         self._appended += 1
         keys = self._key, f"{self._key}:notes"
-        return int(self._do("eval", _APPEND, 2, *keys, bytes(data), self._me, self._appended))
+        return int(self._do("eval", _APPEND, 2, *keys, b"".join(data), self._me, self._appended))
 
     def stat(self, number: int) -> tuple[int, float] | None:
         for _, about in self._do("xrange", self._key, f"1-{number}", f"1-{number}"):
@@ -94,17 +100,19 @@ class RedisStream:
         there = [int(entry.partition(b"-")[2]) for entry, _ in self._do("xrange", self._key)]
         return sorted([*map(int, self._do("smembers", f"{self._key}:parts")), *there])
 
-    def fill(self, pieces: Sequence[tuple[int, int, memoryview]]) -> int | None:
+    def fill(self, pieces: Sequence[Piece]) -> int | None:
+        sizes = [sum(map(len, buffers)) for _, _, buffers in pieces]
         with self._failing():
             asked = self._server().pipeline(transaction=False)
-            for number, offset, out in pieces:
-                asked.getrange(f"{self._key}:{number}", offset, offset + len(out) - 1)
+            for (number, offset, _), nbytes in zip(pieces, sizes, strict=True):
+                asked.getrange(f"{self._key}:{number}", offset, offset + nbytes - 1)
             parts = asked.execute()
-        for (number, offset, out), part in zip(pieces, parts, strict=True):
-            found = part or self._kept(number, offset, len(out))
-            if len(found) != len(out):
+        for (number, offset, buffers), nbytes, part in zip(pieces, sizes, parts, strict=True):
+            found = memoryview(part or self._kept(number, offset, nbytes))
+            if len(found) != nbytes:
                 return number
-            out[:] = found
+            for out in buffers:
+                out[:], found = found[: len(out)], found[len(out) :]
         return None
 
     def _kept(self, number: int, offset: int, nbytes: int) -> bytes:

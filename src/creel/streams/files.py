@@ -1,0 +1,63 @@
+"""Files of a log's chunks: scattered reads, second names, and holes in place of records."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+
+#: The mode of a file of a deleted chunk, with records that stay and perhaps holes in place of the
+#: others: a bit that means nothing else.
+HOLES = stat.S_ISVTX
+_PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+#: Most buffers of one read.
+_MOST_BUFFERS = 1024
+
+
+def read(fd: int, offset: int, buffers: Sequence[memoryview]) -> int | None:
+    """Fill buffers from a byte of a file on; return the byte behind them, None if it has fewer."""
+    left = deque(buffers)
+    while left:
+        got = os.preadv(fd, list(islice(left, _MOST_BUFFERS)), offset)
+        if not got:
+            return None
+        offset += got
+        while left and got >= len(left[0]):
+            got -= len(left.popleft())
+        if got:
+            left[0] = left[0][got:]
+    return offset
+
+
+def linked(temporary: str, path: str) -> bool:
+    """Give a file another name; False if there is one of that name."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def punch(fd: int, but: Sequence[tuple[int, int]]) -> None:
+    """Mark a file as deleted but for some parts, in order; give back the whole blocks between them.
+
+    Bytes that share a block with one of them stay. All do where the file system cannot give back
+    blocks: NFS before 4.2, for example.
+    """
+    status = os.fstat(fd)
+    block = status.st_blksize
+    ends = [0, *(first + nbytes for first, nbytes in but)]
+    starts = [*(first for first, _ in but), status.st_size]
+    inside = [
+        (-(-e // block) * block, s // block * block) for e, s in zip(ends, starts, strict=True)
+    ]
+    with suppress(OSError):
+        os.fchmod(fd, status.st_mode | HOLES)  # first: nobody may take holes for records
+        for first, stop in inside:
+            place = ctypes.c_int64(first), ctypes.c_int64(stop - first)
+            if first < stop and ctypes.CDLL(None).fallocate(fd, _PUNCH, *place):
+                break
