@@ -514,8 +514,10 @@ def is_remote(uri: str) -> bool:
     >>> is_remote("s3://bucket/a"), is_remote("file:///a"), is_remote("/odd://name")
     (True, False, False)
     """
-    scheme, found, _ = uri.partition("://")
-    return bool(found) and "/" not in scheme and scheme.lower() != "file"
+    if "://" not in uri:  # asked of every file that is read
+        return False
+    scheme = uri.partition("://")[0]
+    return "/" not in scheme and scheme.lower() != "file"
 
 
 def _has_scheme(text: memoryview) -> bool:

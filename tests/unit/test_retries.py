@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,18 +38,15 @@ class _Flaky(LocalStore):
             raise self.error
         return super().read(place, offset, length, versioned=versioned)
 
-    def fill(self, place: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(
+        self, place: StoredFile, runs: Sequence[Run], opened: OpenFile | None = None
+    ) -> list[Filled]:
         if self.left:
             self.left -= 1
+            if opened is not None:
+                os.close(opened.fd)
             raise self.error
-        yield from super().fill(place, runs)
-
-    def single(self, opened: OpenFile, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
-        if self.left:
-            self.left -= 1
-            os.close(opened.fd)
-            raise self.error
-        return super().single(opened, uri, length, buffers)
+        return super().fill(place, runs, opened)
 
 
 def flaky(
