@@ -187,7 +187,7 @@ class Manifest:
         return np.cumsum(self._column("count"))
 
     @cached_property
-    def _plain(self) -> bool:
+    def _one_a_row(self) -> bool:
         """Whether row i is object i."""
         return bool((self.counts == 1).all())
 
@@ -250,7 +250,7 @@ class Manifest:
 
     def rows(self, ids: NDArray[np.integer]) -> Ints:
         """Return (k,) the row of the table that has each object."""
-        if self._plain:
+        if self._one_a_row:
             return np.asarray(ids, np.int64)
         if self.table.num_rows == 1:
             return np.zeros(len(ids), np.int64)
@@ -263,7 +263,7 @@ class Manifest:
         """
         rows = self.rows(ids) if rows is None else rows
         length = self._lengths[rows]
-        if self._plain:
+        if self._one_a_row:
             return self.offsets[rows], length
         first = self._ends[rows] - self.counts[rows]
         return self.offsets[rows] + (np.asarray(ids) - first) * length, length
@@ -287,14 +287,14 @@ class Manifest:
     @cached_property
     def file_bounds(self) -> Ints:
         """(files + 1,) file f holds the objects from file_bounds[f] up to file_bounds[f + 1]."""
-        if self._plain:
+        if self._one_a_row:
             return self.file_rows
         return np.append(0, self._ends)[self.file_rows]
 
     def file_of(self, ids: NDArray[np.integer]) -> NDArray[np.int32]:
         """Return (k,) the number of the file that has each object."""
         bounds = self.file_bounds
-        if self._plain and len(bounds) == self.table.num_rows + 1:  # a file for each object
+        if self._one_a_row and len(bounds) == self.table.num_rows + 1:  # a file for each object
             return np.asarray(ids, np.int32)
         if len(bounds) == 2:
             return np.zeros(len(ids), np.int32)

@@ -173,8 +173,8 @@ class Source:
         for stored, far in zip(files, remote, strict=True):
             file = None if far else next(opened)
             try:
-                data, of = self._whole_of(stored, file, start)
-                found.append(WholeObject(data, of, asked))
+                data, told = self._whole_of(stored, file, start)
+                found.append(WholeObject(data, told, asked))
             except SourceError:
                 found.append(None)
             now = time.monotonic()

@@ -146,7 +146,7 @@ def test_without_a_slot_the_batch_goes_in_the_message(
         batch = [collated, np.arange(9000), base[5:], base[:7], "text" * 9000]
         packed = pack(batch, writer)
         for one in writer.unsent():
-            reader.adopt(*one)
+            reader.map_slot(*one)
         same(theirs(batch), unpack(pickle.loads(pickle.dumps(packed)), reader))
         writer.give_back(reader.returned())
     reader.close()
@@ -374,7 +374,7 @@ def test_batches_cross_processes() -> None:
         message, fds, _, _ = socket.recv_fds(ours, 1 << 16, 8)
         packed, new = pickle.loads(message)
         for (slot_id, nbytes), fd in zip(new, fds, strict=True):
-            reader.adopt(slot_id, fd, nbytes)
+            reader.map_slot(slot_id, fd, nbytes)
             os.close(fd)
         used.update(slot_id for slot_id, _ in packed.slots)
         same(unpack(packed, reader), [torch.full((4, 50_000), i), "x" * i, np.arange(1 + i * 1000)])

@@ -21,7 +21,7 @@ from creel.loader.groups import negotiation
 from creel.loader.groups.exchange import REMAP, check_unchanged, distributed_sampler
 from creel.loader.groups.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart
-from creel.loader.order.samplers import adopt, before, resharded, without_batches
+from creel.loader.order.samplers import before, resharded, take_over, without_batches
 from creel.policies.order.remap import Exchange
 from kit import seeds, until
 
@@ -50,7 +50,7 @@ class Job:
             loader.set_epoch(epoch)
             begun = IteratorStart(iter(()), 1, before(loader))
             state = None if states is None else states[rank]
-            orders.append(adopt(loader, begun, state=state, exchange=self.exchange))
+            orders.append(take_over(loader, begun, state=state, exchange=self.exchange))
         return orders
 
     def torchs(self, epoch: int) -> list[list[int]]:

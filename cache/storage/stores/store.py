@@ -279,8 +279,8 @@ class LocalStore:
                 if not more:
                     raise too_short(stored.uri, length, len(data))
                 data += more
-            of = version.of_stat(file.status, file.since) if versioned else version.UNKNOWN
-            return data, of
+            told = version.of_stat(file.status, file.since) if versioned else version.UNKNOWN
+            return data, told
 
     def fill(
         self, stored: StoredFile, runs: Sequence[Run], opened: OpenFile | None = None
