@@ -142,8 +142,11 @@ def decoded(path: Path) -> Any:
     [((decoded,), 1), ((records,), 1), ((shards, files), 3)],
     ids=lambda x: "+".join(k.__name__ for k in x) if isinstance(x, tuple) else "",
 )
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("how", ["here", "fork, persistent"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(DataLoader, "fork, persistent"), (creel.DataLoader, "here")],
+    ids=["torch", "creel"],
+)
 @pytest.mark.usefixtures("never_looked_at_again")
 def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
     daemon: Running, tmp_path: Path, how: str, kind: Any, kinds: tuple[Any, ...], objects: int
@@ -168,8 +171,10 @@ def told(daemon: Running) -> list[int]:
     return sorted(int(s["known"]) for s in sessions.values())
 
 
-@pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("how", "inside"),
+    [("here", False), ("here", True), ("fork", True), ("fork, persistent", False)],
+)
 @pytest.mark.usefixtures("never_looked_at_again")
 def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
     daemon: Running, tmp_path: Path, how: str, *, inside: bool

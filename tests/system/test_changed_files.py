@@ -109,8 +109,11 @@ def reads(daemon: Running) -> int:
 CASES = [(kind, 0) for kind in KINDS] + [("decoded", 2), ("sized", 2), ("wrapped", 2)]
 
 
-@pytest.mark.parametrize("how", [in_place, replaced, as_if_untouched])
-@pytest.mark.parametrize(("kind", "workers"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "workers", "how"),
+    [(*case, in_place) for case in CASES]
+    + [(kind, 0, how) for kind in ("sized", "wrapped") for how in (replaced, as_if_untouched)],
+)
 def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
     daemon: Running, folder: Path, kind: str, workers: int, how: Callable[[Path, bytes], None]
 ) -> None:
@@ -123,8 +126,11 @@ def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("loader", [creel.DataLoader, torch.utils.data.DataLoader])
-@pytest.mark.parametrize(("kind", "workers"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "workers", "loader"),
+    [(*case, creel.DataLoader) for case in CASES]
+    + [(kind, 0, torch.utils.data.DataLoader) for kind in ("sized", "decoded", "wrapped")],
+)
 def test_a_new_dataset_and_loader_see_what_changed(
     folder: Path, kind: str, workers: int, loader: type[Any]
 ) -> None:
