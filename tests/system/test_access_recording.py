@@ -329,7 +329,7 @@ def test_many_new_workers_each_epoch_learn_together(
 
     bare = Odd(folder(tmp_path / "data"))
     some = range(5, 65)  # never all samples
-    more: Any = {"num_workers": 10, "drop_last": True, "multiprocessing_context": "fork"}
+    more: Any = {"num_workers": 6, "drop_last": True, "multiprocessing_context": "fork"}
     ours = batches(Subset(creel.wrap(bare), some), 1, kind=kind, **more)
     theirs = batches(Subset(bare, some), 1, num_workers=1)
     for _ in range(EPOCHS):

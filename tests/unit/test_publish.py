@@ -140,7 +140,7 @@ def objects_of(steps: list[list[int]]) -> list[list[int]]:
     return [pairs(np.array(step, np.int64))[0].tolist() for step in steps]
 
 
-@pytest.mark.parametrize("seed", seeds(30))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_the_daemon_is_told_exactly_the_epochs_order(
     daemon: Daemon, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
