@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
-from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote, scheme_of
+from creel.cache.storage.manifest import UNKNOWN, Manifest
 from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.cache.storage.stores.access import options_of
 from creel.cache.storage.stores.remote import open_store, store_key
@@ -42,6 +42,7 @@ from creel.cache.storage.stores.store import (
     read_ahead,
     read_unchanged,
 )
+from creel.cache.storage.uris import is_remote, scheme_of
 from creel.errors import SourceError
 from creel.messages import Grants
 from creel.policies.arrays import Ints, Mask

@@ -15,8 +15,9 @@ import torch
 from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
-from creel.cache.storage.manifest import Manifest, scheme_of
+from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.stores.store import Run, read_runs
+from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
 from creel.loader.datasets.base import Raw, Sample, check_callable, each, position
 from creel.loader.datasets.batches import MAX_ROWS_NBYTES, cast, numbers, rows_cast, unstacked
