@@ -354,7 +354,7 @@ class Threads(ForkContext):
         ({"num_workers": 1, "multiprocessing_context": Threads()}, "threads share generators"),
     ],
 )
-def test_what_cannot_be_seeded_is_refused(
+def test_settings_that_cannot_be_seeded_are_refused(
     given: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for off in ("0", "1"):

@@ -255,7 +255,7 @@ def test_a_batch_at_which_one_worker_died_is_made_again() -> None:
         ({"workers": "own", "num_workers": "auto"}, 'needs workers="shared"'),
     ],
 )
-def test_what_cannot_be_shared_is_refused(given: dict[str, Any], says: str) -> None:
+def test_settings_that_cannot_be_shared_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         loader(**given)
 

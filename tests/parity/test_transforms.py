@@ -263,7 +263,7 @@ def assigned(path: Path) -> Iterator[tuple[RecordDataset, Callable[[], None]]]:
         yield data, lambda d=data, n=name, v=after: setattr(d, n, v)  # type: ignore[misc]
 
 
-def test_what_is_assigned_within_an_epoch_is_seen_where_torch_sees_it(
+def test_attributes_assigned_within_an_epoch_are_seen_where_torch_sees_them(
     path: Path, shared: dict[str, Any]
 ) -> None:
     def run(cls: Any, **more: Any) -> list[Any]:

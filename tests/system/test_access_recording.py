@@ -148,7 +148,7 @@ def decoded(path: Path) -> Any:
     ids=["torch", "creel"],
 )
 @pytest.mark.usefixtures("never_looked_at_again")
-def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
+def test_datasets_below_a_wrapper_of_ones_own_are_learnt(
     daemon: Running, tmp_path: Path, how: str, kind: Any, kinds: tuple[Any, ...], objects: int
 ) -> None:
     bare = Around(*[make(tmp_path) for make in kinds])
@@ -275,7 +275,9 @@ class Mapped(Own):
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader])
 @pytest.mark.parametrize("own", [More, Foreign, Mapped])
-def test_what_cannot_be_told_of_is_right(tmp_path: Path, own: type[Own], kind: Any) -> None:
+def test_samples_that_cannot_be_told_of_are_right(
+    tmp_path: Path, own: type[Own], kind: Any
+) -> None:
     bare = own(folder(tmp_path / "data"))
     (bare.path / os.fsdecode(b"\xff")).write_bytes(b"odd")
     order: Any = range(2 * N) if own is More else range(N - 1)
@@ -372,7 +374,7 @@ class Cropped(Dataset[bytes]):
 
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_torchvision_reads_inside_is_cached(
+def test_files_that_torchvision_reads_inside_are_cached(
     daemon: Running, tmp_path: Path, kind: Any, workers: int
 ) -> None:
     (tmp_path / "images/a").mkdir(parents=True)

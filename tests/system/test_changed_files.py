@@ -187,7 +187,7 @@ def test_the_setting_says_when_a_change_is_noticed(folder: Path, recheck: str, s
     assert (rows(list(loader())) == expected(folder)) is (recheck != "never")
 
 
-def test_what_did_not_change_is_not_read_again(daemon: Running, folder: Path) -> None:
+def test_unchanged_files_are_not_read_again(daemon: Running, folder: Path) -> None:
     for p in folder.iterdir():  # beyond the time in which a second write might not show
         os.utime(p, ns=(0, 0))
     loader = creel.DataLoader(creel.FileDataset(names(folder)), BATCH)
@@ -201,7 +201,7 @@ def test_what_did_not_change_is_not_read_again(daemon: Running, folder: Path) ->
     assert before + 2 <= reads(daemon) <= before + 4
 
 
-def test_what_was_ready_is_withdrawn_where_another_job_finds_a_change(
+def test_ready_steps_are_withdrawn_where_another_job_finds_a_change(
     daemon: Running, folder: Path
 ) -> None:
     manifest = Manifest.of_files(names(folder), lengths=[NBYTES] * N)

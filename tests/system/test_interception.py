@@ -108,7 +108,7 @@ def test_other_threads_open_as_ever_and_samples_may_be_read_in_several(tmp_path:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_what_somebody_else_has_replaced_is_called_and_stays(
+def test_calls_that_somebody_else_has_replaced_are_called_and_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
@@ -144,7 +144,7 @@ def test_file_objects_of_somebody_elses_open_stay_theirs(
 
 
 @pytest.mark.usefixtures("daemon")
-def test_what_somebody_elses_open_reads_elsewhere_is_read_there(
+def test_files_that_somebody_elses_open_reads_elsewhere_are_read_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes any arguments, and its path need not be the file's."""

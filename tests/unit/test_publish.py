@@ -227,7 +227,7 @@ def test_the_persons_code_runs_in_the_trainers_thread_alone(daemon: Daemon) -> N
     told_all(publisher, daemon, N // 8)
 
 
-def test_what_cannot_be_computed_after_all_ends_there(daemon: Daemon) -> None:
+def test_an_order_that_cannot_be_computed_after_all_ends_there(daemon: Daemon) -> None:
     def own(indices: NDArray[np.int64]) -> Any:
         if indices.max() >= N // 2:
             raise IndexError

@@ -148,7 +148,7 @@ def test_few_samples_go_where_they_have_no_affinity(nodes: int, ranks: int, batc
     assert moved.mean() <= 0.03
 
 
-def test_what_is_not_shuffled_or_on_one_node_stays_as_it_is_dealt() -> None:
+def test_samples_unshuffled_or_on_one_node_stay_as_they_are_dealt() -> None:
     order = np.arange(100, dtype=np.int32)
     assert Exchange((0, 1, 2, 3), 5).apply(order).tolist() == order.tolist()
     shuffled = np.random.default_rng(3).permutation(order)

@@ -60,7 +60,7 @@ def flaky(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_server_sent_is_not_in_the_error(seed: int) -> None:
+def test_bytes_that_a_server_sent_are_not_in_the_error(seed: int) -> None:
     """aiohttp quotes bytes that it did not expect, and fsspec repeats that."""
     junk = np.random.default_rng(seed).bytes(400)
     for text in (

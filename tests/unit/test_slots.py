@@ -59,7 +59,7 @@ def tensor_of(buffer: Buffer, nbytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("max_slots", [3, 0])
-def test_what_cannot_be_mapped_is_copied_once(
+def test_a_slot_that_cannot_be_mapped_is_copied_once(
     reader: SlotReader, monkeypatch: pytest.MonkeyPatch, max_slots: int, *, leased: bool
 ) -> None:
     """A mapping needs a descriptor, too. Later writes to the slot would not be seen."""
@@ -242,7 +242,7 @@ def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_what_a_forked_child_sees_is_never_written_again(
+def test_slots_that_a_forked_child_sees_are_never_written_again(
     writer: SlotWriter, reader: SlotReader
 ) -> None:
     leased = send(writer, reader, b"a" * 4096)

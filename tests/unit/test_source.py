@@ -66,7 +66,7 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(
+def test_files_not_in_the_page_cache_are_read_ahead_and_are_the_same(
     tmp_path: Path, advised: list[int]
 ) -> None:
     """A disk works on many files, or parts of one, at once: each is advised first."""
