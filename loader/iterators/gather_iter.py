@@ -230,7 +230,8 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
 
     def _next_data(self) -> Any:
         run = self._run
-        self._request_withheld(self._queue)
+        if self._withheld:
+            self._request_withheld(self._queue)
         if not self._queue:
             run.finished = True
             if not self._persistent_workers:

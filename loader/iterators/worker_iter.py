@@ -164,7 +164,8 @@ class WorkerIter(AheadIter, MultiProcessingDataLoaderIter):
     def _next_data(self) -> Any:
         since = 0
         while True:
-            self._request_withheld(self._task_info)
+            if self._withheld:
+                self._request_withheld(self._task_info)
             if not self._find_next():
                 self._run.finished = True
                 if not self._persistent_workers:
