@@ -69,8 +69,8 @@ class SampleKeeping(KeepingSamples):
 
     def _current(self, stamp: Stamp) -> bool:
         return self.recheck == "never" or all(
-            of == (self.loaders if address == _REMOTE else version_at(address))
-            for address, of in stamp
+            version == (self.loaders if address == _REMOTE else version_at(address))
+            for address, version in stamp
         )
 
     def _read(self, owner: KeptDataset[Any], store: DecodedStore, number: int, index: Any) -> Any:
@@ -110,10 +110,12 @@ class SampleKeeping(KeepingSamples):
             if not is_local(address):
                 stamp.append((_REMOTE, self.loaders))
                 continue
-            of = versions.take(address)
-            if of <= 0 or of != version_at(address) or not (direct or self._settled(address)):
+            version = versions.take(address)
+            if version <= 0 or version != version_at(address):
                 return None
-            stamp.append((address, of))
+            if not (direct or self._settled(address)):
+                return None
+            stamp.append((address, version))
         return stamp
 
     def _settled(self, path: str) -> bool:

@@ -105,14 +105,14 @@ def _parsed(mountinfo: bytes) -> list[_Mount]:
         before, _, after = line.partition(" - ")
         _, _, device, _, at, *_ = before.split(" ")
         number = os.makedev(*map(int, device.split(":")))
-        mounts.append(_Mount(_plain(at).rstrip("/") + "/", after.split(" ")[0], number))
+        mounts.append(_Mount(_unescaped(at).rstrip("/") + "/", after.split(" ")[0], number))
     return mounts
 
 
-def _plain(name: str) -> str:
+def _unescaped(name: str) -> str:
     """Decode a name from /proc, which has blanks and backslashes in octal.
 
-    >>> _plain("/mnt/a\\040b")
+    >>> _unescaped("/mnt/a\\040b")
     '/mnt/a b'
     """
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name)

@@ -6,6 +6,7 @@ class: correct, without a cache. Only modules that serve its iterators import fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -122,7 +123,5 @@ def require_prefetch_factor(prefetch_factor: int | None) -> int:
     return prefetch_factor
 
 
-def profiler_enabled() -> bool:
-    """Whether torch's profiler is running; True if this torch cannot tell."""
-    enabled = getattr(torch.autograd, "_profiler_enabled", None)
-    return enabled is None or bool(enabled())
+#: Whether torch's profiler is running; true if this torch cannot tell.
+profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)

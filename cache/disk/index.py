@@ -42,7 +42,7 @@ class DatasetIndex:
             number = int(runs[0, 0]) + 1
             self.chains[number], self.place[object_id] = runs, -number
 
-    def take(self, object_id: int) -> Ints | None:
+    def pop(self, object_id: int) -> Ints | None:
         """Remove an object; return its runs, or None if it is not in the index."""
         runs = self.runs(object_id)
         if runs is not None:

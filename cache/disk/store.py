@@ -330,7 +330,7 @@ class DiskStore:
                 self._give_up("write", e)
 
     def _drop(self, index: DatasetIndex, object_id: int) -> None:
-        runs = index.take(object_id)
+        runs = index.pop(object_id)
         if runs is not None:
             for start, units in runs.tolist():
                 self._free.put(start, units)

@@ -26,9 +26,17 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.pools.allocator import Lengths
 from creel.cache.storage.stores.access import Access, StorageOptions
+from creel.cache.storage.uris import (
+    equal_to_next,
+    has_scheme,
+    is_remote,
+    scheme_of,
+    text_array,
+    text_column,
+)
 from creel.errors import ConfigError, MalformedError
 from creel.messages import Grants
-from creel.policies.arrays import Index, Ints, Mask
+from creel.policies.arrays import Ints, Mask
 
 if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
     import pyarrow as pa
@@ -80,7 +88,7 @@ class Manifest:
         >>> Manifest.of_files(["a", "b"], root="/d").location(1)
         ('/d/b', 0, -1)
         """
-        column = _text_column(uris)
+        column = text_column(uris)
         n = len(column)
         length = np.full(n, UNKNOWN, np.int64) if lengths is None else np.asarray(lengths, np.int64)
         return cls.of_runs(column, np.zeros(n, np.int64), length, np.ones(n, np.int64), root=root)
@@ -102,7 +110,7 @@ class Manifest:
         columns = (np.ascontiguousarray(c, np.int64) for c in (offset, length, count))
         buffers = ((len(c), [None, pa.py_buffer(c)]) for c in columns)
         numbers = (pa.Array.from_buffers(pa.int64(), n, pair) for n, pair in buffers)
-        return cls(pa.table([_text_column(uris), *numbers], schema=_schema()), root)
+        return cls(pa.table([text_column(uris), *numbers], schema=_schema()), root)
 
     @classmethod
     def concat(cls, parts: Sequence[Manifest]) -> Manifest:
@@ -126,7 +134,7 @@ class Manifest:
         """
         if self.root:
             uris = [self.root]
-        elif _has_scheme(self._text()[1]):
+        elif has_scheme(self._text()[1]):
             uris = self.addresses(self.file_rows[:-1])
         else:
             return self
@@ -187,7 +195,7 @@ class Manifest:
         return np.cumsum(self._column("count"))
 
     @cached_property
-    def _plain(self) -> bool:
+    def _one_a_row(self) -> bool:
         """Whether row i is object i."""
         return bool((self.counts == 1).all())
 
@@ -250,7 +258,7 @@ class Manifest:
 
     def rows(self, ids: NDArray[np.integer]) -> Ints:
         """Return (k,) the row of the table that has each object."""
-        if self._plain:
+        if self._one_a_row:
             return np.asarray(ids, np.int64)
         if self.table.num_rows == 1:
             return np.zeros(len(ids), np.int64)
@@ -263,7 +271,7 @@ class Manifest:
         """
         rows = self.rows(ids) if rows is None else rows
         length = self._lengths[rows]
-        if self._plain:
+        if self._one_a_row:
             return self.offsets[rows], length
         first = self._ends[rows] - self.counts[rows]
         return self.offsets[rows] + (np.asarray(ids) - first) * length, length
@@ -281,20 +289,20 @@ class Manifest:
         begins = np.ones(n + 1, np.bool_)  # begins[i]: row i is the first of a file; n is the end
         # Two rows at offset 0 count as two files (one file twice does no harm).
         rows = np.flatnonzero((self.offsets[1:] != 0) | (self.offsets[:-1] != 0))
-        begins[1 + rows[_like_next(*self._letters, rows)]] = False
+        begins[1 + rows[equal_to_next(*self._letters, rows)]] = False
         return np.flatnonzero(begins)
 
     @cached_property
     def file_bounds(self) -> Ints:
         """(files + 1,) file f holds the objects from file_bounds[f] up to file_bounds[f + 1]."""
-        if self._plain:
+        if self._one_a_row:
             return self.file_rows
         return np.append(0, self._ends)[self.file_rows]
 
     def file_of(self, ids: NDArray[np.integer]) -> NDArray[np.int32]:
         """Return (k,) the number of the file that has each object."""
         bounds = self.file_bounds
-        if self._plain and len(bounds) == self.table.num_rows + 1:  # a file for each object
+        if self._one_a_row and len(bounds) == self.table.num_rows + 1:  # a file for each object
             return np.asarray(ids, np.int32)
         if len(bounds) == 2:
             return np.zeros(len(ids), np.int32)
@@ -304,7 +312,7 @@ class Manifest:
     def remote(self) -> Mask:
         """(files,) whether each file is outside this machine's file systems."""
         n = len(self.file_rows) - 1
-        if self.root or not _has_scheme(self._text()[1]):
+        if self.root or not has_scheme(self._text()[1]):
             return np.broadcast_to(np.bool_(is_remote(self.root)), n)
         return np.array([is_remote(uri) for uri in self.addresses(self.file_rows[:-1])], np.bool_)
 
@@ -468,16 +476,6 @@ class Manifest:
             raise MalformedError("a manifest's ranges must end below 2**62, and so must their sum")
 
 
-def scheme_of(address: str) -> str:
-    """Return the scheme of a URI in lower case, "" for a path.
-
-    >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
-    ('s3', '', 'file')
-    """
-    head, found, _ = address.partition("://")
-    return head.lower() if found else ""
-
-
 def _joined_access(parts: Sequence[Manifest]) -> tuple[tuple[int, Access], ...]:
     """Return the access of manifests that are joined in order, without equal neighbours."""
     found: list[tuple[int, Access]] = []
@@ -506,66 +504,3 @@ def _parsed_access(text: bytes, rows: int) -> tuple[tuple[int, Access], ...]:
     if len(first) != len(identities) or not ordered:
         raise MalformedError("the access of a manifest is for other rows")
     return tuple((row, Access(identity)) for row, identity in zip(first, identities, strict=True))
-
-
-def is_remote(uri: str) -> bool:
-    """Return whether an address is outside this machine's file systems.
-
-    >>> is_remote("s3://bucket/a"), is_remote("file:///a"), is_remote("/odd://name")
-    (True, False, False)
-    """
-    scheme, found, _ = uri.partition("://")
-    return bool(found) and "/" not in scheme and scheme.lower() != "file"
-
-
-def _has_scheme(text: memoryview) -> bool:
-    """Return whether "://" is anywhere in a long text, without copying all of it."""
-    step = _COMPARE << 8
-    return any(b"://" in bytes(text[at : at + step + 2]) for at in range(0, len(text), step))
-
-
-def _like_next(bounds: Ints, text: memoryview, rows: Index) -> Mask:
-    """Return (k,) whether the uris of rows[i] and rows[i] + 1 are equal; `bounds`: in `text`.
-
-    Does without `pyarrow.compute`, which costs every daemon 8 MB: the text of equal neighbours of L
-    bytes repeats after L bytes, so rows of one length are compared together.
-    """
-    same = np.zeros(len(rows), np.bool_)
-    if len(rows) == 0:
-        return same
-    start, size = bounds[rows], np.diff(bounds)
-    alike = size[rows] == size[rows + 1]
-    same |= alike & (size[rows] == 0)
-    data = np.frombuffer(text, np.uint8)
-    for length in np.unique(size[rows[alike & ~same]]).tolist():
-        window = np.lib.stride_tricks.sliding_window_view(data, 2 * length)
-        members = np.flatnonzero(alike & (size[rows] == length))
-        for some in np.array_split(members, len(members) // _COMPARE + 1):
-            pair = window[start[some]]
-            same[some] = (pair[:, :length] == pair[:, length:]).all(axis=1)
-    return same
-
-
-def _text_column(uris: Sequence[str] | pa.Array) -> pa.Array:
-    import pyarrow as pa
-
-    text = pa.large_string()
-    if not isinstance(uris, pa.Array):
-        return text_array(uris)
-    return uris if uris.type == text else uris.cast(text)  # a cast imports pyarrow.compute
-
-
-def text_array(values: Sequence[str]) -> pa.Array:
-    """Make a large_string array as `pa.array` does, in 2 ms instead of 12 for 20,000 names.
-
-    Raises:
-        UnicodeEncodeError: a value has a surrogate, such as a file's name that is not UTF-8.
-    """
-    import pyarrow as pa
-
-    text = "".join(values)
-    sizes = map(len, values) if text.isascii() else (len(one.encode()) for one in values)
-    ends = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(np.fromiter(sizes, np.int64, len(values)), out=ends[1:])
-    buffers = pa.py_buffer(ends), pa.py_buffer(text.encode())
-    return pa.LargeStringArray.from_buffers(len(values), *buffers)

@@ -14,17 +14,17 @@ import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from itertools import pairwise, repeat
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
-from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote, scheme_of
+from creel.cache.storage.manifest import UNKNOWN, Manifest
 from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.cache.storage.stores.access import options_of
 from creel.cache.storage.stores.remote import open_store, store_key
@@ -38,11 +38,11 @@ from creel.cache.storage.stores.store import (
     Run,
     Store,
     StoredFile,
-    TornError,
     open_file,
     read_ahead,
     read_unchanged,
 )
+from creel.cache.storage.uris import is_remote, scheme_of
 from creel.errors import SourceError
 from creel.messages import Grants
 from creel.policies.arrays import Ints, Mask
@@ -53,10 +53,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("creel.source")
 
-#: From this many objects on, a read checks whether all are records of one local file.
-_MIN_PIECES = 8
-#: Such records are read separately if at most one in this many follows another in the file.
-_MAX_SEPARATE = 8
 #: Most objects of one read: half the buffers of a system call, as an object may have several.
 _MAX_JOINED = IOV_MAX // 2
 #: Errors of open without a free descriptor.
@@ -110,7 +106,7 @@ class Source:
         """
         ids = np.array([object_id])
         (offset,), (length,) = (a.tolist() for a in self.manifest.ranges(ids))
-        stored = self._stored_file(int(self.manifest.rows(ids)[0]))
+        ((stored,), _) = self._stored_files(self.manifest.rows(ids))
         start = time.perf_counter()
         data = self._with_retries(stored, lambda store: store.read(stored, offset, length))[0]
         self.counters.count(1, len(data), time.perf_counter() - start, 1)
@@ -172,15 +168,14 @@ class Source:
         """Return each object, of unknown length; None for objects that failed."""
         found: list[WholeObject | None] = []
         total, seconds, asked = 0, 0.0, time.monotonic()
-        rows = self.manifest.rows(ids)
-        uris = self.manifest.addresses(rows)
-        opened = self._opened([uri for uri in uris if not is_remote(uri)])
-        start = asked
-        for row, uri in zip(rows.tolist(), uris, strict=True):
-            file = None if is_remote(uri) else next(opened)
+        files, remote = self._stored_files(self.manifest.rows(ids))
+        local = [file.uri for file, far in zip(files, remote, strict=True) if not far]
+        opened, start = self._opened(local), asked
+        for stored, far in zip(files, remote, strict=True):
+            file = None if far else next(opened)
             try:
-                data, of = self._whole_of(row, uri, file, start)
-                found.append(WholeObject(data, of, asked))
+                data, told = self._whole_of(stored, file, start)
+                found.append(WholeObject(data, told, asked))
             except SourceError:
                 found.append(None)
             now = time.monotonic()
@@ -225,16 +220,15 @@ class Source:
             return e
 
     def _whole_of(
-        self, row: int, uri: str, file: OpenFile | Exception | None, began: float
+        self, stored: StoredFile, file: OpenFile | Exception | None, began: float
     ) -> tuple[bytes, int]:
         """Return bytes and version of an object; an opened local file is read before any retry."""
         error = file if isinstance(file, Exception) else None
         if isinstance(file, OpenFile):
             try:
-                return read_unchanged(uri, file)
+                return read_unchanged(stored.uri, file)
             except Exception as e:  # noqa: BLE001  as `_fill`
                 error = e
-        stored = self._stored_file(row)
         return self._with_retries(
             stored, lambda store: store.read(stored, 0, UNKNOWN, versioned=True), error, began
         )
@@ -251,139 +245,80 @@ class Source:
             length: (k,) bytes of each, from the manifest or an earlier read.
             parts: (k,) lists of buffers, of these lengths together.
         """
+        read = Read.failed(len(ids))._replace(asked=np.full(len(ids), time.monotonic()))
+        if not len(ids):
+            return read
         rows = self.manifest.rows(ids)
         offset = self.manifest.ranges(ids, rows)[0]
-        asked = np.full(len(ids), time.monotonic())
-        if len(ids) >= _MIN_PIECES and (
-            found := self._read_pieces(ids, rows, offset, length, parts)
-        ):
-            return Read(length.copy(), np.full(len(ids), found.version), asked)
-        read = Read.failed(len(ids))._replace(asked=asked)
-        done = self._read_files(rows, length, parts, read)
-        file = self.manifest.file_of(ids[done:])
-        for reads in _files(file, offset[done:], length[done:]):
-            runs = [
-                Run(at, n, [buffer for i in members for buffer in parts[done + i]])
-                for at, n, members in reads
-            ]
-            stored = self._stored_file(int(rows[done + reads[0].members[0]]))
-            for one, filled in zip(reads, self._fill(stored, runs), strict=True):
-                if filled is not None:
-                    members = np.array(one.members) + done
-                    read.nbytes[members] = length[members]
-                    read.version[members] = filled.version
+        order, bounds, files = _neighbours(self.manifest.file_of(ids), offset, length)
+        length = length[order]
+        runs = _runs(offset[order], length, [parts[i] for i in order.tolist()], bounds)
+        stored, remote = self._stored_files(rows[order[bounds[files[:-1]]]])
+        once = [not (file.keep or far) for file, far in zip(stored, remote, strict=True)]
+        ahead = self._opened([file.uri for file, alone in zip(stored, once, strict=True) if alone])
+        found: list[int] = []
+        for file, alone, (start, stop) in zip(stored, once, pairwise(files.tolist()), strict=True):
+            found += self._fill(file, runs[start:stop], next(ahead) if alone else None)
+        versions = np.array(found).repeat(bounds[1:] - bounds[:-1])
+        done = versions != version.MISSING
+        read.nbytes[order[done]], read.version[order[done]] = length[done], versions[done]
         return read
 
-    def _read_pieces(
-        self,
-        ids: NDArray[np.integer],
-        rows: Ints,
-        offset: Ints,
-        length: Ints,
-        parts: Sequence[Part],
-    ) -> Filled | None:
-        """Read scattered pieces of one local file by a fast path.
+    def _fill(
+        self, stored: StoredFile, runs: list[Run], opened: OpenFile | Exception | None
+    ) -> list[int]:
+        """Return the version of each run of one file; the first attempt reads all with one open.
 
-        For small records in the page cache, the general way costs more than the reads. Returns None
-        if the objects are of another kind or a read failed; then no object counts as read.
+        `opened`: the open file, or the exception of opening it; None if its store opens it. MISSING
+        is the version of a run that could not be read.
         """
-        file, row = self.manifest.file_of(ids), int(rows[0])
-        if (file != file[0]).any() or self._single[row]:
-            return None
-        order = offset.argsort(kind="stable")  # quick, as offsets are mostly in order
-        at = offset[order]
-        if np.count_nonzero(at[1:] == at[:-1] + length[order[:-1]]) * _MAX_SEPARATE > len(at):
-            return None  # neighbours are better read together
-        stored = self._stored_file(row)
-        try:
-            store = self._store(stored.uri, row)
-            if not isinstance(store, LocalStore):
-                return None
-            start = time.perf_counter()
-            into = [parts[i] for i in order.tolist()]
-            pieces = zip(at.tolist(), length[order].tolist(), into, strict=True)
-            filled = store.pieces(stored, list(pieces))
-        except OSError:
-            return None
-        seconds = time.perf_counter() - start
-        self.counters.count(len(rows), int(length.sum()), seconds, filled.opens)
-        return filled
-
-    def _read_files(self, rows: Ints, length: Ints, parts: Sequence[Part], read: Read) -> int:
-        """Read the first rows that are local files of one object, quickly; return their number."""
-        whole = self._whole[rows]
-        files = len(rows) if whole.all() else int(whole.argmin())
-        uris = self.manifest.addresses(rows[:files])
-        files = next((i for i, uri in enumerate(uris) if is_remote(uri)), files)
-        total, seconds, reads, start = 0, 0.0, 0, time.perf_counter()
-        for i, (file, n) in enumerate(zip(self._opened(uris[:files]), length.tolist())):  # noqa: B905
-            found, quick = self._read_file(uris[i], file, int(rows[i]), Run(0, n, parts[i]))
-            if found is not None:
-                read.nbytes[i], read.version[i] = n, found
-            now = time.perf_counter()
-            if quick:
-                seconds += now - start
-                total, reads = total + n, reads + 1
-            start = now
-        self.counters.count(reads, total, seconds, reads)
-        return files
-
-    def _read_file(
-        self, uri: str, file: OpenFile | Exception, row: int, run: Run
-    ) -> tuple[int | None, bool]:
-        """Read a local file of one object.
-
-        Returns its version, None if that failed; and whether the first attempt succeeded, which the
-        caller must count.
-        """
-        error: Exception
-        if isinstance(file, Exception):
-            error = file
-        else:
-            try:
-                return self._local.single(file, uri, run.length, run.buffers), True
-            except Exception as e:  # noqa: BLE001  as `_fill`
-                error = e
-        filled = self._retry_fill(self._stored_file(row), run, error, time.monotonic())
-        return None if filled is None else filled.version, False
-
-    def _fill(self, stored: StoredFile, runs: list[Run]) -> list[Filled | None]:
-        """Return the result of each run of one file; the first attempt reads all with one open."""
-        done: list[Filled | None] = []
-        while len(done) < len(runs):
-            left, read, opens = runs[len(done) :], 0, 0
+        versions: list[int] = []
+        while len(versions) < len(runs):
+            left, read, nbytes, opens = runs[len(versions) :] if versions else runs, 0, 0, 0
             start = began = time.monotonic()
             try:
-                for filled in self._store(stored.uri, stored.row).fill(stored, left):
-                    began, read, opens = time.monotonic(), read + 1, opens + filled.opens
-                    done.append(filled)
+                if opened is None:
+                    results = self._store(stored.uri, stored.row).fill(stored, left)
+                elif isinstance(opened, Exception):
+                    raise opened  # noqa: TRY301  as an exception of reading it
+                else:
+                    results = self._local.fill(stored, left, opened)
+                for filled in results:
+                    began = time.monotonic()
+                    read, opens = read + filled.runs, opens + filled.opens
+                    versions += [filled.version] * filled.runs
             except Exception as e:  # noqa: BLE001  stores raise anything
-                done.append(self._retry_fill(stored, left[read], e, began))
-            self.counters.count(read, sum(r.length for r in left[:read]), began - start, opens)
-        return done
+                versions.append(self._retry_fill(stored, left[read], e, began))
+            for _, length, _ in left[:read]:
+                nbytes += length
+            self.counters.count(read, nbytes, began - start, opens)
+            opened = None
+        return versions
 
-    def _retry_fill(
-        self, stored: StoredFile, run: Run, error: Exception, began: float
-    ) -> Filled | None:
-        """Retry the one run that failed; return None if the retries fail as well."""
+    def _retry_fill(self, stored: StoredFile, run: Run, error: Exception, began: float) -> int:
+        """Retry the one run that failed; return its version, MISSING if the retries fail, too."""
 
-        def once(store: Store) -> Filled:
+        def again(store: Store) -> Filled:
             (filled,) = store.fill(stored, [run])
             return filled
 
         try:
-            first = None if isinstance(error, TornError) else error
-            filled = self._with_retries(stored, once, first, began)
+            filled = self._with_retries(stored, again, error, began)
         except SourceError:
-            return None  # counted already; a direct read of the object will raise it again
-        self.counters.count(1, run.length, time.monotonic() - began, 1)
-        return filled
+            return version.MISSING  # counted already; a direct read will raise it again
+        self.counters.count(1, run[1], time.monotonic() - began, 1)
+        return filled.version
 
-    def _stored_file(self, row: int) -> StoredFile:
-        uri, single = self.manifest.uri(row), bool(self._single[row])
-        min_nbytes = self.manifest.extent(row) if is_remote(uri) else UNKNOWN
-        whole = bool(self._whole[row])
-        return StoredFile(uri, keep=not single, whole=whole, min_nbytes=min_nbytes, row=row)
+    def _stored_files(self, rows: Ints) -> tuple[list[StoredFile], list[bool]]:
+        """Return the files of some rows, and whether each is remote."""
+        uris, ids = self.manifest.addresses(rows), rows.tolist()
+        remote = [is_remote(uri) for uri in uris]
+        least: Iterable[int] = repeat(UNKNOWN)
+        if any(remote):
+            extent = self.manifest.extent
+            least = [extent(i) if far else UNKNOWN for i, far in zip(ids, remote, strict=True)]
+        keep, whole = (~self._single[rows]).tolist(), self._whole[rows].tolist()
+        return list(map(StoredFile, uris, keep, whole, least, ids)), remote
 
     def _with_retries(
         self,
@@ -468,35 +403,41 @@ def _single(manifest: Manifest) -> tuple[Mask, Mask]:
     return single, single & (manifest.offsets == 0)
 
 
-class _Neighbours(NamedTuple):
-    """Adjacent objects in a file, by position, which are one read."""
+def _neighbours(
+    file: NDArray[np.integer], offset: Ints, length: Ints
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Sort objects by file and offset, and join adjacent ones to runs.
 
-    offset: int
-    length: int
-    members: list[int]
+    Returns:
+        The (k,) order of the objects, the (r + 1,) bounds of the runs in it, and the (f + 1,)
+        bounds of the files among the runs.
 
-
-def _files(file: NDArray[np.integer], offset: Ints, length: Ints) -> Iterator[list[_Neighbours]]:
-    """Yield the reads of each file.
-
-    >>> for reads in _files(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4)):
-    ...     print([tuple(r) for r in reads])
-    [(0, 8, [2, 0])]
-    [(0, 4, [1])]
+    >>> _neighbours(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4))
+    (array([2, 0, 1]), array([0, 2, 3]), array([0, 1, 2]))
     """
-    if not len(file):
-        return
+    if len(file) == 1:  # as often: the arrays below cost as much as the read
+        return np.zeros(1, np.intp), np.arange(2), np.arange(2)
     order = np.lexsort((offset, file))
     f, o, n = file[order], offset[order], length[order]
-    new_file = np.append(True, f[1:] != f[:-1])
+    new_file = np.ones(len(order) + 1, np.bool_)
+    new_file[1:-1] = f[1:] != f[:-1]
     new_run = new_file.copy()
-    new_run[1:] |= o[1:] != o[:-1] + n[:-1]
-    cuts = [*np.flatnonzero(new_run).tolist(), len(order)]
+    new_run[1:-1] |= o[1:] != o[:-1] + n[:-1]
+    bounds = new_run.nonzero()[0]
     if len(order) > _MAX_JOINED:
-        cuts = [i for a, b in pairwise(cuts) for i in range(a, b, _MAX_JOINED)] + cuts[-1:]
-    members, starts, ends = order.tolist(), o.tolist(), (o + n).tolist()
-    reads = [
-        _Neighbours(starts[a], ends[b - 1] - starts[a], members[a:b]) for a, b in pairwise(cuts)
-    ]
-    for a, b in pairwise([*np.flatnonzero(new_file[cuts[:-1]]).tolist(), len(reads)]):
-        yield reads[a:b]
+        joined = pairwise(bounds.tolist())
+        starts = [i for a, b in joined for i in range(a, b, _MAX_JOINED)]
+        bounds = np.array([*starts, len(order)])
+    return order, bounds, new_file[bounds].nonzero()[0]
+
+
+def _runs(offset: Ints, length: Ints, parts: list[Part], bounds: NDArray[np.intp]) -> list[Run]:
+    """Return the reads of objects that are sorted, joined between each two of `bounds`."""
+    first = bounds[:-1]
+    if len(first) == len(parts):
+        return list(zip(offset.tolist(), length.tolist(), parts, strict=True))
+    nbytes = np.add.reduceat(length, first).tolist()
+    joined = (
+        [buffer for part in parts[a:b] for buffer in part] for a, b in pairwise(bounds.tolist())
+    )
+    return list(zip(offset[first].tolist(), nbytes, joined, strict=True))

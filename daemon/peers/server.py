@@ -387,19 +387,19 @@ class PeerServer:
     # --- answers ------------------------------------------------------------------------------
 
     def _serve(self, answer: ServeObjects) -> None:
-        request = self._take(answer.request)
+        request = self._pop(answer.request)
         if request is None:
             self._post(PeerServed(answer.request))
         else:
             self._guarded(request.connection, self._prepare, request, answer)
 
     def _serve_plan(self, answer: SharePlan) -> None:
-        request = self._take(answer.request)
+        request = self._pop(answer.request)
         if request is not None:
             request.answer, column = wire.plan_answer(request.call, answer.plan)
             request.left = [memoryview(column)] if column else []
 
-    def _take(self, number: int) -> Request | None:
+    def _pop(self, number: int) -> Request | None:
         """Return a request that is to be answered now; None if its connection has ended."""
         request = self._requests.pop(number, None)
         if request is None:

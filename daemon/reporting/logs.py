@@ -26,7 +26,7 @@ class _LogHandler(logging.Handler):
         self._left = _MAX_NBYTES if _is_memory(fd) else None
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = (_json(record) if self._json else self._plain(record)).encode(errors="replace")
+        line = (_json(record) if self._json else self._line(record)).encode(errors="replace")
         if self._left is not None:
             if self._left < len(line):
                 return
@@ -36,7 +36,7 @@ class _LogHandler(logging.Handler):
         except OSError:
             return  # a closed terminal must not end the daemon
 
-    def _plain(self, record: logging.LogRecord) -> str:
+    def _line(self, record: logging.LogRecord) -> str:
         text = f"{record.name}: {record.getMessage()}"
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)

@@ -153,13 +153,13 @@ def stacked(batch: Any, n: int, memory: Memory) -> Any:
         return [stacked(value, n, memory) for value in batch]
     if type(batch) is dict and batch:
         return {key: stacked(value, n, memory) for key, value in batch.items()}
-    if _is_plain(batch) and len(batch) == n:
+    if _stacks_to_a_copy(batch) and len(batch) == n:
         out = memory(batch.numel() * batch.itemsize).view(batch.dtype).view(batch.shape)
         return _copied(batch, out)
     return default_collate(unstacked(batch, n))
 
 
-def _is_plain(batch: object) -> bool:
+def _stacks_to_a_copy(batch: object) -> bool:
     """Whether stacking the rows of this batch gives just a copy of it."""
     return (
         type(batch) is torch.Tensor

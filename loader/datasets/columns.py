@@ -11,8 +11,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import text_array
 from creel.cache.storage.stores.retry import public
+from creel.cache.storage.uris import text_array
 from creel.errors import ConfigError
 from creel.loader.datasets.base import CreelDataset, Sample, position, positions
 from creel.loader.reading.storage import absolute

@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import UNKNOWN, scheme_of
+from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores.retry import public
+from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets.base import Sample, check_callable, each, position
 from creel.loader.datasets.columns import LazySequence, Names, addresses, strings

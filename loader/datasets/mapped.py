@@ -27,7 +27,7 @@ from creel.system.limits import IOV_MAX, may_keep
 BATCHES = 16
 _MAX_FILES = 16
 #: Fewer records than this are read one by one.
-_MANY = 8
+_MIN_ROWS = 8
 _readv: Any = None
 with suppress(ImportError, AttributeError, TypeError):  # Windows, macOS: for imports only
     import resource
@@ -57,7 +57,7 @@ class MappedFiles:
             rows: (k,) rows of `out` to fill.
         """
         mapping = self._mappings.get(path)
-        if mapping is None or len(rows) < _MANY:
+        if mapping is None or len(rows) < _MIN_ROWS:
             return False
         before = _waits()
         whole = mapping.copy(offsets, out, rows) and mapping.is_still(path)

@@ -15,8 +15,9 @@ import torch
 from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
-from creel.cache.storage.manifest import Manifest, scheme_of
-from creel.cache.storage.stores.store import Piece, read_pieces
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.stores.store import Run, read_runs
+from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
 from creel.loader.datasets.base import Raw, Sample, check_callable, each, position
 from creel.loader.datasets.batches import MAX_ROWS_NBYTES, cast, numbers, rows_cast, unstacked
@@ -240,13 +241,12 @@ class RecordDataset(Labelled):
         if scattered and self._mapped.read(run.path, offsets, out, rows):
             return True
         view = memoryview(out.data).cast("B")
-        pieces = _pieces(offsets, rows * self.nbytes, self.nbytes, view)
         try:
             fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
-            waited = read_pieces(fd, pieces)
+            waited = read_runs(fd, _runs(offsets, rows * self.nbytes, self.nbytes, view))
             if scattered:
                 self._mapped.saw(run.path, fd, cached=not waited)
         except OSError:
@@ -273,7 +273,7 @@ class RecordDataset(Labelled):
         return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, *code)
 
 
-def _pieces(offsets: Ints, begins: Ints, nbytes: int, view: memoryview) -> list[Piece]:
+def _runs(offsets: Ints, begins: Ints, nbytes: int, view: memoryview) -> list[Run]:
     """Return reads of records at `offsets` into places in `view`, adjacent ones together."""
     neighbours = (np.diff(offsets) == nbytes) & (np.diff(begins) == nbytes)
     first = np.append(0, np.flatnonzero(~neighbours) + 1)

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from creel.cache.storage.manifest import scheme_of
+from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
 from creel.loader.reading.storage import Options, nbytes_of, read_range
 

@@ -14,8 +14,9 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import Manifest, scheme_of
+from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.stores.access import Access, StorageOptions
+from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError, SourceError
 from creel.loader.datasets.base import (
     CreelDataset,

@@ -148,7 +148,7 @@ class _Encoder:
 
     def _image(self, image: Image.Image) -> Node:
         self._once(image)
-        if not _is_plain(image):
+        if not _is_kept_whole(image):
             raise UnkeptError(f"an image of mode {image.mode}, or with state of its own")
         if image.mode in _CHECKED_MODES and not _comes_back(image):
             raise UnkeptError(f"this image of mode {image.mode}")
@@ -198,7 +198,7 @@ def _is_image(kind: type) -> bool:
     return module is not None and kind is module.Image
 
 
-def _is_plain(image: Image.Image) -> bool:
+def _is_kept_whole(image: Image.Image) -> bool:
     """Whether an image has no state but what is kept."""
     of_all = vars(type(image)())
     exif = vars(image).get("_exif")

@@ -56,7 +56,7 @@ class ObjectKeeping(Keeping):
             path = None
         unchecked = self._unchecked(dataset, address) if path is None else _UNCHECKED
         given = self.take(
-            store, object_id, lambda of: of == (version_at(path) if path else unchecked)
+            store, object_id, lambda version: version == (version_at(path) if path else unchecked)
         )
         if given is not None:
             if this_thread.observed is not None:  # an outer `creel.kept` or `creel.wrap`
@@ -97,9 +97,9 @@ class ObjectKeeping(Keeping):
         # The daemon has read the file at some time since the loader was made, not just now.
         direct = lease is None or lease.direct_reads > reads
         if nbytes >= 0 and status is not None:
-            of = of_stat(status, now_ns if direct else min(now_ns, self.made_ns))
-            if of == version_at(path) > 0:
-                self.keep(store, object_id, of, sample, nbytes)
+            version = of_stat(status, now_ns if direct else min(now_ns, self.made_ns))
+            if version == version_at(path) > 0:
+                self.keep(store, object_id, version, sample, nbytes)
         return sample
 
     def _watched(

@@ -29,7 +29,7 @@ _log = logging.getLogger("creel.loader")
 #: Ranks that ask connect, but are never accepted: they stay in the listen queue.
 _BACKLOG = 1024
 #: Looks for another rank's memfd, and the pause between them: that rank may be starting or ending.
-_TRIES, _PAUSE_S = 3, 0.001
+_LOOKS, _PAUSE_S = 3, 0.001
 
 #: The stores of this process, by what they hold.
 _open: weakref.WeakValueDictionary[str, DecodedStore] = weakref.WeakValueDictionary()
@@ -64,7 +64,7 @@ def _of_node(about: str, samples: int, limit: int | None) -> DecodedStore:
     name = _name(about)
     address = f"\0creel/{os.getuid()}/decoded/{name}"
     memory = f"creel-decoded-{name}"
-    for _ in range(_TRIES):
+    for _ in range(_LOOKS):
         own = _memfd_of(_holder(address), memory)
         if own is not None:
             found = DecodedStore(own, samples, limit)

@@ -162,11 +162,11 @@ class DecodedStore:
             self._look()
         try:
             first = os.pread(self.own.fd, min(nbytes, _FIRST_NBYTES), place)
-            of, length = _HEAD.unpack_from(first)
+            found, length = _HEAD.unpack_from(first)
             begin = _HEAD.size + length
             if len(first) < begin:
                 first += os.pread(self.own.fd, begin - len(first), place + len(first))
-            if of != number or self._word_of[number] != word:
+            if found != number or self._word_of[number] != word:
                 return None  # it was removed while it was read
             stamp, node = _unpack(memoryview(first)[_HEAD.size : begin])
             if not current(stamp):

@@ -28,10 +28,10 @@ from creel.loader.order.epoch_order import (
     index_sampler,
     not_begun,
 )
-from creel.loader.order.samplers import adopt
+from creel.loader.order.samplers import take_over
 from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_predict
 from creel.loader.plan.publish import DIRECT, Claim
-from creel.loader.reading.bad_samples import BadSample, plain
+from creel.loader.reading.bad_samples import BadSample, printable
 from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
 from creel.loader.workers.own_files import Reader, this_thread
@@ -142,7 +142,7 @@ class EpochRun:
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
         given = None if resume is None else resume["order"]
-        order = adopt(
+        order = take_over(
             *(held, begun),
             previous=loader_state.order,
             state=given,
@@ -275,7 +275,7 @@ class EpochRun:
         """Report bad samples in the log and to the daemon (`creel stats`)."""
         if not samples:
             return
-        paths = [self._address(one.index) or plain(public(one.path)) for one in samples]
+        paths = [self._address(one.index) or printable(public(one.path)) for one in samples]
         rows = [(one.index, at, one.reason) for one, at in zip(samples, paths, strict=True)]
         done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
         for index, address, reason in rows:
@@ -298,7 +298,7 @@ class EpochRun:
             address, _, _ = self.binding.manifest.location(int(found[0]))
         except Exception:  # noqa: BLE001  user code may run here
             return ""
-        return plain(public(address))
+        return printable(public(address))
 
     def note_workers(
         self,

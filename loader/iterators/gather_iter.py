@@ -21,7 +21,7 @@ from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.state import LoaderState, only_copies
-from creel.loader.iterators.unprofiled import UnprofiledIter
+from creel.loader.iterators.unprofiled import AheadIter
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     DatasetKind,
@@ -150,7 +150,7 @@ def _data(task: Task, reader: BatchReader, pinning: Pinning | None) -> Any:
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
-class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
+class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
     """Batches of plain bytes, copied out of the arena by this process; large ones by threads.
 
     Pulls the sampler when torch would. Without workers nothing observable changes, since no user
@@ -213,24 +213,11 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._run.begin(loader, self, self._moment)
         self._pulled = self._taken = 0
-        self._withheld = 0  # batches that are not asked for yet, since their data had not arrived
+        self._withheld = 0
         for _ in range(self._ahead):
             self._request()
 
-    def _request(self) -> None:
-        """Ask for one more batch if its data has arrived."""
-        if not self._run.paced or self._run.arrived():
-            self._pull()
-        else:
-            self._withheld += 1
-
-    def _request_withheld(self) -> None:
-        """Ask for batches that have arrived since; wait for one if no other is on its way."""
-        while self._withheld and (not self._queue or self._run.arrived()):
-            self._pull()
-            self._withheld -= 1
-
-    def _pull(self) -> None:
+    def _try_put_index(self) -> None:
         try:
             index = self._next_index()
         except StopIteration:
@@ -243,7 +230,8 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
 
     def _next_data(self) -> Any:
         run = self._run
-        self._request_withheld()
+        if self._withheld:
+            self._request_withheld(self._queue)
         if not self._queue:
             run.finished = True
             if not self._persistent_workers:

@@ -220,9 +220,9 @@ class BatchReader(StepReader):
         self._collating[0] = 0
         try:
             if lease is None:
-                return self._fetcher.fetch(self._plain(index))
+                return self._fetcher.fetch(self._as_torch_has_it(index))
             with lease:
-                return self._fetcher.fetch(self._plain(index))
+                return self._fetcher.fetch(self._as_torch_has_it(index))
         finally:
             end = time.monotonic_ns()
             collating = self._collating[0] or end
@@ -236,7 +236,7 @@ class BatchReader(StepReader):
                 self._meter.add(worth.counts(lease))
                 self._direct.saw(lease.direct_reads, direct_ns, lease.use)
 
-    def _plain(self, index: Any) -> Any:
+    def _as_torch_has_it(self, index: Any) -> Any:
         """Return the index as torch has it: an array of the order becomes a list of ints."""
         return index.tolist() if self._run.slices and isinstance(index, np.ndarray) else index
 

@@ -1,14 +1,15 @@
-"""torch's iterator without the cost of an inactive profiler."""
+"""torch's iterator without the cost of an inactive profiler, and one that asks ahead of use."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any
 
 from creel.loader.torch_private import BaseDataLoaderIter, profiler_enabled
 
 if TYPE_CHECKING:
+    from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.meter import Meter
 
 
@@ -41,3 +42,26 @@ class UnprofiledIter(BaseDataLoaderIter):
             return super()._next_index()  # type: ignore[no-untyped-call]  # torch's
         finally:
             self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
+
+
+class AheadIter(UnprofiledIter):
+    """Asks for batches ahead of use (`_try_put_index`, as torch), once their data has arrived."""
+
+    _run: EpochRun
+    _withheld: int  # batches that are not asked for yet, since their data had not arrived
+
+    def _request(self) -> None:
+        """Ask for one more batch if its data has arrived."""
+        if not self._run.paced or self._run.arrived():
+            self._try_put_index()
+        else:
+            self._withheld += 1
+
+    def _request_withheld(self, under_way: Sized) -> None:
+        """Ask for batches that have arrived since; wait for one if no other is `under_way`."""
+        while self._withheld and (not under_way or self._run.arrived()):
+            self._try_put_index()
+            self._withheld -= 1
+
+    def _try_put_index(self) -> None:
+        raise NotImplementedError

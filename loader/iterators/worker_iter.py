@@ -18,7 +18,7 @@ import torch
 from creel.loader.groups.follower import Follower, ReplicaPool
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState, collates_plainly
-from creel.loader.iterators.unprofiled import UnprofiledIter
+from creel.loader.iterators.unprofiled import AheadIter
 from creel.loader.log_lines import with_rank
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.seeding.by_sample import reads_singly
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 
 
-class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
+class WorkerIter(AheadIter, MultiProcessingDataLoaderIter):
     """One epoch of a map-style dataset, in batches from creel's own workers.
 
     Subclasses torch's iterator for code that checks its class or calls its `_shutdown_workers`, but
@@ -143,7 +143,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         self._workers_status = [True] * self._num_workers
         self._workers_num_tasks = [0] * self._num_workers
         self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
-        self._withheld = 0  # batches that are not requested yet, since their data had not arrived
+        self._withheld = 0
         if not first_iter:
             self._tag = self._pool.again(self._loader_state.tolerance.known)
             self._raise_if_dead()
@@ -164,7 +164,8 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     def _next_data(self) -> Any:
         since = 0
         while True:
-            self._request_withheld()
+            if self._withheld:
+                self._request_withheld(self._task_info)
             if not self._find_next():
                 self._run.finished = True
                 if not self._persistent_workers:
@@ -213,19 +214,6 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
                 del self._task_info[self._rcvd_idx]
             self._rcvd_idx += 1
         return False
-
-    def _request(self) -> None:
-        """Request one more batch if its data has arrived."""
-        if not self._run.paced or self._run.arrived():
-            self._try_put_index()
-        else:
-            self._withheld += 1
-
-    def _request_withheld(self) -> None:
-        """Request batches that have arrived since; wait for one if no other is on its way."""
-        while self._withheld and (not self._task_info or self._run.arrived()):
-            self._try_put_index()
-            self._withheld -= 1
 
     def _try_put_index(self) -> None:
         if self._tasks_outstanding >= self._prefetch_factor * self._num_workers:

@@ -1,7 +1,7 @@
 """EpochOrder: what an epoch reads, in torch's order: drawn when torch draws it, saved, predicted.
 
-Each epoch of a loader has one, made by `samplers.adopt` when torch's iterator has begun the epoch.
-It takes the place of the iterator's `_sampler_iter`. There are two kinds:
+Each epoch of a loader has one, made by `samplers.take_over` when torch's iterator has begun it. It
+takes the place of the iterator's `_sampler_iter`. There are two kinds:
 
 - `ReplayedOrder` (`replayed`) computes what one of torch's own samplers yields, from the same draws
   of the same generators. Its indices are slices of arrays, and it can be predicted, resumed and
@@ -104,7 +104,7 @@ class IteratorStart(NamedTuple):
 
 
 class EpochOrder:
-    """Iterator over one epoch's index sampler. Made by `samplers.adopt`.
+    """Iterator over one epoch's index sampler. Made by `samplers.take_over`.
 
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.
@@ -165,7 +165,7 @@ class EpochOrder:
         """Note that the epoch differs from what `predict` said."""
 
     def state(self, *, over: bool = False) -> OrderState:
-        """Return what `adopt` needs to begin this epoch again; the caller keeps the position.
+        """Return what `take_over` needs to begin this epoch again; the caller keeps the position.
 
         over: all of the epoch was read, and the next one is to be resumed.
         """

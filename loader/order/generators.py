@@ -25,7 +25,7 @@ from creel.system.forks import forget_in_child, join_before_fork
 _SMALL_DRAW = 1 << 17
 #: Entries computed at a time before the whole is drawn: 1 ms, and 8 ms more for the second piece at
 #: 14 M.
-_PIECE = 1 << 13
+_SHUFFLE_PIECE = 1 << 13
 #: Bytes drawn and discarded at a time: they stay in the processor's cache.
 _DISCARDED_AT_ONCE = 1 << 20
 #: A request this far beyond the computed entries (a resumed epoch) waits for the whole.
@@ -147,7 +147,7 @@ class Permutation:
             self._shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
             self._head = np.empty(self._n, np.int32)  # only written pages take memory
             self._begin()
-        piece = self._shuffle.more(_PIECE)
+        piece = self._shuffle.more(_SHUFFLE_PIECE)
         self._head[self._head_length : self._head_length + len(piece)] = piece
         self._head_length += len(piece)
 
@@ -172,7 +172,7 @@ class Permutation:
 
     def _try_whole(self) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # a later `whole` raises it again
-            self.first(2 * _PIECE)  # the second piece takes longest
+            self.first(2 * _SHUFFLE_PIECE)  # the second piece takes longest
             self.whole()
 
 

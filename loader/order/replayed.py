@@ -78,7 +78,7 @@ class ReplayedOrder(EpochOrder):
             given: state of the stream to reopen.
             rehearsal: of the epoch to begin again.
             redraw: whether to repeat the stream's global draws even if its state is given.
-            exchange: see `adopt`.
+            exchange: see `take_over`.
         """
         super().__init__(loader, begun)
         self._exchange = exchange

@@ -1,6 +1,6 @@
 """Begin, save and restore an epoch's order.
 
-`adopt` takes over an epoch that torch's iterator has begun, and returns its `EpochOrder`, an
+`take_over` takes over an epoch that torch's iterator has begun, and returns its `EpochOrder`, an
 iterator over what torch's index sampler yields: a `ReplayedOrder` for exactly torch's own samplers,
 as long as this torch draws as `streams` does, and else a `CustomOrder`.
 
@@ -99,7 +99,7 @@ def resume(
         If `over`, the order of the saved epoch at its end, if it can be recomputed; else None.
 
     Raises:
-        ConfigError: as `adopt`.
+        ConfigError: as `take_over`.
     """
     _check_kind(loader, state)
     load_own(index_sampler(loader), state.get("own", []))
@@ -116,7 +116,7 @@ def resume(
         return None
     moment = before(loader)
     begun = IteratorStart(iter(()), RandomSource().seed(loader.generator), moment)  # as torch draws
-    order = adopt(loader, begun, previous=previous, state=state)
+    order = take_over(loader, begun, previous=previous, state=state)
     order.skip(batches)
     for _ in order:  # only the final draws of the epoch are left
         pass
@@ -134,7 +134,7 @@ def without_batches(
         left_out: the numbers of batches, as `batches` counts them.
 
     Raises:
-        ConfigError: the numbers are invalid, the sampler is not one of torch's, or as `adopt`.
+        ConfigError: the numbers are invalid, the sampler is not one of torch's, or as `take_over`.
     """
     _check_kind(loader, state)
     given: list[object] = list(left_out)
@@ -235,7 +235,7 @@ def resized(
     return state, batches * was // size
 
 
-def adopt(
+def take_over(
     loader: DataLoader[object],
     begun: IteratorStart,
     *,

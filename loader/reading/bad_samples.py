@@ -24,7 +24,7 @@ from creel.loader.rehearsal.rehearsed import span_of
 
 OnError = Literal["raise", "skip", "substitute"]
 #: How many samples are tried in place of a bad one.
-_TRIES = 100
+_MAX_REPLACEMENTS = 100
 _LONGEST_REASON = 300
 #: The attribute of an exception that `note_path` sets.
 _PATH = "_creel_path"
@@ -85,7 +85,7 @@ class Tolerance:
 
     def found(self, index: int, error: Exception) -> None:
         """`add` a sample that raised, and note it for `take_new`; errors are chained to `error`."""
-        reason = plain(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
+        reason = printable(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
         try:
             new = self.add(index, reason)
         except TooManyBadSamplesError as e:
@@ -104,7 +104,9 @@ class Tolerance:
         return good or [self._in_place_of(numbers[0], dataset)]  # a batch is never empty
 
     def _in_place_of(self, number: int, dataset: Any) -> int:
-        tried = (replacement(number, k, *span_of(dataset, number)) for k in range(_TRIES))
+        tried = (
+            replacement(number, k, *span_of(dataset, number)) for k in range(_MAX_REPLACEMENTS)
+        )
         # None is left if a sample that was good in this batch was bad in another.
         return next((one for one in (number, *tried) if one not in self.known), number)
 
@@ -161,7 +163,7 @@ class Tolerant(Dataset[Any]):
 
     def _replacement(self, bad: int) -> Any:
         n, first = span_of(self._dataset, bad)
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_REPLACEMENTS):
             index = replacement(bad, attempt, n, first)
             if index in self._tolerance.known:
                 continue
@@ -170,7 +172,7 @@ class Tolerant(Dataset[Any]):
             except Exception as e:  # noqa: BLE001  same as above
                 self._tolerance.found(index, e)
         raise TooManyBadSamplesError(
-            f"none of {_TRIES} samples could be read in the place of sample {bad}:"
+            f"none of {_MAX_REPLACEMENTS} samples could be read in the place of sample {bad}:"
             f" {self._tolerance.known[bad]}"
         )
 
@@ -200,7 +202,7 @@ def _path(error: Exception) -> str:
     return os.fsdecode(path) if isinstance(path, (str, bytes)) else ""
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Return the text with escapes for what is not UTF-8, which paths may contain."""
     return text.encode(errors="backslashreplace").decode()
 

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.memory.memfd import sealed_file
-from creel.cache.storage.manifest import scheme_of
+from creel.cache.storage.uris import scheme_of
 from creel.loader.reading.read_counts import PartialRead, os_open
 from creel.loader.reading.this_thread import this_thread
 

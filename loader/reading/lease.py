@@ -167,10 +167,10 @@ class Lease:
             return None
         if self._numbers is None:
             self._numbers = self._by_address() if self._there(self._session) else {}
-        number, of, leaf = self._numbers.get(address, (None, UNKNOWN, None))
+        number, version, leaf = self._numbers.get(address, (None, UNKNOWN, None))
         if leaf is not None and leaf.storage_options != options and not is_local(address):
             return None
-        return number if of == UNKNOWN or of == version_at(address) > 0 else None
+        return number if version == UNKNOWN or version == version_at(address) > 0 else None
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
         """Return the step's objects that are in the arena; all take little longer than one."""

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import UNKNOWN, Manifest, scheme_of
+from creel.cache.storage.manifest import UNKNOWN, Manifest
 from creel.cache.storage.stores.retry import public
+from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.reading.storage import (

@@ -16,8 +16,8 @@ import time
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
-from creel.cache.storage.manifest import scheme_of
 from creel.cache.storage.stores.store import read_ahead
+from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
 from creel.loader.reading.file_objects import in_memory, taken_over
 from creel.loader.reading.observer import find, take_address, timed

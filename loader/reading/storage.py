@@ -20,11 +20,12 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from creel.cache.storage.manifest import UNKNOWN, scheme_of
+from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores.access import ARROW, options_of
 from creel.cache.storage.stores.remote import open_store, store_key
 from creel.cache.storage.stores.retry import public, retried, source_error
 from creel.cache.storage.stores.store import LocalStore, Store, StoredFile, read_file
+from creel.cache.storage.uris import scheme_of
 from creel.cache.storage.version import MISSING, of_stat
 from creel.config import Config
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError

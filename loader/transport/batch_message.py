@@ -80,7 +80,7 @@ class Inbox(SlotReader):
         """
         try:
             for (number, nbytes), fd in zip(message.new, fds, strict=True):
-                self.adopt(number, fd, nbytes)
+                self.map_slot(number, fd, nbytes)
         finally:
             for fd in fds:
                 os.close(fd)

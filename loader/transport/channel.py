@@ -35,7 +35,7 @@ _INLINE = 16 << 10
 #: their own.
 _MAX_FDS = 253
 _RIGHTS_NBYTES = socket.CMSG_LEN(4 * _MAX_FDS)
-_PLAIN, _SPILLED, _FDS_ALONE, _PIECE = b"p", b"s", b"a", b"c"
+_PLAIN, _SPILLED, _FDS_ALONE, _MESSAGE_PIECE = b"p", b"s", b"a", b"c"
 #: Kinds _PLAIN and _SPILLED whose receiver answers whether all descriptors arrived (_WHOLE, _CUT).
 _PLAIN_ACKED, _SPILLED_ACKED = b"P", b"S"
 _WHOLE, _CUT = b"w", b"x"
@@ -192,7 +192,7 @@ class Channel:
             kind = packet[:1]
             if kind in (_WHOLE, _CUT):
                 self._answered(kind)
-            elif kind == _PIECE:
+            elif kind == _MESSAGE_PIECE:
                 self._pieces.append(packet[1:])
             elif kind != _FDS_ALONE and self._received(kind):
                 return self._message(packet)
@@ -282,7 +282,7 @@ def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
     packets = [(_FDS_ALONE, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
     if len(body) > _INLINE:  # no memfd could be made
         *pieces, last = [body[i : i + _INLINE] for i in range(1, len(body), _INLINE)]
-        packets += [(_PIECE + piece, []) for piece in pieces]
+        packets += [(_MESSAGE_PIECE + piece, []) for piece in pieces]
         body = body[:1] + last
     return [*packets, (body, fds[cut:])]
 

@@ -173,10 +173,10 @@ def arrived_array(
 def unpack(packed: Packed, reader: SlotReader) -> object:
     """Return the batch as torch would deliver it, with its large tensors in slots.
 
-    New slots must be adopted before. Once `reader.max_leased` slots are leased, tensors are copied.
+    New slots must be mapped before. Once `reader.max_leased` slots are leased, tensors are copied.
 
     Raises:
-        IllegalEventError: a slot was not adopted.
+        IllegalEventError: a slot was not mapped.
         Exception: unpickling the batch failed; its slots are given back.
     """
     arrival = _Arrival(packed, reader)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.reading.bad_samples import plain
+from creel.loader.reading.bad_samples import printable
 from creel.system.forks import join, pause_before_fork
 
 _log = logging.getLogger("creel.loader")
@@ -195,7 +195,7 @@ class OwnFiles:
         return max(min(_PART * epoch_s, _MOST_S), _LEAST_S)
 
     def _found(self, path: str) -> None:
-        self.path, self._unseen = plain(path), False
+        self.path, self._unseen = printable(path), False
         text = "this dataset opens files itself; creel.wrap(dataset) caches them"
         if text not in _said and rank_and_world()[0] == 0:  # the others have the same dataset
             _said.add(text)

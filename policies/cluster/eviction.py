@@ -69,7 +69,7 @@ class ClusterEviction(PlannedEviction):
         self.astray = deals.view is not None and deals.view.again
         #: Whether reading ahead waits for the answer.
         self.waits = self.astray
-        self._adopted = False  # whether a peer has told in this epoch who holds what
+        self._told = False  # whether a peer has told in this epoch who holds what
         self._digested: tuple[Nodes | None, int] = None, 0
 
     @property
@@ -107,14 +107,14 @@ class ClusterEviction(PlannedEviction):
                 return SharedPlan(seed, len(view.capacity), holder)
         return None
 
-    def adopt(self, plan: SharedPlan) -> None:
+    def take_plan(self, plan: SharedPlan) -> None:
         """Take over what a peer knows of this epoch, if this node lacks it."""
         view = self.deals.view
         if view is None or self.lacks != plan.seed or plan.nodes != len(view.capacity):
             return
         if plan.holder is None or len(plan.holder) == len(self._state):
             self._asking = self._next = self._later = None
-            self._holder, self._adopted = plan.holder, True
+            self._holder, self._told = plan.holder, True
             self.insist()
 
     def insist(self) -> None:
@@ -225,7 +225,7 @@ class ClusterEviction(PlannedEviction):
         self.waits = self.astray
         super().epoch_began(uses, epoch)
         self._asking = self._next = self._later = None
-        self._adopted = False
+        self._told = False
         self._holder = None if placed is None else placed.holder
         self._copies = NO_IDS if placed is None else placed.copies
         self._second_copies = NO_IDS
@@ -274,7 +274,7 @@ class ClusterEviction(PlannedEviction):
 
     def sent(self, ids: Index) -> None:
         lent = self._marked(ids, _LENT)
-        if not self._adopted:  # else what peers read in this epoch has no mark
+        if not self._told:  # else what peers read in this epoch has no mark
             self._marks[ids[~lent]] |= _SENT_EARLY
         self._marks[ids[lent]] &= ~_LENT
 

@@ -134,8 +134,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
     return creel.RecordDataset(path, torch.uint8, ROW_NBYTES)
 
 
-@pytest.mark.parametrize("kind", ["rows", "files"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "kind, seed", [*(("rows", seed) for seed in range(4)), ("files", 0), ("files", 3)]
+)
 def test_a_changed_order_gives_torchs_batches(
     paths: list[str], rows: Any, served: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:

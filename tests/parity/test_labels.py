@@ -64,9 +64,10 @@ def test_labels_are_copied_when_they_are_given(
     assert given[3] == 0
 
 
-@pytest.mark.parametrize("when", ["between", "amid"])
 @pytest.mark.parametrize(
-    "workers, persistent", [(0, False), (2, False), (2, True)], ids=["here", "own", "persistent"]
+    "workers, persistent, when",
+    [(0, False, "amid"), (2, False, "between"), (2, True, "amid")],
+    ids=["here", "own", "persistent"],
 )
 @pytest.mark.parametrize("kind", ["rows", "files", "files of unknown size"])
 def test_labels_that_are_assigned_are_seen_as_under_torch(

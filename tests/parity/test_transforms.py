@@ -146,8 +146,13 @@ def epochs(cls: Any, data: Any, **more: Any) -> list[Any]:
 LABELS = (None, range(_COUNT), [str(i) for i in range(_COUNT)])
 
 
-@pytest.mark.parametrize("labels, workers", [*product(LABELS, [0]), (LABELS[1], 2)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, labels, workers",
+    [
+        *((way, LABELS[1], workers) for way in WAYS for workers in (0, 2)),
+        *product(("transform", "to", "batch in place"), (LABELS[0], LABELS[2]), (0,)),
+    ],
+)
 def test_batches_are_those_of_a_plain_dataset_and_of_torchs_loader(
     way: str, labels: Any, workers: int, path: Path, shared: dict[str, Any]
 ) -> None:
@@ -172,7 +177,7 @@ TREES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "way, workers", [*product(["transform in place", "to", "batch in place"], [0]), ("to", 2)]
+    "way, workers", [("transform in place", 0), ("batch in place", 0), ("to", 2)]
 )
 @pytest.mark.parametrize("tree", TREES)
 def test_below_other_datasets_too(
@@ -186,10 +191,7 @@ def test_below_other_datasets_too(
     assert plain is None or ours == epochs(torch.utils.data.DataLoader, plain, **more)
 
 
-@pytest.mark.parametrize(
-    "way, workers",
-    [*product(["transform", "to", "batch in place", "batch to two"], [0]), ("batch in place", 2)],
-)
+@pytest.mark.parametrize("way, workers", [("to", 0), ("batch to two", 0), ("batch in place", 2)])
 @pytest.mark.parametrize(
     "more",
     [
@@ -261,7 +263,7 @@ def assigned(path: Path) -> Iterator[tuple[RecordDataset, Callable[[], None]]]:
         yield data, lambda d=data, n=name, v=after: setattr(d, n, v)  # type: ignore[misc]
 
 
-def test_what_is_assigned_within_an_epoch_is_seen_where_torch_sees_it(
+def test_attributes_assigned_within_an_epoch_are_seen_where_torch_sees_them(
     path: Path, shared: dict[str, Any]
 ) -> None:
     def run(cls: Any, **more: Any) -> list[Any]:

@@ -172,8 +172,13 @@ def test_a_batch_that_cannot_be_collated_fails_in_torchs_words(
     assert told(creel.DataLoader, creel=shared) == told(torch.utils.data.DataLoader)
 
 
-@pytest.mark.parametrize("workers, persistent", [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("kind", ["rows", "labelled rows", "transformed", "files"])
+@pytest.mark.parametrize(
+    "kind, workers, persistent",
+    [
+        *((kind, 0, False) for kind in ("rows", "labelled rows", "transformed", "files")),
+        *(("labelled rows", 2, False), ("transformed", 2, True), ("files", 2, True)),
+    ],
+)
 def test_batches_are_torchs(
     kind: str, workers: int, persistent: bool, folder: Path, shared: dict[str, Any]
 ) -> None:

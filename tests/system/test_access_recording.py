@@ -142,10 +142,13 @@ def decoded(path: Path) -> Any:
     [((decoded,), 1), ((records,), 1), ((shards, files), 3)],
     ids=lambda x: "+".join(k.__name__ for k in x) if isinstance(x, tuple) else "",
 )
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("how", ["here", "fork, persistent"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(DataLoader, "fork, persistent"), (creel.DataLoader, "here")],
+    ids=["torch", "creel"],
+)
 @pytest.mark.usefixtures("never_looked_at_again")
-def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
+def test_datasets_below_a_wrapper_of_ones_own_are_learnt(
     daemon: Running, tmp_path: Path, how: str, kind: Any, kinds: tuple[Any, ...], objects: int
 ) -> None:
     bare = Around(*[make(tmp_path) for make in kinds])
@@ -168,8 +171,10 @@ def told(daemon: Running) -> list[int]:
     return sorted(int(s["known"]) for s in sessions.values())
 
 
-@pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("how", "inside"),
+    [("here", False), ("here", True), ("fork", True), ("fork, persistent", False)],
+)
 @pytest.mark.usefixtures("never_looked_at_again")
 def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
     daemon: Running, tmp_path: Path, how: str, *, inside: bool
@@ -270,7 +275,9 @@ class Mapped(Own):
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader])
 @pytest.mark.parametrize("own", [More, Foreign, Mapped])
-def test_what_cannot_be_told_of_is_right(tmp_path: Path, own: type[Own], kind: Any) -> None:
+def test_samples_that_cannot_be_told_of_are_right(
+    tmp_path: Path, own: type[Own], kind: Any
+) -> None:
     bare = own(folder(tmp_path / "data"))
     (bare.path / os.fsdecode(b"\xff")).write_bytes(b"odd")
     order: Any = range(2 * N) if own is More else range(N - 1)
@@ -324,7 +331,7 @@ def test_many_new_workers_each_epoch_learn_together(
 
     bare = Odd(folder(tmp_path / "data"))
     some = range(5, 65)  # never all samples
-    more: Any = {"num_workers": 10, "drop_last": True, "multiprocessing_context": "fork"}
+    more: Any = {"num_workers": 6, "drop_last": True, "multiprocessing_context": "fork"}
     ours = batches(Subset(creel.wrap(bare), some), 1, kind=kind, **more)
     theirs = batches(Subset(bare, some), 1, num_workers=1)
     for _ in range(EPOCHS):
@@ -367,7 +374,7 @@ class Cropped(Dataset[bytes]):
 
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_torchvision_reads_inside_is_cached(
+def test_files_that_torchvision_reads_inside_are_cached(
     daemon: Running, tmp_path: Path, kind: Any, workers: int
 ) -> None:
     (tmp_path / "images/a").mkdir(parents=True)

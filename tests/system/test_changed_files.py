@@ -109,8 +109,11 @@ def reads(daemon: Running) -> int:
 CASES = [(kind, 0) for kind in KINDS] + [("decoded", 2), ("sized", 2), ("wrapped", 2)]
 
 
-@pytest.mark.parametrize("how", [in_place, replaced, as_if_untouched])
-@pytest.mark.parametrize(("kind", "workers"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "workers", "how"),
+    [(*case, in_place) for case in CASES]
+    + [(kind, 0, how) for kind in ("sized", "wrapped") for how in (replaced, as_if_untouched)],
+)
 def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
     daemon: Running, folder: Path, kind: str, workers: int, how: Callable[[Path, bytes], None]
 ) -> None:
@@ -123,8 +126,11 @@ def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("loader", [creel.DataLoader, torch.utils.data.DataLoader])
-@pytest.mark.parametrize(("kind", "workers"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "workers", "loader"),
+    [(*case, creel.DataLoader) for case in CASES]
+    + [(kind, 0, torch.utils.data.DataLoader) for kind in ("sized", "decoded", "wrapped")],
+)
 def test_a_new_dataset_and_loader_see_what_changed(
     folder: Path, kind: str, workers: int, loader: type[Any]
 ) -> None:
@@ -181,7 +187,7 @@ def test_the_setting_says_when_a_change_is_noticed(folder: Path, recheck: str, s
     assert (rows(list(loader())) == expected(folder)) is (recheck != "never")
 
 
-def test_what_did_not_change_is_not_read_again(daemon: Running, folder: Path) -> None:
+def test_unchanged_files_are_not_read_again(daemon: Running, folder: Path) -> None:
     for p in folder.iterdir():  # beyond the time in which a second write might not show
         os.utime(p, ns=(0, 0))
     loader = creel.DataLoader(creel.FileDataset(names(folder)), BATCH)
@@ -195,7 +201,7 @@ def test_what_did_not_change_is_not_read_again(daemon: Running, folder: Path) ->
     assert before + 2 <= reads(daemon) <= before + 4
 
 
-def test_what_was_ready_is_withdrawn_where_another_job_finds_a_change(
+def test_ready_steps_are_withdrawn_where_another_job_finds_a_change(
     daemon: Running, folder: Path
 ) -> None:
     manifest = Manifest.of_files(names(folder), lengths=[NBYTES] * N)

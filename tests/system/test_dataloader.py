@@ -256,8 +256,10 @@ def test_a_left_epoch_and_a_failing_worker_do_not_mix_with_the_next_epoch() -> N
 RESUMED = [(0, 0, 3), (0, 2, 3), (2, 0, 3), (2, 3, 3), (0, 2, 0), (2, 0, 0), (0, 0, 10), (2, 3, 10)]
 
 
-@pytest.mark.parametrize("workers, later, stop", RESUMED)
-@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize(
+    "workers, later, stop, seeded",
+    [(*case, False) for case in RESUMED] + [(0, 0, 3, True), (2, 3, 3, True), (2, 3, 10, True)],
+)
 def test_a_run_resumes_to_the_bit(workers: int, later: int, seeded: bool, stop: int) -> None:
     def make(n: int) -> Any:
         generator = torch.Generator().manual_seed(5) if seeded else None
@@ -369,8 +371,11 @@ class Placed(Saved):
         self.state = dict(state)
 
 
-@pytest.mark.parametrize("workers, later, stop", RESUMED)
-@pytest.mark.parametrize("kind", [Told, Saved, Placed])
+@pytest.mark.parametrize(
+    "workers, later, stop, kind",
+    [(*case, Placed) for case in RESUMED]
+    + [(*case, kind) for case in [(0, 0, 3), (2, 3, 3), (0, 0, 10)] for kind in (Told, Saved)],
+)
 def test_a_sampler_of_ones_own_is_resumed_by_what_it_says_of_itself(
     workers: int, later: int, stop: int, kind: Any
 ) -> None:

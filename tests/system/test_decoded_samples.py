@@ -131,10 +131,8 @@ def loaders(dataset: Any, paths: list[str], log: Path, **more: Any) -> tuple[Any
     [
         {"num_workers": 0},
         {"num_workers": 2},
-        {"num_workers": 2, "persistent_workers": True},
-        {"num_workers": 2, "creel": {"loader.direct": "never"}},
+        {"num_workers": 2, "persistent_workers": True, "creel": {"loader.recheck": "never"}},
         {"num_workers": 2, "creel": False},
-        {"num_workers": 2, "creel": {"loader.recheck": "never"}},
     ],
     ids=lambda more: "-".join(map(str, more.values())),
 )

@@ -46,11 +46,13 @@ class Parts(OpaqueFiles):
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    "slow",
-    ["npy", "png", "text", "pt", "h5", "raw", "bit", "fd", "cv2", "torchvision"],
-    indirect=True,
+    ("slow", "workers"),
+    [
+        *((kind, 0) for kind in ("npy", "png", "text", "pt", "raw", "bit", "torchvision")),
+        *((kind, 2) for kind in ("npy", "h5", "fd", "cv2")),
+    ],
+    indirect=["slow"],
 )
 def test_the_daemon_reads_each_file_once(slow: SlowFiles, workers: int) -> None:
     ours, theirs = slow.loader(num_workers=workers), slow.torchs(num_workers=workers)

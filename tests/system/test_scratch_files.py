@@ -109,9 +109,11 @@ def pair(tmp_path: Path, kind: Any, workers: int, write: Write, *, own: bool) ->
     return given, loader(theirs, DataLoader, workers, **more)
 
 
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("own", [False, True], ids=["one file", "its own"])
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    ("write", "own", "kind"),
+    [(write, own, creel.DataLoader) for write in WRITERS for own in (False, True)]
+    + [(in_c, own, DataLoader) for own in (False, True)],
+)
 def test_a_sample_reads_what_it_has_written_whoever_wrote(
     tmp_path: Path, write: Write, kind: Any, *, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

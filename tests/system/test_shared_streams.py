@@ -101,8 +101,10 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("how", ["plain", "shuffle", "transform", "batch_transform"])
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [("plain", 0), ("plain", 1), ("shuffle", 2), ("transform", 0), ("batch_transform", 2)],
+)
 def test_a_finished_stream_has_torchs_batches(
     daemon: Running, source: str, folder: Path, workers: int, how: str
 ) -> None:

@@ -204,7 +204,7 @@ def test_a_batch_there_is_no_room_to_map_ends_the_epoch_and_is_not_waited_for(
     samples = [torch.full((10_000,), float(i)) for i in range(8)]
     it = iter(creel.DataLoader(samples, num_workers=1, timeout=20))  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr(SlotReader, "adopt", full)
+        patch.setattr(SlotReader, "map_slot", full)
         with pytest.raises(OSError, match="Cannot allocate"):
             next(it)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from creel.loader.order import generators
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart, index_sampler
-from creel.loader.order.samplers import adopt, before
+from creel.loader.order.samplers import before, take_over
 from creel.loader.rehearsal.memory import Rehearsal
 
 Loader = DataLoader[Any]
@@ -52,7 +52,7 @@ def observe(
         if loader.num_workers > 0:
             sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice
     begun = IteratorStart(sampler_iter, base_seed, moment)
-    return adopt(loader, begun, previous=previous, state=state)
+    return take_over(loader, begun, previous=previous, state=state)
 
 
 class Echo(Dataset[Any]):

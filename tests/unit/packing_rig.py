@@ -28,7 +28,7 @@ class Road:
     def send(self, batch: object) -> Packed:
         packed = pack(batch, self.writer)
         for one in self.writer.unsent():
-            self.reader.adopt(*one)
+            self.reader.map_slot(*one)
         assert len(pickle.dumps(packed)) < 4096
         return packed
 

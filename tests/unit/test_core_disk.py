@@ -361,7 +361,7 @@ class DiskChaos(Chaos):
         self.rig.disk.pop(name, None)
 
 
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_random_events_break_no_invariant_and_no_session_hangs(seed: int) -> None:
     """`Rig` compares every byte that a reader may read; `Core.check` runs after each event."""
     chaos = DiskChaos(seed)

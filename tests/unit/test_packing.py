@@ -146,7 +146,7 @@ def test_without_a_slot_the_batch_goes_in_the_message(
         batch = [collated, np.arange(9000), base[5:], base[:7], "text" * 9000]
         packed = pack(batch, writer)
         for one in writer.unsent():
-            reader.adopt(*one)
+            reader.map_slot(*one)
         same(theirs(batch), unpack(pickle.loads(pickle.dumps(packed)), reader))
         writer.give_back(reader.returned())
     reader.close()
@@ -166,7 +166,7 @@ def test_tensors_that_shared_memory_still_do(road: Road) -> None:
     assert out["b"].storage_offset() == 300
 
 
-def test_what_was_sent_from_the_cpu_arrives_there_whatever_the_default_device(road: Road) -> None:
+def test_tensors_sent_from_the_cpu_arrive_there_whatever_the_default_device(road: Road) -> None:
     sent = [torch.arange(size) for size in (0, 3, 9000)]
     with torch.device("meta"):
         out = road.trip(sent)
@@ -249,7 +249,7 @@ def test_meta_and_nested_tensors_arrive(road: Road) -> None:
     assert nested.unbind()[0].sum() == 300
 
 
-def test_what_torch_refuses_is_refused_in_its_words(road: Road) -> None:
+def test_batches_that_torch_refuses_are_refused_in_its_words(road: Road) -> None:
     with pytest.raises(RuntimeError, match="Cowardly refusing to serialize non-leaf tensor"):
         road.trip([torch.rand(5, requires_grad=True) * 2])
 
@@ -272,7 +272,7 @@ def test_reductions_of_the_user_are_kept(road: Road, monkeypatch: pytest.MonkeyP
 # --- uses of received batches -----------------------------------------------------------------
 
 
-def test_what_arrives_is_writable_and_private(road: Road) -> None:
+def test_tensors_that_arrive_are_writable_and_private(road: Road) -> None:
     sent: list[Any] = [
         torch.zeros(9000),
         torch.zeros(3),
@@ -307,7 +307,7 @@ def test_an_array_nobody_may_write_to_arrives_as_by_pickle(road: Road, size: int
     assert road.trip(array).flags.writeable == theirs(array).flags.writeable
 
 
-def test_it_can_be_shared_pickled_cloned_and_resized_like_any_tensor(road: Road) -> None:
+def test_a_tensor_over_a_slot_is_shared_pickled_cloned_and_resized_like_any(road: Road) -> None:
     out = road.trip(torch.arange(9000.0))
     expected = torch.arange(9000.0)
     assert torch.equal(pickle.loads(pickle.dumps(out)), expected)
@@ -374,7 +374,7 @@ def test_batches_cross_processes() -> None:
         message, fds, _, _ = socket.recv_fds(ours, 1 << 16, 8)
         packed, new = pickle.loads(message)
         for (slot_id, nbytes), fd in zip(new, fds, strict=True):
-            reader.adopt(slot_id, fd, nbytes)
+            reader.map_slot(slot_id, fd, nbytes)
             os.close(fd)
         used.update(slot_id for slot_id, _ in packed.slots)
         same(unpack(packed, reader), [torch.full((4, 50_000), i), "x" * i, np.arange(1 + i * 1000)])

@@ -140,7 +140,7 @@ def objects_of(steps: list[list[int]]) -> list[list[int]]:
     return [pairs(np.array(step, np.int64))[0].tolist() for step in steps]
 
 
-@pytest.mark.parametrize("seed", seeds(30))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_the_daemon_is_told_exactly_the_epochs_order(
     daemon: Daemon, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +227,7 @@ def test_the_persons_code_runs_in_the_trainers_thread_alone(daemon: Daemon) -> N
     told_all(publisher, daemon, N // 8)
 
 
-def test_what_cannot_be_computed_after_all_ends_there(daemon: Daemon) -> None:
+def test_an_order_that_cannot_be_computed_after_all_ends_there(daemon: Daemon) -> None:
     def own(indices: NDArray[np.int64]) -> Any:
         if indices.max() >= N // 2:
             raise IndexError

@@ -21,7 +21,7 @@ from creel.loader.groups import negotiation
 from creel.loader.groups.exchange import REMAP, check_unchanged, distributed_sampler
 from creel.loader.groups.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart
-from creel.loader.order.samplers import adopt, before, resharded, without_batches
+from creel.loader.order.samplers import before, resharded, take_over, without_batches
 from creel.policies.order.remap import Exchange
 from kit import seeds, until
 
@@ -50,7 +50,7 @@ class Job:
             loader.set_epoch(epoch)
             begun = IteratorStart(iter(()), 1, before(loader))
             state = None if states is None else states[rank]
-            orders.append(adopt(loader, begun, state=state, exchange=self.exchange))
+            orders.append(take_over(loader, begun, state=state, exchange=self.exchange))
         return orders
 
     def torchs(self, epoch: int) -> list[list[int]]:
@@ -148,7 +148,7 @@ def test_few_samples_go_where_they_have_no_affinity(nodes: int, ranks: int, batc
     assert moved.mean() <= 0.03
 
 
-def test_what_is_not_shuffled_or_on_one_node_stays_as_it_is_dealt() -> None:
+def test_samples_unshuffled_or_on_one_node_stay_as_they_are_dealt() -> None:
     order = np.arange(100, dtype=np.int32)
     assert Exchange((0, 1, 2, 3), 5).apply(order).tolist() == order.tolist()
     shuffled = np.random.default_rng(3).permutation(order)

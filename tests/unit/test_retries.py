@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,18 +38,15 @@ class _Flaky(LocalStore):
             raise self.error
         return super().read(place, offset, length, versioned=versioned)
 
-    def fill(self, place: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(
+        self, place: StoredFile, runs: Sequence[Run], opened: OpenFile | None = None
+    ) -> list[Filled]:
         if self.left:
             self.left -= 1
+            if opened is not None:
+                os.close(opened.fd)
             raise self.error
-        yield from super().fill(place, runs)
-
-    def single(self, opened: OpenFile, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
-        if self.left:
-            self.left -= 1
-            os.close(opened.fd)
-            raise self.error
-        return super().single(opened, uri, length, buffers)
+        return super().fill(place, runs, opened)
 
 
 def flaky(
@@ -63,7 +60,7 @@ def flaky(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_server_sent_is_not_in_the_error(seed: int) -> None:
+def test_bytes_that_a_server_sent_are_not_in_the_error(seed: int) -> None:
     """aiohttp quotes bytes that it did not expect, and fsspec repeats that."""
     junk = np.random.default_rng(seed).bytes(400)
     for text in (

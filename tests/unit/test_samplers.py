@@ -167,14 +167,14 @@ def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
     moment = samplers.before(loader)
     it: Any = iter(loader)
     begun = IteratorStart(it._sampler_iter, it._base_seed, moment)
-    order = samplers.adopt(loader, begun)
+    order = samplers.take_over(loader, begun)
     it._sampler_iter = map(plain, order)
     assert list(it) == want
     torch.manual_seed(3)
     seen, moment = torch.get_rng_state(), samplers.before(loader)
     it = iter(loader)
     begun = IteratorStart(it._sampler_iter, it._base_seed, moment)
-    order = samplers.adopt(loader, begun, state=order.state())
+    order = samplers.take_over(loader, begun, state=order.state())
     assert torch.equal(torch.get_rng_state(), seen)
     order.skip(3)
     assert [plain(b) for b in order] == want[3:]

@@ -49,7 +49,7 @@ def send(writer: SlotWriter, reader: SlotReader, data: bytes) -> Slot:
     slot.mapping[at : at + len(data)] = data
     writer.seal()
     for slot_id, fd, nbytes in writer.unsent():
-        reader.adopt(slot_id, fd, nbytes)
+        reader.map_slot(slot_id, fd, nbytes)
     return slot
 
 
@@ -59,7 +59,7 @@ def tensor_of(buffer: Buffer, nbytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("max_slots", [3, 0])
-def test_what_cannot_be_mapped_is_copied_once(
+def test_a_slot_that_cannot_be_mapped_is_copied_once(
     reader: SlotReader, monkeypatch: pytest.MonkeyPatch, max_slots: int, *, leased: bool
 ) -> None:
     """A mapping needs a descriptor, too. Later writes to the slot would not be seen."""
@@ -70,7 +70,7 @@ def test_what_cannot_be_mapped_is_copied_once(
     with monkeypatch.context() as none:
         none.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.EMFILE, "none left")))
         for one in writer.unsent():
-            reader.adopt(*one)
+            reader.map_slot(*one)
     if leased:
         buffer = reader.lease(slot.id, once=slot.once)
         assert bytes(memoryview(buffer)[:MB]) == b"x" * MB
@@ -183,7 +183,7 @@ def test_a_tensor_alive_at_exit_does_no_harm() -> None:
         "import sys, torch; from creel.cache.memory.slots.reader import SlotReader\n"
         "from creel.cache.memory.slots.writer import SlotWriter\n"
         "w, r = SlotWriter(max_slots=8), SlotReader(max_leased=4); s, _ = w.room(9999); w.seal()\n"
-        "[r.adopt(*one) for one in w.unsent()]\n"
+        "[r.map_slot(*one) for one in w.unsent()]\n"
         "t = torch.frombuffer(r.lease(s.id), dtype=torch.uint8)\n"
         "sys.modules['keep'] = [t, r]; u = [t]; u.append(u)\n"
     )
@@ -236,13 +236,13 @@ def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
         none.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.EMFILE, "none left")))
         fd = os.memfd_create("other")
         os.ftruncate(fd, MB)
-        reader.adopt(9, fd, MB)
+        reader.map_slot(9, fd, MB)
         os.close(fd)
     assert len(reader.unused(16 * MB)) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_what_a_forked_child_sees_is_never_written_again(
+def test_slots_that_a_forked_child_sees_are_never_written_again(
     writer: SlotWriter, reader: SlotReader
 ) -> None:
     leased = send(writer, reader, b"a" * 4096)
@@ -349,7 +349,7 @@ def test_a_part_that_is_kept_holds_little_else(mask: int) -> None:
         assert len(used) == 2
         held[kept.id] = kept.nbytes
         for one in writer.unsent():
-            reader.adopt(*one)
+            reader.map_slot(*one)
         writer.give_back([slot.id for slot in used if slot is not kept and not slot.once])
     assert sum(held.values()) <= 40 * 4 * max(mask, 64 << 10)
     assert max(held.values()) < MB

@@ -8,6 +8,7 @@ import resource
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from source_rig import QUICK, folder, read_into, records, whole
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import store as stores
-from creel.cache.storage.stores.store import LocalStore, Run, StoredFile
+from creel.cache.storage.stores.store import LocalStore, StoredFile
 from creel.errors import SourceError
 from kit import descriptors, drop, dropped
 
@@ -65,7 +66,7 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(
+def test_files_not_in_the_page_cache_are_read_ahead_and_are_the_same(
     tmp_path: Path, advised: list[int]
 ) -> None:
     """A disk works on many files, or parts of one, at once: each is advised first."""
@@ -310,20 +311,27 @@ def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_a_descriptor_is_shared_and_stays_open_for_whoever_uses_it(tmp_path: Path) -> None:
+def test_a_descriptor_is_shared_and_stays_open_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = descriptors()
     buffers = [bytearray(5) for _ in range(4)]
-    runs = [Run(5 * i, 5, [memoryview(b)]) for i, b in enumerate(buffers)]
+    runs = [(5 * i, 5, [memoryview(b)]) for i, b in enumerate(buffers)]
     files = [StoredFile(str(tmp_path / name), keep=True) for name in "ab"]
     for file in files:
         Path(file.uri).write_bytes(bytes(range(20)))
-    store = LocalStore(1)
-    first, second = store.fill(files[0], runs[:2]), store.fill(files[0], runs[2:])
-    assert [next(one).opens for one in (first, second)] == [1, 0]
+    store, real = LocalStore(1), os.preadv
+
+    def preadv(fd: int, *rest: Any) -> int:
+        monkeypatch.setattr(os, "preadv", real)
+        store.read(files[1], 0, 5)  # replaces the descriptor
+        Path(files[1].uri).replace(files[0].uri)
+        return real(fd, *rest)
+
+    assert [filled.opens for filled in store.fill(files[0], runs[:2])] == [1]
     assert len(descriptors() - before) == 1
-    store.read(files[1], 0, 5)  # replaces its descriptor
-    Path(files[1].uri).replace(files[0].uri)
-    assert [len(list(one)) for one in (first, second)] == [1, 1]
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert [filled.opens for filled in store.fill(files[0], runs[2:])] == [0]
     assert b"".join(buffers) == bytes(range(20))
     store.close()
     assert not descriptors() - before

@@ -16,7 +16,7 @@ from source_rig import QUICK, read_into, whole
 
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores.store import Run, StoredFile
+from creel.cache.storage.stores.store import StoredFile
 from creel.errors import SourceError
 
 pytestmark = pytest.mark.timeout(120)
@@ -128,12 +128,12 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     assert store.read(place, 2, 5)[0] == b"23456"
     first, second, third = bytearray(2), bytearray(3), bytearray(1)
     runs = [
-        Run(2, 5, [memoryview(first), memoryview(second)]),
-        Run(9, 1, [memoryview(third)]),
+        (2, 5, [memoryview(first), memoryview(second)]),
+        (9, 1, [memoryview(third)]),
     ]
     assert [filled.opens for filled in store.fill(place, runs)] == [1, 0]
     assert first + second + third == b"234569"
     with pytest.raises(SourceError):
         store.read(place, 8, 5)
     with pytest.raises(SourceError):
-        list(store.fill(place, [Run(9, 2, [memoryview(first)])]))
+        list(store.fill(place, [(9, 2, [memoryview(first)])]))

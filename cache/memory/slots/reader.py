@@ -53,7 +53,7 @@ class SlotReader:
         """Whether the next batch should be copied out."""
         return len(self._live) >= self.max_leased
 
-    def adopt(self, slot_id: int, fd: int, nbytes: int) -> None:
+    def map_slot(self, slot_id: int, fd: int, nbytes: int) -> None:
         """Map a slot that the worker has made; the caller keeps (and closes) `fd`.
 
         If it cannot be mapped (which takes a descriptor as well), its bytes are copied, and the

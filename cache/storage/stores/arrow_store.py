@@ -101,15 +101,15 @@ class ArrowStore:
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         with self._fs.open_input_file(self._path(stored.uri)) as f:
-            check_size(stored, f.size(), runs[0].length)
+            check_size(stored, f.size(), runs[0][1])
             found = self._version(stored.uri, f)
-            for run in runs:
-                f.seek(run.offset)
-                for buffer in run.buffers:
+            for i, (offset, _, buffers) in enumerate(runs):
+                f.seek(offset)
+                for buffer in buffers:
                     got = f.readinto(buffer) if len(buffer) else 0
                     if got < len(buffer):
                         raise too_short(stored.uri, len(buffer), got)
-                yield Filled(int(run is runs[0]), found)
+                yield Filled(int(i == 0), found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         return of_each(self._ask, uris)
@@ -167,11 +167,11 @@ class GcsStore(ArrowStore):
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         info = self._file(stored.uri)
-        check_size(stored, info.size, runs[0].length)
-        parts = self._bytes(stored, [(run.offset, run.length) for run in runs])
-        for run, data in zip(runs, parts, strict=True):
-            copy_over(memoryview(data), run.buffers)
-            yield Filled(int(run is runs[0]), _version_of(info))
+        check_size(stored, info.size, runs[0][1])
+        parts = self._bytes(stored, [(offset, length) for offset, length, _ in runs])
+        for i, ((_, _, buffers), data) in enumerate(zip(runs, parts, strict=True)):
+            copy_over(memoryview(data), buffers)
+            yield Filled(int(i == 0), _version_of(info))
 
     def _bytes(self, stored: StoredFile, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each (offset, nbytes), in new memory, as late threads may write."""

@@ -58,9 +58,9 @@ class HttpStore:
         return found
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        for run in runs:
-            data, found = self.read(stored, run.offset, run.length)
-            copy_over(memoryview(data), run.buffers)
+        for offset, length, buffers in runs:
+            data, found = self.read(stored, offset, length)
+            copy_over(memoryview(data), buffers)
             yield Filled(1, found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
@@ -259,8 +259,8 @@ class FsspecStore:
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         found = self._ask(stored.uri)
-        for run in runs:
-            copy_over(memoryview(self._read(stored, run.offset, run.length)), run.buffers)
+        for offset, length, buffers in runs:
+            copy_over(memoryview(self._read(stored, offset, length)), buffers)
             yield Filled(1, found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:

@@ -28,9 +28,9 @@ class RedisStore:
         return bytes(self._read(stored.uri, [(offset, length)])[0]), _VERSION
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        found = self._read(stored.uri, [(run.offset, run.length) for run in runs])
-        for run, data in zip(runs, found, strict=True):
-            copy_over(memoryview(data), run.buffers)
+        found = self._read(stored.uri, [(offset, length) for offset, length, _ in runs])
+        for (_, _, buffers), data in zip(runs, found, strict=True):
+            copy_over(memoryview(data), buffers)
             yield Filled(1, _VERSION)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:

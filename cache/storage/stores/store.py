@@ -11,9 +11,8 @@ import os
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -25,8 +24,7 @@ from creel.errors import SourceError
 from creel.system.limits import IOV_MAX, memory
 
 
-@dataclass(frozen=True)
-class StoredFile:
+class StoredFile(NamedTuple):
     """A file. `keep`: it has several objects; `whole`: it is a single object, from byte 0 on.
 
     `min_nbytes`: least size in bytes that the manifest implies; the exact size if `whole`. `row`:
@@ -40,23 +38,16 @@ class StoredFile:
     row: int = -1
 
 
-class Run(NamedTuple):
-    """Adjacent bytes of one file, and the buffers to fill with them."""
-
-    offset: int
-    length: int
-    buffers: Sequence[memoryview]
-
-
-#: A scattered piece of a file: its offset, its bytes, and the buffers for them.
-Piece: TypeAlias = tuple[int, int, Sequence[memoryview]]
+#: Adjacent bytes of one file: their offset, their number, and the buffers to fill with them.
+Run: TypeAlias = tuple[int, int, Sequence[memoryview]]
 
 
 class Filled(NamedTuple):
-    """The result of a run: the number of opens, and the version that was read."""
+    """The result of runs: the number of opens, the version that was read, and how many they are."""
 
     opens: int
     version: int
+    runs: int = 1
 
 
 class Store(Protocol):
@@ -71,8 +62,11 @@ class Store(Protocol):
             UNKNOWN, and a file written to meanwhile may be torn, as in the user's own reads.
         """
 
-    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        """Fill the buffers of one run after the other."""
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterable[Filled]:
+        """Fill the buffers of one run after the other; give the result of one or several.
+
+        May end before a run that fails, of which a call that begins with it then says why.
+        """
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         """Return the current version of each address, or the exception instead."""
@@ -198,37 +192,38 @@ def _advise(fd: int, offset: int, length: int) -> None:
         pass  # a hint, which not every file supports
 
 
-def read_pieces(fd: int, pieces: Sequence[Piece]) -> int:
-    """Fill the buffers of scattered pieces of a file; return how many were not in the page cache.
+def read_runs(fd: int, runs: Sequence[Run]) -> int:
+    """Fill the buffers of runs of a file; return how many were not in the page cache.
 
-    Cached pieces are read first; the disk is asked for all others together
-    (benchmarks/cold_records.py). All pieces count as not cached if the file system cannot tell.
+    Cached runs are read first; the disk is asked for all others together
+    (benchmarks/cold_records.py). All count as not cached if the file system cannot tell.
 
     Raises:
-        OSError: a read failed, or the file ends before a piece does.
+        OSError: a read failed, or the file ends before a run does.
     """
-    missing = _not_cached(fd, pieces)
-    for offset, length, buffers in missing:
-        if os.preadv(fd, buffers, offset) != length:
+    missing = _not_cached(fd, runs)
+    for run in missing:
+        if _preadv(fd, run) < run[1]:
             raise OSError(errno.ENODATA, "ends too early")
     return len(missing)
 
 
-def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Read the pieces in the page cache; return the others, after starting to read them ahead."""
+def _not_cached(fd: int, runs: Sequence[Run]) -> Sequence[Run]:
+    """Read the runs in the page cache; return the others, after starting to read them ahead."""
     missing = []
     if not _NOWAIT:
-        return pieces
+        return runs
     try:
-        for offset, length, buffers in pieces:
+        for run in runs:
+            offset, length, buffers = run
             try:
                 if os.preadv(fd, buffers, offset, _NOWAIT) == length:
                     continue
             except BlockingIOError:
                 pass
-            missing.append((offset, length, buffers))
-    except OSError:  # the file system does not support RWF_NOWAIT
-        return pieces
+            missing.append(run)
+    except OSError:  # the file system does not support RWF_NOWAIT, or too many buffers
+        return runs
     if missing:
         step = _AROUND_NBYTES if os.fstat(fd).st_size < memory().available // 2 else 1
         around = {(at // step * step, -(-(at + n) // step) * step) for at, n, _ in missing}
@@ -284,59 +279,20 @@ class LocalStore:
                 if not more:
                     raise too_short(stored.uri, length, len(data))
                 data += more
-            of = version.of_stat(file.status, file.since) if versioned else version.UNKNOWN
-            return data, of
+            told = version.of_stat(file.status, file.since) if versioned else version.UNKNOWN
+            return data, told
 
-    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
-            check_size(stored, file.status.st_size, runs[0].length)
-            now, before = file.since, file.status
-            for run in runs:
-                for _ in range(_MAX_ATTEMPTS):
-                    got, after = _preadv(file.fd, run), os.fstat(file.fd)
-                    if got < run.length:
-                        raise too_short(stored.uri, run.length, got)
-                    if not version.torn(before, after):
-                        break
-                    now, before = time.time_ns(), os.fstat(file.fd)
-                else:
-                    raise SourceError(errno.EBUSY, "changed while it was read", stored.uri)
-                yield Filled(file.opens if run is runs[0] else 0, version.of_stat(before, now))
-
-    def pieces(self, stored: StoredFile, pieces: Sequence[Piece]) -> Filled:
-        """Fill the buffers of scattered pieces of a file.
-
-        Raises:
-            OSError: a piece could not be read completely.
-            TornError: the file changed meanwhile.
-        """
-        with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
-            read_pieces(file.fd, pieces)
-            if version.torn(file.status, os.fstat(file.fd)):
-                raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), stored.uri)
-        return Filled(file.opens, version.of_stat(file.status, file.since))
-
-    def single(self, opened: OpenFile, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
-        """Do as `fill` for a file that is one object, on a fast path; return the version.
-
-        `opened`: the open file, which is closed.
-
-        Raises:
-            OSError: the file cannot be read, or has another size.
-            TornError: the file changed meanwhile.
-        """
+    def fill(
+        self, stored: StoredFile, runs: Sequence[Run], opened: OpenFile | None = None
+    ) -> list[Filled]:
+        """See Store. `opened`: the open file, which is closed; None: it is opened here."""
+        if opened is None:
+            with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
+                return [_fill(file, stored, runs)]
         try:
-            before = opened.status
-            if before.st_size != length:
-                check_size(StoredFile(uri, whole=True), before.st_size, length)
-            got = _preadv(opened.fd, Run(0, length, buffers))
-            if got < length:
-                raise too_short(uri, length, got)
-            if version.torn(before, os.fstat(opened.fd)):
-                raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), uri)
+            return [_fill(opened, stored, runs)]
         finally:
             os.close(opened.fd)
-        return version.of_stat(before, opened.since)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         versions: list[int | Exception] = []
@@ -366,15 +322,35 @@ class LocalStore:
                 yield prefix + name, UNKNOWN
 
 
-class TornError(OSError):
-    """A file changed while it was read, and must be read again."""
+def _fill(file: OpenFile, stored: StoredFile, runs: Sequence[Run]) -> Filled:
+    """Fill the buffers of all runs before the first that fails; raise if that is the first.
+
+    As in `read_runs`, the disk is asked for all runs together.
+    """
+    before, since, run = file.status, file.since, runs[0]
+    check_size(stored, before.st_size, run[1])
+    for _ in range(_MAX_ATTEMPTS):
+        done = len(runs)
+        try:
+            for run in runs if done == 1 else _not_cached(file.fd, runs):
+                if (got := _preadv(file.fd, run)) < run[1]:
+                    raise too_short(stored.uri, run[1], got)
+        except OSError:
+            if run is runs[0]:
+                raise
+            done = runs.index(run)
+        if not version.torn(before, os.fstat(file.fd)):
+            return Filled(file.opens, version.of_stat(before, since), done)
+        since, before = time.time_ns(), os.fstat(file.fd)
+    raise SourceError(errno.EBUSY, "changed while it was read", stored.uri)
 
 
 def _preadv(fd: int, run: Run) -> int:
     """Fill all buffers; return the bytes read, fewer than requested only at the end of the file."""
-    done = os.preadv(fd, run.buffers[:IOV_MAX], run.offset) if run.length else 0
-    while 0 < done < run.length:  # more buffers, or more than 2 GiB
-        more = os.preadv(fd, cut(list(run.buffers), done)[1][:IOV_MAX], run.offset + done)
+    offset, length, buffers = run
+    done = os.preadv(fd, buffers[:IOV_MAX], offset) if length else 0
+    while 0 < done < length:  # more buffers, or more than 2 GiB
+        more = os.preadv(fd, cut(list(buffers), done)[1][:IOV_MAX], offset + done)
         if not more:
             break
         done += more

@@ -59,7 +59,7 @@ class ClusterPlans:
     def shared(self, e: events.PlanShared) -> None:
         question, policy = self._questions.get(e.dataset), self._policy(e.dataset)
         if policy is not None and e.plan is not None:
-            policy.adopt(e.plan)
+            policy.take_plan(e.plan)
         if question is not None and question.seed == e.seed:
             question.pending = False
             question.vain += policy is None or policy.lacks == e.seed

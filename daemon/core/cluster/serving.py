@@ -144,7 +144,7 @@ class Serving:
         for place, request in enumerate(self._waiting):
             if place >= _LOOKED_AT and not every and self._still_waits(request):
                 continue
-            self._look(request)
+            self._pin_found(request)
             if reads:
                 self._read(request, now)
             # One request at a time: two with half the room each would wait for each other.
@@ -168,7 +168,7 @@ class Serving:
         elif len(coming):
             request.awaited = int(coming[0])
 
-    def _look(self, request: _PeerWait) -> None:
+    def _pin_found(self, request: _PeerWait) -> None:
         """Pin a request's objects that are resident or in flight, whoever started the fetch."""
         residency, ids = request.residency, request.lacking
         state = residency.state[ids]

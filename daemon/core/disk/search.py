@@ -45,14 +45,14 @@ class Walk:
                 out.append(good[:k])
                 k -= len(out[-1])
                 self._found = np.concatenate([good[len(out[-1]) :], self._found])
-            if k <= 0 or not self._look(matches, due):
+            if k <= 0 or not self._scan(matches, due):
                 break
         found = joined(out)
         if len(out) > 1:  # a chunk may have been examined twice
             found = found[np.sort(np.unique(found, return_index=True)[1])]
         return found
 
-    def _look(self, matches: Predicate, due: Callable[[Index], Ints]) -> bool:
+    def _scan(self, matches: Predicate, due: Callable[[Index], Ints]) -> bool:
         """Search the next chunk; return False if no chunk had a match and few objects changed."""
         if self._empty * _SCANNED_AT_ONCE >= self._objects:
             if self.changes < min(_CHANGES, 1 + self._objects // 1024):

@@ -108,7 +108,7 @@ class Fetcher:
         threads = self._threads, self._free_threads
         self._queues[dataset] = FetchQueue(dataset, source, partial(self._run, source), *threads)
         self._checks[dataset] = FetchQueue(
-            f"check-{dataset}", source, partial(self._look, source), *threads
+            f"check-{dataset}", source, partial(self._check_part, source), *threads
         )
 
     def remove(self, dataset: str) -> None:
@@ -235,7 +235,7 @@ class Fetcher:
         if job.part_done(objects):
             self._finish(job)
 
-    def _look(self, source: Source, job: FetchJob, part: slice) -> int:
+    def _check_part(self, source: Source, job: FetchJob, part: slice) -> int:
         """Check one part, in a queue's thread; return its number of files."""
         assert isinstance(job.action, CheckVersions)  # noqa: S101
         files: int = part.stop - part.start

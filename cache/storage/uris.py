@@ -1,0 +1,91 @@
+"""What an address of a file says, and columns of many addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from creel.policies.arrays import Index, Ints, Mask
+
+if TYPE_CHECKING:  # as in `manifest`
+    import pyarrow as pa
+
+#: Addresses compared at a time, a few megabytes of text.
+_AT_ONCE = 1 << 15
+
+
+def scheme_of(address: str) -> str:
+    """Return the scheme of a URI in lower case, "" for a path.
+
+    >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
+    ('s3', '', 'file')
+    """
+    head, found, _ = address.partition("://")
+    return head.lower() if found else ""
+
+
+def is_remote(uri: str) -> bool:
+    """Return whether an address is outside this machine's file systems.
+
+    >>> is_remote("s3://bucket/a"), is_remote("file:///a"), is_remote("/odd://name")
+    (True, False, False)
+    """
+    if "://" not in uri:  # asked of every file that is read
+        return False
+    scheme = uri.partition("://")[0]
+    return "/" not in scheme and scheme.lower() != "file"
+
+
+def has_scheme(text: memoryview) -> bool:
+    """Return whether "://" is anywhere in a long text, without copying all of it."""
+    step = _AT_ONCE << 8
+    return any(b"://" in bytes(text[at : at + step + 2]) for at in range(0, len(text), step))
+
+
+def equal_to_next(bounds: Ints, text: memoryview, rows: Index) -> Mask:
+    """Return (k,) whether the uris of rows[i] and rows[i] + 1 are equal; `bounds`: in `text`.
+
+    Does without `pyarrow.compute`, which costs every daemon 8 MB: the text of equal neighbours of L
+    bytes repeats after L bytes, so rows of one length are compared together.
+    """
+    same = np.zeros(len(rows), np.bool_)
+    if len(rows) == 0:
+        return same
+    start, size = bounds[rows], np.diff(bounds)
+    alike = size[rows] == size[rows + 1]
+    same |= alike & (size[rows] == 0)
+    data = np.frombuffer(text, np.uint8)
+    for length in np.unique(size[rows[alike & ~same]]).tolist():
+        window = np.lib.stride_tricks.sliding_window_view(data, 2 * length)
+        members = np.flatnonzero(alike & (size[rows] == length))
+        for some in np.array_split(members, len(members) // _AT_ONCE + 1):
+            pair = window[start[some]]
+            same[some] = (pair[:, :length] == pair[:, length:]).all(axis=1)
+    return same
+
+
+def text_column(uris: Sequence[str] | pa.Array) -> pa.Array:
+    import pyarrow as pa
+
+    text = pa.large_string()
+    if not isinstance(uris, pa.Array):
+        return text_array(uris)
+    return uris if uris.type == text else uris.cast(text)  # a cast imports pyarrow.compute
+
+
+def text_array(values: Sequence[str]) -> pa.Array:
+    """Make a large_string array as `pa.array` does, in 2 ms instead of 12 for 20,000 names.
+
+    Raises:
+        UnicodeEncodeError: a value has a surrogate, such as a file's name that is not UTF-8.
+    """
+    import pyarrow as pa
+
+    text = "".join(values)
+    sizes = map(len, values) if text.isascii() else (len(one.encode()) for one in values)
+    ends = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(np.fromiter(sizes, np.int64, len(values)), out=ends[1:])
+    buffers = pa.py_buffer(ends), pa.py_buffer(text.encode())
+    return pa.LargeStringArray.from_buffers(len(values), *buffers)
