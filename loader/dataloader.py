@@ -30,8 +30,8 @@ from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.rehearsal.memory import Rehearsal
 from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
-from creel.loader.streams.batches import rehearsed_stream, stream_batches
-from creel.loader.streams.stream import Stream
+from creel.loader.streams.batches import rehearsed_stream
+from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
 from creel.policies.concurrency import workers_auto
 from creel.system.limits import cores
@@ -43,7 +43,7 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
-    from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
+    from creel.loader.iterators.state import LoaderArgs, LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.seeding.torch_iterators import seeded_iterator, seeded_view
     from creel.loader.torch_private import DatasetKind
@@ -229,12 +229,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             view = seeded_view(self, self._index_sampler)
             return recording_iterator(view, partial(seeded_iterator, view), returned)
         loader_state = self._loader_state()
+        loader_state.args = self._own_args()  # others may have been assigned since
         role = loader_state.role(self)
         if self.num_workers == 0:
             return InlineIter(self, loader_state)
         self.check_worker_number_rationality()
         run = EpochRun(loader_state, self)
-        kind = GatherIter if role is None and GatherIter.can(self, run) else WorkerIter
+        kind = (
+            GatherIter if role is None and GatherIter.can(self, loader_state, run) else WorkerIter
+        )
         try:
             return kind(self, loader_state, run)
         except BaseException:
@@ -245,9 +248,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Return the state that outlives iterators, one per loader and process."""
         loader_state: LoaderState | None = self.__dict__.get("_creel_state")
         if loader_state is None or loader_state.pid != os.getpid():
-            loader_state = self.__dict__["_creel_state"] = LoaderState(self)
+            loader_state = self.__dict__["_creel_state"] = LoaderState(self._own_args())
             weakref.finalize(self, loader_state.close).atexit = False
         return loader_state
+
+    def _own_args(self) -> LoaderArgs:
+        """Return the arguments that torch's class has not, as they are now."""
+        return LoaderArgs(
+            self.creel,
+            self.remap,
+            self.replicate,
+            self.on_error,
+            self.max_bad_samples,
+            self.seeding,
+            self.workers,
+        )
 
     # --- beyond torch: what is in a batch, resuming and counters --------------------------------
 
@@ -351,7 +366,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows of this loader: what it reads, and its counters."""
-        return cell(self)
+        return cell(self, self.stats())
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to this process and object: it is neither pickled nor copied.

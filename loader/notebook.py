@@ -11,17 +11,17 @@ from creel.counters import OF_RANKS
 from creel.units import format_size
 
 if TYPE_CHECKING:
-    from creel.loader.dataloader import DataLoader
+    from torch.utils.data import DataLoader
 
 _SHOWN_S = 0.05  # shorter waits would read "0.0 s"
 
 
-def cell(loader: DataLoader[Any]) -> str:
-    """Return HTML: what the loader reads, and what this process has counted of it.
+def cell(loader: DataLoader[Any], stats: Mapping[str, Any]) -> str:
+    """Return HTML: what the loader reads, and what this process has counted of it (`stats`).
 
     Runs nothing of the person's but the `__len__` of dataset and sampler.
     """
-    return html("creel.DataLoader", [*_arguments(loader), *_counted(loader.stats())])
+    return html("creel.DataLoader", [*_arguments(loader), *_counted(stats)])
 
 
 def html(title: str, rows: Iterable[tuple[str, str]]) -> str:

@@ -54,10 +54,10 @@ class Admission:
 
     def share(self, residency: Residency) -> float:
         """Return the bytes of memory that a dataset may claim."""
-        if not residency.readers.active:
+        if not residency.active:
             return 0.0
         if not self._active_nbytes:
-            active = [x.nbytes for x in self.residencies.values() if x.readers.active]
+            active = [x.nbytes for x in self.residencies.values() if x.active]
             self._active_nbytes = max(sum(active), 1.0)
         return self.space.usable * residency.nbytes / self._active_nbytes
 

@@ -20,6 +20,7 @@ from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
+from creel.daemon.core.readers.dataset_readers import DatasetReaders
 from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
 from creel.daemon.core.restart.kept import KeptObjects, Restored, kept_of, restore
@@ -54,12 +55,13 @@ class Core:
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
         self._checks = Checks(self._inflight, self._emit)
         self._residencies = self._admission.residencies
-        self._serving = Serving(self._admission, self._inflight, self._emit)
+        self._readers: dict[str, DatasetReaders] = {}
+        self._serving = Serving(self._admission, self._inflight, self._readers, self._emit)
         self._spilling = Spilling(self.disk, self._residencies, self._admission.fraction)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[events.Action] = []
-        self.plans = ClusterPlans(self._residencies, self._emit)
+        self.plans = ClusterPlans(self._residencies, self._readers, self._emit)
         parts = self._admission, self._inflight, self._prefetcher, self._checks, self._spilling
         self._landing = Landing(*parts, self._sessions, self._announce)
         timed: dict[type, Callable[[Any, float], None]] = {
@@ -124,12 +126,12 @@ class Core:
         self._prefetcher.advance_all(self._sessions.values(), now)
         for session in self._sessions.values():
             self._checks.ask(session, now)
-        for residency in self._residencies.values():
+        for name, residency in self._residencies.items():
             if residency.warming >= 0:
                 self._inflight.warm(residency, now)
-            boundary = residency.readers.planning_task(self._admission, self._window)
+            boundary = self._readers[name].planning_task(self._admission, self._window)
             if boundary is not None:
-                self._out.append(events.PlanRetention(residency.name, boundary))
+                self._out.append(events.PlanRetention(name, boundary))
             self.plans.ask(residency, now)
         lacking = [*self._prefetcher.lacking.values(), *self._serving.short.items()]
         if self._spilling.start(lacking, self._inflight.from_disk):
@@ -156,6 +158,9 @@ class Core:
             what = cursors.ready, cursors.failed, cursors.early
             self._out.append(events.SetReady(s.id, *what))
 
+    def _readers_of(self, s: RankStream) -> DatasetReaders:
+        return self._readers[s.residency.name]
+
     # --- events --------------------------------------------------------------------------------
 
     def _registered(self, e: events.DatasetAdded) -> None:
@@ -164,7 +169,9 @@ class Core:
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
         old = self._residencies.get(e.begins_with)
         page = 0 if old is None or old.pool.same_size else old.pool.page
-        self._residencies[e.dataset] = Residency(e.dataset, *columns, self.disk, e.page or page)
+        residency = Residency(e.dataset, *columns, self.disk, e.page or page)
+        self._readers[e.dataset] = DatasetReaders(residency)
+        self._residencies[e.dataset] = residency
 
     def _grew(self, e: events.DatasetGrew) -> None:
         if not {e.dataset, e.old} <= set(self._residencies) or self.busy(e.old):
@@ -174,9 +181,9 @@ class Core:
     def _opened(self, e: events.SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:
             raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
-        residency = self._residencies[e.dataset]
         who = (e.session, e.job, e.rank, e.world)
-        self._sessions[e.session] = residency.readers.join(*who, now, e.recheck, self._generation())
+        joined = self._readers[e.dataset].join(*who, now, e.recheck, self._generation())
+        self._sessions[e.session] = joined
         self._set_reaches()
 
     def _generation(self) -> int:
@@ -201,15 +208,15 @@ class Core:
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.followed = False
         s.group.deals.add(e.epoch + s.epoch_shift, e.order)
-        s.residency.readers.choose_policy()
+        self._readers_of(s).choose_policy()
 
     def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
         s.group.deals.view, s.group.deals.followed = e.view, True
-        s.residency.readers.choose_policy()
+        self._readers_of(s).choose_policy()
 
     def _told(self, s: RankStream, e: events.SamplesTold) -> None:
         s.rehearsed = e.samples
-        s.residency.readers.choose_policy()
+        self._readers_of(s).choose_policy()
 
     def _extended(self, s: RankStream, e: events.PlanExtended) -> None:
         if e.step != s.stream.end:
@@ -219,7 +226,7 @@ class Core:
         if s.recheck == "step":
             s.begin(e.epoch, self._generation())
         s.announce(e.step)
-        s.residency.readers.choose_policy()
+        self._readers_of(s).choose_policy()
         s.residency.policy.plan_extended(e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._set_reaches()
 
@@ -254,7 +261,7 @@ class Core:
         del self._sessions[e.session]
         unpinned = s.pinned().astype(np.intp)
         s.residency.unpin(unpinned)
-        s.residency.readers.leave(s)
+        self._readers_of(s).leave(s)
         s.group.replan()
         self._unplanned(s.residency, unpinned)
 
@@ -266,8 +273,8 @@ class Core:
 
     def _disk_opened(self, e: events.DiskOpened) -> None:
         self._spilling.opened(e.nbytes, e.unit)
-        for residency in self._residencies.values():
-            residency.readers.choose_policy()
+        for readers in self._readers.values():
+            readers.choose_policy()
         self._set_reaches()
 
     def _found(self, e: events.FoundOnDisk) -> None:
@@ -312,7 +319,7 @@ class Core:
         self._past.update(residency.counted())
         self._checks.forget(residency)
         self.plans.forget(e.dataset)
-        del self._residencies[e.dataset]
+        del self._residencies[e.dataset], self._readers[e.dataset]
 
     def _ticked(self, e: events.Tick, now: float) -> None:
         """Give up objects for which a reader has waited too long, so that later steps become ready.
@@ -335,7 +342,7 @@ class Core:
 
     def _unplanned(self, residency: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that it had pinned."""
-        residency.readers.choose_policy()
+        self._readers[residency.name].choose_policy()
         residency.policy.replanned()
         residency.release(unpinned)
         if orphans := self._inflight.cancel_orphans(residency):
@@ -383,10 +390,12 @@ class Core:
         self._forget_fresh()
         stream = self._sessions.pop(session, None)
         if stream is not None:
-            stream.residency.readers.leave(stream)
+            self._readers_of(stream).leave(stream)
         self._inflight.abort()
-        for residency in self._residencies.values():
-            residency.rebuild(self._inflight.ids(residency), self._spilling.ids(residency))
+        for name, residency in self._residencies.items():
+            busy = self._inflight.ids(residency), self._spilling.ids(residency)
+            residency.rebuild(*busy, self._readers[name].pins())
+            self._readers[name].rebuild()
         self._set_reaches()
         decided, self._out = self._out, []
         return [action for action in decided if not isinstance(action, events.FetchObjects)]
@@ -433,7 +442,7 @@ class Core:
             or len(residency.served) > 0
             or residency.disk.storing > 0
         )
-        return residency.readers.active or residency.warming >= 0 or in_flight
+        return residency.active or residency.warming >= 0 or in_flight
 
     @property
     def withheld_nbytes(self) -> int:
@@ -443,7 +452,7 @@ class Core:
     def plans_nbytes(self) -> int:
         """Return the bytes of memory of all plans and of the next uses derived from them."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
-        groups = (g for held in self._residencies.values() for g in held.readers.groups)
+        groups = (g for readers in self._readers.values() for g in readers.groups)
         return streams + sum(g.uses.nbytes for g in groups)
 
     def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
@@ -481,8 +490,10 @@ class Core:
         must(in_flight == self._inflight.objects, "an object is in flight for no dataset")
         must(space.pools == len(self._residencies), "a pool without a dataset")
         at, end = [], []
-        for residency in self._residencies.values():
-            residency.check(self._inflight.ids(residency), self._spilling.ids(residency))
+        for name, residency in self._residencies.items():
+            self._readers[name].check()
+            busy = self._inflight.ids(residency), self._spilling.ids(residency)
+            residency.check(*busy, self._readers[name].pins())
             resident = np.flatnonzero(residency.offset[:] != NOWHERE)
             coming, going = self._inflight.offsets(residency), residency.departed.rooms()
             place = np.concatenate([residency.offset[resident], coming[0], going[0]])

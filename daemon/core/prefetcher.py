@@ -82,18 +82,17 @@ class Prefetcher:
         reach = min(stream.start(min(done + steps, end)), at + int(share / residency.mean))
         least = done + 1
         fits, policy = self._admission.missing(residency) == 0, residency.policy
-        ranks = sum(len(g.sessions) for g in residency.readers.groups)
         if not fits and policy.short_prefetch:
             ahead = max(
                 _AHEAD_SHARE * len(residency),
                 policy.read_ahead_room(self._admission.share(residency) / residency.mean),
             )
-            reach = min(reach, at + int(ahead / ranks))
+            reach = min(reach, at + int(ahead / residency.sessions))
             least = done + 2
         elif not fits and residency.disk.completes(residency.resident):
             # The disk is quick, and objects read ahead take the room of objects to be read again.
             steps = min(done + s.pace.min_ahead, end)
-            ahead_at = at + int(_AHEAD_SHARE * len(residency) / ranks)
+            ahead_at = at + int(_AHEAD_SHARE * len(residency) / residency.sessions)
             reach = min(reach, max(ahead_at, stream.start(steps)))
         if cursors.stalling:
             least = max(least, cursors.ready + 1)

@@ -15,8 +15,6 @@ from creel.cache.memory.pools.runs import chained
 from creel.daemon.core.cluster.departed import Departed
 from creel.daemon.core.disk.copies import DiskCopies, DiskTier
 from creel.daemon.core.events import DISK, SOURCE, Action, Publish
-from creel.daemon.core.readers.dataset_readers import DatasetReaders
-from creel.daemon.core.readers.sessions import COUNTED
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, Mask, every, some
@@ -34,6 +32,8 @@ from creel.policies.eviction.policy import (
 from creel.policies.prefetch import Latency, SourceRate
 
 ONE = np.int32(1)
+#: Counters of reads that found a resident, a fetch in flight for another session, or neither.
+COUNTED = ("hits", "joined", "misses")
 #: What a state may follow: a fetch begins again where another origin lacked the object, and is
 #: undone after an event that failed. The table in docs/retention.md says which event does what.
 _FOLLOWS = {
@@ -72,8 +72,8 @@ class Residency:
     `vacate`.
 
     Attributes:
-        readers: the jobs that read the dataset.
         policy: who says which objects leave; only `DatasetReaders` writes it.
+        sessions: how many ranks' streams read the dataset; as `policy`.
         served: the objects pinned for each peer request; `Serving` writes it.
         warming: the next object to load for `Warm`, or -1.
     """
@@ -113,13 +113,13 @@ class Residency:
         self.state = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
         self.pool: ObjectPool = space.pool(lengths, page)
-        self.readers = DatasetReaders(self)
         self.policy: EvictionPolicy = NoEviction(self.state, self.pins, [])
         self.latency = Latency()
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}
         self.departed = Departed(self.pool)
         self.warming = -1
+        self.sessions = 0
         #: (n,) whether a length comes from the manifest, not from the last read; None: all do.
         self.listed = _listed(length, lengths)
         self._known = lengths.known
@@ -132,6 +132,11 @@ class Residency:
 
     def __len__(self) -> int:
         return len(self.offset)
+
+    @property
+    def active(self) -> bool:
+        """Whether any session reads the dataset."""
+        return self.sessions > 0
 
     def expected(self, length: Ints) -> Ints:
         """Return the lengths with a guess in place of unknown ones."""
@@ -390,32 +395,32 @@ class Residency:
         first = np.where(offset < NOWHERE, chained(offset), offset)
         return first // size, self.space.nbytes // size + 1
 
-    def rebuild(self, in_flight: Index, storing: Index) -> None:
-        """Rebuild states and pins, and then what `DatasetReaders` has, from the plans.
+    def rebuild(self, in_flight: Index, storing: Index, pinned: NDArray[np.int32]) -> None:
+        """Rebuild states and pins.
 
-        in_flight, storing: objects in flight, and objects being written to disk.
+        Args:
+            in_flight, storing: objects in flight, and objects being written to disk.
+            pinned: (n,) the pins of sessions; changed.
         """
         self.move(np.flatnonzero(self.state == FETCHING), ABSENT)
         self.move(in_flight, FETCHING)
         self.served = {r: ids[self.state[ids] != ABSENT] for r, ids in self.served.items()}
-        self.pins[:] = self._held(storing)
-        self.readers.rebuild()
+        self._add_held(pinned, storing)
+        self.pins[:] = pinned
 
-    def _held(self, storing: Index) -> NDArray[np.int32]:
-        """Return (n,) the pins of sessions, of peer requests and of writes to disk."""
-        pins = np.zeros(len(self), np.int32)
-        for s in self.readers.sessions:
-            np.add.at(pins, s.pinned(), ONE)
+    def _add_held(self, pins: NDArray[np.int32], storing: Index) -> None:
+        """Add the pins of peer requests and of writes to disk to (n,) those of sessions."""
         for ids in self.served.values():
             np.add.at(pins, ids, ONE)
         pins[storing] += ONE
-        return pins
 
-    def check(self, in_flight: Index, storing: Index) -> None:
-        """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
-        for s in self.readers.sessions:
-            s.cursors.check(s.stream, s.id)
-        must(bool((self._held(storing) == self.pins).all()), "pins and their holders differ")
+    def check(self, in_flight: Index, storing: Index, pinned: NDArray[np.int32]) -> None:
+        """Raise IllegalEventError unless states, pins, offsets and sums are consistent.
+
+        Args: as `rebuild`.
+        """
+        self._add_held(pinned, storing)
+        must(bool((pinned == self.pins).all()), "pins and their holders differ")
         must(not (self.pins[self.state == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.state == RESIDENT, self.length >= 0
         must(bool(((self.offset[:] != NOWHERE) == resident).all()), "offsets and residents differ")

@@ -1,1 +1,1 @@
-"""A daemon's reports: counters for `creel stats` (`stats`) and for Prometheus, and logs."""
+"""A daemon's reports: counters for Prometheus and of one run, and logs."""

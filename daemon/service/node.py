@@ -25,9 +25,9 @@ from creel.config import Config, memory_budget, memory_reserve
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.peers.peer_source import PeerSource
-from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.reporting.runs import Runs
+from creel.daemon.service import stats
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.datasets import Datasets

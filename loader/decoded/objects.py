@@ -6,34 +6,62 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import of_stat
 from creel.loader.decoded.alike import description
 from creel.loader.decoded.draws import drawing
 from creel.loader.decoded.keeping import Keeping
 from creel.loader.decoded.store import DecodedStore
+from creel.loader.reading.lease import Leaf
 from creel.loader.reading.storage import is_local, version_at
 from creel.loader.reading.this_thread import this_thread
-
-if TYPE_CHECKING:
-    from creel.loader.datasets.base import CreelDataset
 
 Decode = Callable[[bytes], Any]
 #: The stamp of bytes that are not checked.
 _UNCHECKED = 0
 
 
+class DecodedLeaf(Leaf, Protocol):
+    """A dataset that has objects and decodes them (`creel.loader.datasets`)."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Where the objects lie."""
+        ...
+
+    @property
+    def layout(self) -> object:
+        """An object that is replaced whenever the dataset is changed."""
+        ...
+
+    @property
+    def decoders(self) -> Mapping[str, Decode]:
+        """Functions that decode an object's bytes, by the name of what they return."""
+        ...
+
+    @property
+    def indexed(self) -> str:
+        """Describe which object each sample is."""
+        ...
+
+    @property
+    def remote(self) -> bool:
+        """Whether objects that are parts of files may lie in remote storage."""
+        ...
+
+
 class ObjectKeeping(Keeping):
     """Keeps decoded objects of one dataset."""
 
-    def identity(self, owner: CreelDataset) -> tuple[object, ...]:
+    def identity(self, owner: DecodedLeaf) -> tuple[object, ...]:
         return (owner.layout, *(one for pair in owner.decoders.items() for one in pair))
 
-    def samples(self, owner: CreelDataset) -> int:
+    def samples(self, owner: DecodedLeaf) -> int:
         return owner.object_count
 
-    def what(self, owner: CreelDataset) -> str | None:
+    def what(self, owner: DecodedLeaf) -> str | None:
         described = {name: description(decode) for name, decode in owner.decoders.items()}
         if None in described.values():
             return None
@@ -41,7 +69,7 @@ class ObjectKeeping(Keeping):
 
     def sample(
         self,
-        dataset: CreelDataset,
+        dataset: DecodedLeaf,
         object_id: int,
         decode: Decode,
         fresh: Callable[[Decode], Any],
@@ -71,7 +99,7 @@ class ObjectKeeping(Keeping):
             self.keep(store, object_id, unchecked, sample, nbytes)
         return sample
 
-    def _unchecked(self, dataset: CreelDataset, address: str | None) -> int:
+    def _unchecked(self, dataset: DecodedLeaf, address: str | None) -> int:
         """Return the stamp of bytes whose version cannot be asked for here.
 
         Remote files are those that a loader first found: another loader decodes them again. A local

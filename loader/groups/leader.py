@@ -20,7 +20,7 @@ import select
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from creel.loader.workers.worker import portable
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.iterators.inline_iter import BatchReader
     from creel.loader.plan.publish import Claim
 
 _log = logging.getLogger("creel.loader")
@@ -226,10 +225,18 @@ class SentBatches:
         self._leader.end(self._number)
 
 
+class ReadsBatches(Protocol):
+    """What makes the leader's batches (`creel.loader.iterators.inline_iter`)."""
+
+    def read(self, index: Any, claim: Claim) -> Any:
+        """Return the batch of `index`, what the sampler yielded."""
+        ...
+
+
 class LeaderReader:
     """Reads batches in the leader itself (`num_workers=0`), and sends each to the followers."""
 
-    def __init__(self, reader: BatchReader, leader: Leader, slots: int) -> None:
+    def __init__(self, reader: ReadsBatches, leader: Leader, slots: int) -> None:
         self._reader = reader
         self._outbox = Outbox(slots)
         self._sent = leader.open(0)

@@ -27,7 +27,7 @@ from creel.loader.transport.channel import Channel
 from creel.system.unix_peers import peer_of
 
 if TYPE_CHECKING:
-    from creel.loader.dataloader import DataLoader
+    from torch.utils.data import DataLoader
 
 #: This rank's role among the ranks of its node; None: it makes its own batches.
 Role: TypeAlias = "Leader | Follower | None"
@@ -91,18 +91,20 @@ def check(replicate: Any) -> None:
         )
 
 
-def join_group(loader: DataLoader[Any], *, plain: bool) -> Role:
+def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
     """Return this rank's role on its node; waits for the group's ranks.
 
     The group's first rank of each node leads. All ranks begin the loader's first epoch together.
 
-    plain: a batch is only copied from the arena. Then no rank has a role, since mapping a leader's
-    batch would take as long as copying one.
+    Args:
+        replicate: as for `group_of`.
+        plain: a batch is only copied from the arena. Then no rank has a role, since mapping a
+            leader's batch would take as long as copying one.
 
     Raises:
         ConfigError: a job without a process group, ranks that differ, or one that does not come.
     """
-    ranks = group_of(loader.replicate)
+    ranks = group_of(replicate)
     if len(ranks) == 1:
         return None
     me = ranks.index(rank_and_world()[0])

@@ -18,7 +18,6 @@ from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.returned import Returned
-from creel.loader.iterators.state import stream_in
 from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
@@ -38,7 +37,8 @@ from creel.loader.workers.own_files import Reader, this_thread
 from creel.loader.workers.stages import BatchTimes, recorded_moments
 
 if TYPE_CHECKING:
-    from creel.loader.dataloader import DataLoader
+    from torch.utils.data import DataLoader
+
     from creel.loader.iterators.state import LoaderState
 
 _log = logging.getLogger("creel.loader")
@@ -65,7 +65,7 @@ class EpochRun:
         #: A stream whose batches this process builds from its files, and how; None: it does not.
         self.direct = None
         if binding is not None and self._page_cached:
-            self.direct = stream_in(loader, binding)
+            self.direct = loader_state.stream_in(loader, binding)
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # delivered batches that the daemon's statistics include
@@ -76,10 +76,10 @@ class EpochRun:
         self._pulled: dict[int, Any] = {}  # what the sampler yielded for batches not yet returned
         self._unpublished: dict[int, int] = {}  # batch without a step -> its number of samples
         self._many = True  # whether a batch is made of several samples
-        self._seeding = loader.seeding is not None
+        self._seeding = loader_state.args.seeding is not None
         self._seed: int | None = None  # of the epoch's samples; None before the first epoch
         self._repeats = False  # whether the epoch may read a sample twice
-        self._counts = loader.creel is not False  # whether the daemon is told of batches
+        self._counts = loader_state.args.creel is not False  # whether the daemon is told of batches
         self.finished = False
         self.slices = False  # whether the order yields arrays in place of lists of ints
         self.order: EpochOrder | None = None
@@ -131,7 +131,7 @@ class EpochRun:
         self._attach(loader)
         self._set_served()
         self._report_bad()
-        learns = self.binding is None and loader.creel is not False
+        learns = self.binding is None and loader_state.args.creel is not False
         self._unknown = wrapped_in(loader.dataset) if learns else []
         resume, loader_state.resume = loader_state.resume, None
         last = loader_state.run
@@ -231,7 +231,7 @@ class EpochRun:
         if self.stream is not None:
             return
         if binding is None:
-            if loader.creel is not False:
+            if loader_state.args.creel is not False:
                 self._uncounted_from = time.monotonic() - loader_state.uncounted_s
             return
         stream = loader_state.take_stream(loader_state.binding(loader), wait=not self._page_cached)

@@ -20,7 +20,7 @@ from creel.counters import OF_WORKERS
 from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.state import LoaderState, only_copies
+from creel.loader.iterators.state import LoaderState
 from creel.loader.iterators.unprofiled import AheadIter
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -37,7 +37,8 @@ from creel.system.forks import join_before_fork
 from creel.system.limits import cores
 
 if TYPE_CHECKING:
-    from creel.loader.dataloader import DataLoader
+    from torch.utils.data import DataLoader
+
     from creel.loader.plan.batch_stream import BatchStream
     from creel.loader.plan.publish import Claim
 
@@ -200,11 +201,11 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
         self._reset(loader, first_iter=True)
 
     @staticmethod
-    def can(loader: DataLoader[Any], run: EpochRun) -> bool:
+    def can(loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> bool:
         """Whether this iterator can make the loader's batches."""
         if run.direct is not None:
             return True
-        return run.stream is not None and only_copies(loader, run.stream.binding)
+        return run.stream is not None and loader_state.only_copies(loader, run.stream.binding)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:

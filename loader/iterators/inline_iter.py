@@ -17,7 +17,7 @@ from creel.loader.decoded import worth
 from creel.loader.groups.follower import ReplicaReader
 from creel.loader.groups.leader import Leader, LeaderReader
 from creel.loader.iterators.epoch_run import EpochRun
-from creel.loader.iterators.state import LoaderState, collates_plainly
+from creel.loader.iterators.state import LoaderState
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.log_lines import with_rank
 from creel.loader.plan.publish import DIRECT, Claim
@@ -32,9 +32,10 @@ from creel.loader.workers.stages import StallWarning
 from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from creel.loader.binding.bind import Binding, Gather
     from creel.loader.client.session import Session
-    from creel.loader.dataloader import DataLoader
     from creel.loader.iterators.meter import Meter
     from creel.loader.plan.batch_stream import BatchStream
     from creel.policies.arrays import Ids
@@ -86,11 +87,12 @@ class BatchReader(StepReader):
         self._copying = 0  # when copying of rows began, monotonic ns
         self._collating = [0]  # when the batch's collation began, monotonic ns
         # A reader that is `as_worker` runs no user code, which alone draws random numbers.
-        self.seeded = Seeded(None) if loader.seeding is not None and not as_worker else None
+        seeding = loader_state.args.seeding
+        self.seeded = Seeded(None) if seeding is not None and not as_worker else None
         if self.seeded is not None:
             fetcher.collate_fn = self.seeded.collating(fetcher.collate_fn)
         fetcher.collate_fn = _timed(fetcher.collate_fn, self._collating)
-        self._plainly = collates_plainly(loader)
+        self._plainly = loader_state.collates_plainly(loader)
         self._tolerance = loader_state.tolerance
         self._direct_batches: DirectBatches | None = None
         if run.direct is not None:

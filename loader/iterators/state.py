@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from creel.loader.plan.batch_stream import (
     open_counting_stream,
 )
 from creel.loader.reading import storage
-from creel.loader.reading.bad_samples import Tolerance
+from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.streams.stream import Stream
 from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
@@ -49,9 +49,9 @@ from creel.policies.direct import DirectReads
 from creel.policies.order.remap import Exchange
 
 if TYPE_CHECKING:
-    from creel.loader.dataloader import DataLoader
+    from torch.utils.data import DataLoader
+
     from creel.loader.decoded.keeping import Keeping
-    from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.workers.pool import Slots
 
 _log = logging.getLogger("creel.loader")
@@ -61,17 +61,40 @@ _log = logging.getLogger("creel.loader")
 _MANY_SESSIONS = 32
 
 
+class LoaderArgs(NamedTuple):
+    """The arguments of a `creel.DataLoader` that torch's has not."""
+
+    creel: bool | str | dict[str, Any] | None
+    remap: Literal["global-batch"] | None
+    replicate: object
+    on_error: OnError
+    max_bad_samples: int
+    seeding: Literal["sample"] | None
+    workers: Literal["own", "shared"]
+
+
+class LastRun(Protocol):
+    """What remains of an iterator's last epoch (`EpochRun`)."""
+
+    finished: bool
+
+    def progress(self, delivered: int | None) -> Progress:
+        """Return the position in training, as `DataLoader.state_dict`."""
+        ...
+
+
 class LoaderState:
     """One loader's state in one process, over all its iterators; not copied, pickled or forked."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, args: LoaderArgs) -> None:
+        self.args = args
         self.pid = os.getpid()
-        self.config, self._origins = config_of(loader.creel)
+        self.config, self._origins = config_of(args.creel)
         storage.use(self.config.fetch)
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
-        self.tolerance = Tolerance(loader.on_error, loader.max_bad_samples)
+        self.tolerance = Tolerance(args.on_error, args.max_bad_samples)
         #: (number, address, reason) of bad samples that the daemon is yet to be told of.
         self.bad_unreported: list[tuple[int, str, str]] = []
         self.uncounted_s = 0.0  # seconds of epochs that had no session, not even for statistics
@@ -80,7 +103,7 @@ class LoaderState:
         self.direct = DirectReads(allowed=self.config.loader.direct == "auto")
         self.order: EpochOrder | None = None
         self.epoch = -1
-        self.run: EpochRun | None = None
+        self.run: LastRun | None = None
         self.advice = Advice()
         self.own_files = OwnFiles()
         self.resume: Progress | None = None
@@ -96,9 +119,9 @@ class LoaderState:
 
     def binding(self, loader: DataLoader[Any]) -> Binding | None:
         """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
-        if loader.creel is False:
+        if self.args.creel is False:
             return None
-        if isinstance(loader.creel, (dict, str)):
+        if isinstance(self.args.creel, (dict, str)):
             for one in wrapped_in(loader.dataset):
                 configure(one, self.config, self._origins)
         self._keepings = keepings_in(loader.dataset)
@@ -119,7 +142,7 @@ class LoaderState:
         Raises:
             ConfigError: as `exchange.agreed` and `exchange.check_unchanged`.
         """
-        if loader.remap is None:
+        if self.args.remap is None:
             return None
         if self._exchange is None:
             self._exchange = agreed(index_sampler(loader))
@@ -132,10 +155,10 @@ class LoaderState:
         Raises:
             ConfigError: as `replicate.join_group`.
         """
-        if loader.replicate is not None and not self._joined:
+        if self.args.replicate is not None and not self._joined:
             binding = self.binding(loader)
-            plain = binding is not None and only_copies(loader, binding)
-            self._role = join_group(loader, plain=plain)
+            plain = binding is not None and self.only_copies(loader, binding)
+            self._role = join_group(loader, self.args.replicate, plain=plain)
             self._joined = True
         return self._role
 
@@ -150,7 +173,7 @@ class LoaderState:
         The dataset is bound later, at its first read, because it may change in place until then. A
         dataset whose reads must be recorded needs no daemon before they are (`EpochRun.deliver`).
         """
-        if loader.creel is not False and declares(loader.dataset):
+        if self.args.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
 
     def take_stream(self, binding: Binding | None, *, wait: bool = True) -> BatchStream | None:
@@ -187,7 +210,7 @@ class LoaderState:
 
         The same holds for an epoch that begins with all its samples kept decoded.
         """
-        if self.config.loader.direct != "auto" or loader.replicate is not None:
+        if self.config.loader.direct != "auto" or self.args.replicate is not None:
             return False
         if binding.leaves and all(leaf.read_once for leaf in binding.leaves):
             return True
@@ -203,7 +226,34 @@ class LoaderState:
             return alone
         client = connected(self.config.daemon.name)
         many = client is not None and len(client.sessions) >= _MANY_SESSIONS
-        return alone and (many or not only_copies(loader, binding)) and binding.in_page_cache()
+        return alone and (many or not self.only_copies(loader, binding)) and binding.in_page_cache()
+
+    def stream_in(self, loader: DataLoader[Any], binding: Binding) -> tuple[Gather, Stream] | None:
+        """Return a loader's stream, and how its batches are built; None if user code makes them."""
+        leaf = binding.leaves[0]
+        if not isinstance(leaf, Stream) or binding.dataset is not leaf:
+            return None
+        gather = binding.gather() if self.only_copies(loader, binding) else None
+        return None if gather is None else (gather, leaf)
+
+    def only_copies(self, loader: DataLoader[Any], binding: Binding) -> bool:
+        """Whether batches are rows copied from the arena, made without any user code."""
+        if loader.worker_init_fn is not None:
+            return False
+        gather = binding.gather() if self.collates_plainly(loader) else None
+        return gather is not None and not gather.has_code and gather.nbytes > 0
+
+    def collates_plainly(self, loader: DataLoader[Any]) -> bool:
+        """Whether a batch is torch's default collation of its samples, which are read together.
+
+        With `on_error` they are read one by one, since rows copied together fail together.
+        """
+        return (
+            self.args.on_error == "raise"
+            and loader._auto_collation  # noqa: SLF001  torch's
+            and loader.collate_fn is default_collate
+            and collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn
+        )
 
     def note_kept(self) -> None:
         """Set in the meter what this loader's stores of decoded samples have."""
@@ -214,7 +264,7 @@ class LoaderState:
 
     def own_files_may_be_awaited(self, loader: DataLoader[Any]) -> None:
         """Begin an epoch of `own_files`: whether the dataset may have files of its own."""
-        seen = loader.creel is False or self._bound[1] is not None or wrapped_in(loader.dataset)
+        seen = self.args.creel is False or self._bound[1] is not None or wrapped_in(loader.dataset)
         try:
             batches = len(loader)
         except (TypeError, NotImplementedError):  # the sampler has no length
@@ -302,33 +352,3 @@ def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[s
         )
     flags = given if isinstance(given, dict) else None
     return Config.load(flags, origin="DataLoader(creel=...)")
-
-
-def stream_in(loader: DataLoader[Any], binding: Binding) -> tuple[Gather, Stream] | None:
-    """Return a loader's stream, and how its batches are built, if no user code runs for them."""
-    leaf = binding.leaves[0]
-    if not isinstance(leaf, Stream) or binding.dataset is not leaf:
-        return None
-    gather = binding.gather() if only_copies(loader, binding) else None
-    return None if gather is None else (gather, leaf)
-
-
-def only_copies(loader: DataLoader[Any], binding: Binding) -> bool:
-    """Whether batches are rows copied from the arena, made without any user code."""
-    if loader.worker_init_fn is not None:
-        return False
-    gather = binding.gather() if collates_plainly(loader) else None
-    return gather is not None and not gather.has_code and gather.nbytes > 0
-
-
-def collates_plainly(loader: DataLoader[Any]) -> bool:
-    """Whether a batch is torch's default collation of its samples, which are read together.
-
-    With `on_error` they are read one by one, since rows copied together fail together.
-    """
-    return (
-        loader.on_error == "raise"
-        and loader._auto_collation  # noqa: SLF001  torch's
-        and loader.collate_fn is default_collate
-        and collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn
-    )

@@ -17,7 +17,7 @@ import torch
 
 from creel.loader.groups.follower import Follower, ReplicaPool
 from creel.loader.iterators.epoch_run import EpochRun
-from creel.loader.iterators.state import LoaderState, collates_plainly
+from creel.loader.iterators.state import LoaderState
 from creel.loader.iterators.unprofiled import AheadIter
 from creel.loader.log_lines import with_rank
 from creel.loader.reading.bad_samples import BadSample
@@ -42,7 +42,7 @@ from creel.loader.workers.worker import WorkerArgs
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    from creel.loader.dataloader import DataLoader
+    from torch.utils.data import DataLoader
 
 
 #: Seconds between checks for dead workers in a wait without a timeout.
@@ -98,9 +98,10 @@ class WorkerIter(AheadIter, MultiProcessingDataLoaderIter):
         args = self._worker_args(loader)
         spare, loader_state.spare = loader_state.spare, ()
         how = context, args, self._num_workers, max_leased, spare, followers
-        if loader.workers == "own":
+        if loader_state.args.workers == "own":
             return WorkerPool(*how)
-        cuts = followers is None and collates_plainly(loader) and reads_singly(self._dataset)
+        plain = loader_state.collates_plainly(loader)
+        cuts = followers is None and plain and reads_singly(self._dataset)
         return SharedPool(*how, cuts=cuts)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
@@ -117,10 +118,10 @@ class WorkerIter(AheadIter, MultiProcessingDataLoaderIter):
             num_workers=self._num_workers,
             binding=self._run.binding,
             tolerance=self._loader_state.tolerance,
-            plain=collates_plainly(loader),
+            plain=self._loader_state.collates_plainly(loader),
             wait_s=options.wait_s,
             slots=options.slots,
-            seeded=loader.seeding is not None,
+            seeded=self._loader_state.args.seeding is not None,
         )
 
     @property

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
@@ -24,9 +23,6 @@ from creel.loader.order.rehearsing import Content
 from creel.loader.streams.arrival_iter import ArrivalIter, Place, SavedPlace
 from creel.loader.streams.replays import SavedMemory, growth_of
 from creel.streams.log import Log
-
-if TYPE_CHECKING:
-    from creel.loader.streams.stream import Stream
 
 
 class StreamBatches(Sampler[list[int]]):
@@ -117,26 +113,6 @@ class StreamBatches(Sampler[list[int]]):
             raise ConfigError(f"the saved state is with the memory {theirs}, this one is {digest}")
         self._start = None if state["place"] is None else Place(*state["place"])
         self._memory = memory
-
-
-def stream_batches(
-    stream: Stream, batch_size: int | None, *, shuffle: bool | None, shared: object
-) -> StreamBatches:
-    """Return the batch sampler of a loader that was given only a stream.
-
-    Raises:
-        ConfigError: an argument of the loader that a stream cannot follow.
-    """
-    if shuffle:
-        raise ConfigError("a stream is shuffled by Stream(shuffle=n), n arrivals at a time")
-    if shared is not None:
-        raise ConfigError(
-            "replicate= and a stream: give batch_sampler=stream.batches(batch_size, rank=, world=),"
-            " equal on the ranks of a group"
-        )
-    if batch_size is None:
-        raise ConfigError("a stream is read in batches: give batch_size")
-    return stream.batches(batch_size)
 
 
 def rehearsed_stream(batches: object, content: Content) -> StreamBatches:

@@ -252,3 +252,23 @@ def _names(n: int, digits: int) -> pa.Array:
     """Return the names of chunks 0 to n - 1 as an Arrow array, without n Python strings."""
     numbers = pa.array(np.arange(n) + 10**digits)
     return pc.utf8_slice_codeunits(numbers.cast(pa.large_string()), 1)
+
+
+def stream_batches(
+    stream: Stream, batch_size: int | None, *, shuffle: bool | None, shared: object
+) -> StreamBatches:
+    """Return the batch sampler of a loader that was given only a stream.
+
+    Raises:
+        ConfigError: an argument of the loader that a stream cannot follow.
+    """
+    if shuffle:
+        raise ConfigError("a stream is shuffled by Stream(shuffle=n), n arrivals at a time")
+    if shared is not None:
+        raise ConfigError(
+            "replicate= and a stream: give batch_sampler=stream.batches(batch_size, rank=, world=),"
+            " equal on the ranks of a group"
+        )
+    if batch_size is None:
+        raise ConfigError("a stream is read in batches: give batch_size")
+    return stream.batches(batch_size)

@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> list[str]:
 
 def stream_of(loader: creel.DataLoader[Any]) -> Any:
     """Return the session of the loader's iterator."""
-    run = loader._loader_state().run
+    run: Any = loader._loader_state().run
     assert run is not None
     assert run.stream is not None
     return run.stream.session

@@ -63,7 +63,7 @@ class Peer:
         self.ended: list[int] = []
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         core = Core(Allocator(self.arena.nbytes), default_window())
-        core.plans = self.plans = Plans({}, lambda action: None)  # noqa: ARG005
+        core.plans = self.plans = Plans({}, {}, lambda action: None)  # noqa: ARG005
         self.disk = core.disk
         self.clusters = ClusterService(
             *(self.arena, ClusterSettings(), core),

@@ -146,7 +146,7 @@ def test_a_rank_that_goes_on_to_the_next_task_leaves_the_others_behind() -> None
     shell.open(3, "d", "j", 0, 2)
     shell.feed(SessionClosed(2))
     shell.open(4, "d", "j", 1, 2)
-    groups = shell.core._residencies["d"].readers.groups
+    groups = shell.core._readers["d"].groups
     assert [sorted(s.id for s in group.sessions.values()) for group in groups] == [[3, 4]]
     assert {s.shift for group in groups for s in group.sessions.values()} == {0}
 

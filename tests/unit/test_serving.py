@@ -292,7 +292,7 @@ def test_orders_of_epochs_that_are_over_or_far_away_take_no_memory(by_hash: froz
     for epoch in range(2_000):
         node.feed(EpochDealt(1, 100 + epoch, order, view))
     node.checking = True
-    deals = node.core._residencies["d"].readers.groups[0].deals
+    deals = node.core._readers["d"].groups[0].deals
     assert len(deals.orders) < 100
     node.progress(1, done=61, wanted=62)
     assert min(deals.orders) == 3

@@ -17,7 +17,7 @@ import pytest
 from creel.cache.memory.memfd import sealed_memfd
 from creel.cache.memory.shared_words import WORDS_NBYTES, SharedWords
 from creel.daemon.reporting.prometheus import serve_page
-from creel.daemon.reporting.stats import Ranks
+from creel.daemon.service.stats import Ranks
 from creel.messages import Open
 from kit import seeds
 

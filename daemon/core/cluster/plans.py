@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from creel.daemon.core import events
+from creel.daemon.core.readers.dataset_readers import DatasetReaders
 from creel.daemon.core.residency import Residency
 from creel.policies.cluster.boundary import SOURCE
 from creel.policies.cluster.eviction import ClusterEviction
@@ -42,19 +43,23 @@ class ClusterPlans:
     """The plans that this node shares with other nodes."""
 
     def __init__(
-        self, residencies: Mapping[str, Residency], emit: Callable[[events.Action], None]
+        self,
+        residencies: Mapping[str, Residency],
+        readers: Mapping[str, DatasetReaders],
+        emit: Callable[[events.Action], None],
     ) -> None:
         self._residencies = residencies
+        self._readers = readers
         self._emit = emit
         self._questions: dict[str, _Question] = {}  # by dataset
 
     def changed(self, e: events.ClusterChanged) -> None:
         """Apply the new view of a cluster some of whose nodes are silent, or answer again."""
-        for residency in self._residencies.values():
-            for group in residency.readers.groups:
+        for readers in self._readers.values():
+            for group in readers.groups:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
                     group.deals.view = e.view
-            residency.readers.choose_policy()
+            readers.choose_policy()
 
     def shared(self, e: events.PlanShared) -> None:
         question, policy = self._questions.get(e.dataset), self._policy(e.dataset)
@@ -112,8 +117,8 @@ class ClusterPlans:
 
     def by_hash(self, cluster: str) -> frozenset[str]:
         """Return datasets that this node reads for this cluster and for a job on other nodes."""
-        held = self._residencies.values()
-        return frozenset(r.name for r in held if r.readers.shared_with_others(cluster))
+        readers = self._readers.items()
+        return frozenset(name for name, one in readers if one.shared_with_others(cluster))
 
     def _within(self, cluster: str) -> Iterator[ClusterEviction]:
         """Yield the policies of datasets that are planned in this cluster."""

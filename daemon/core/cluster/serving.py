@@ -20,6 +20,7 @@ from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.inflight import Inflight
+from creel.daemon.core.readers.dataset_readers import DatasetReaders
 from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Mask, every
@@ -57,12 +58,17 @@ class Serving:
     """
 
     def __init__(
-        self, admission: Admission, inflight: Inflight, emit: Callable[[Action], None]
+        self,
+        admission: Admission,
+        inflight: Inflight,
+        readers: Mapping[str, DatasetReaders],
+        emit: Callable[[Action], None],
     ) -> None:
         self.short: dict[Residency, int] = {}
         self._admission = admission
         self._inflight = inflight
         self._residencies: Mapping[str, Residency] = admission.residencies
+        self._readers = readers
         self._emit = emit
         self._serving: dict[int, _PeerWait] = {}
         self._waiting: list[_PeerWait] = []  # not answered yet, oldest first
@@ -186,7 +192,7 @@ class Serving:
             k = min(len(ids), 1)
         if not k:
             return
-        groups = residency.readers.groups
+        groups = self._readers[residency.name].groups
         due = groups[0].clock() if groups else 0
         ids, length, left = ids[:k], length[:k], ids[k:]
         # A refusal would cost a read as well, and the peer a second of waiting before it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +12,20 @@ from numpy.typing import NDArray
 from creel.cache.disk.records import room_nbytes
 from creel.cache.memory.pools.free_ranges import must
 from creel.daemon.core.disk.search import Predicate, Walk
-from creel.daemon.core.events import DropFromDisk
+from creel.daemon.core.events import Action, DropFromDisk
+from creel.daemon.core.versions import Versions
 from creel.policies.arrays import NONE, Index, Ints, Mask, unique
 from creel.policies.cluster.homes import FOR_PEERS
-from creel.policies.eviction.policy import FETCHING, NOT_STORED, OVERDUE, RESIDENT, STORED, STORING
+from creel.policies.eviction.policy import (
+    FETCHING,
+    NOT_STORED,
+    OVERDUE,
+    RESIDENT,
+    STORED,
+    STORING,
+    EvictionPolicy,
+)
 from creel.policies.prefetch import affordable
-
-if TYPE_CHECKING:  # circular import
-    from creel.daemon.core.residency import Residency
-
 
 #: Most bytes being written, as a share of the memory and in total, as they are pinned meanwhile.
 _WRITING_SHARE, _WRITING_NBYTES = 1 / 16, 64 << 20
@@ -75,6 +80,31 @@ def object_nbytes(disk: float, unit: int, writing: int, mean: float) -> int:
     return max(int(disk * mean / room) - 2 * writing, 0)
 
 
+class InMemory(Protocol):
+    """What the copies need to know of their dataset in memory (`Residency`)."""
+
+    name: str
+    versions: Versions
+    policy: EvictionPolicy
+    state: NDArray[np.uint8]
+    pins: NDArray[np.int32]
+    length: Ints
+
+    def __len__(self) -> int:
+        """Return the number of objects."""
+        ...
+
+    @property
+    def mean(self) -> float:
+        """Mean bytes of an object, as far as known."""
+        ...
+
+    @property
+    def emit(self) -> Callable[[Action], None]:
+        """Takes each action."""
+        ...
+
+
 class DiskCopies:
     """The objects of one dataset on disk.
 
@@ -84,7 +114,7 @@ class DiskCopies:
         refused: whether a write failed, not for lack of room, so that nothing more is written.
     """
 
-    def __init__(self, residency: Residency, tier: DiskTier) -> None:
+    def __init__(self, residency: InMemory, tier: DiskTier) -> None:
         n = len(residency)
         self.state: NDArray[np.uint8] = np.broadcast_to(np.uint8(NOT_STORED), n)
         self.objects = 0

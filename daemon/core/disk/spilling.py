@@ -14,20 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from creel.cache.memory.pools.free_ranges import must
 from creel.daemon.core.disk.copies import BATCH_NBYTES, BATCH_OBJECTS, DiskTier
 from creel.daemon.core.events import DropFromDisk, Spilled, SpillObjects
+from creel.daemon.core.residency import Residency
 from creel.policies.arrays import NONE, Index, joined
 from creel.policies.eviction.policy import NOT_STORED, STORING
 from creel.policies.prefetch import affordable
-
-if TYPE_CHECKING:  # circular import
-    from creel.daemon.core.residency import Residency
-
 
 #: Seconds for one batch, above which nobody waits for the disk: 16 MB/s.
 _SLOW_S = 0.25
@@ -152,12 +148,12 @@ class Spilling:
         enough = self._tier.free + nbytes
         others = [other for other in self._residencies.values() if other is not residency]
         for other in others:
-            if not other.readers.active and self._tier.free < enough:
+            if not other.active and self._tier.free < enough:
                 other.disk.lost_all()
         if self._excess(residency) < 0:
             for other in others:
                 lack = min(enough - self._tier.free, self._excess(other))
-                if other.readers.active and lack > 0:
+                if other.active and lack > 0:
                     other.disk.give(lack)
         if self._tier.free < enough:
             residency.disk.make_room(enough - self._tier.free)
@@ -188,7 +184,7 @@ class Spilling:
         if not self._tier:
             return
         for residency in sorted(
-            self._residencies.values(), key=lambda residency: not residency.readers.active
+            self._residencies.values(), key=lambda residency: not residency.active
         ):
             if residency.disk.refused:
                 continue

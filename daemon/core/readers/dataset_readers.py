@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from creel.daemon.core.admission import Admission
 from creel.daemon.core.readers.planned_job import PlannedJob, clocks
 from creel.daemon.core.readers.sessions import JobGroup, RankStream
+from creel.daemon.core.residency import ONE, Residency
 from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes, memory_of
@@ -21,16 +23,12 @@ from creel.policies.next_use import NextUses
 from creel.policies.policy_for import Readers, policy_for
 from creel.policies.prefetch import Window
 
-if TYPE_CHECKING:  # circular import
-    from creel.daemon.core.admission import Admission
-    from creel.daemon.core.residency import Residency
-
 
 class DatasetReaders:
     """The jobs that read one dataset, a group of local ranks each; chooses the eviction policy.
 
-    Writes `groups` and `Residency.policy`, and nothing else of `Residency`: the sessions pin
-    objects, and their events move them.
+    Writes `groups`, and `policy` and `sessions` of `Residency`, but nothing else there: the
+    sessions pin objects, and their events move them.
     """
 
     def __init__(self, residency: Residency) -> None:
@@ -38,10 +36,6 @@ class DatasetReaders:
         self._residency = residency
         self._seen: tuple[list[ClusterView], Homes] | None = None
         self._told: tuple[set[SampleObjects], Mask] | None = None
-
-    @property
-    def active(self) -> bool:
-        return any(g.sessions for g in self.groups)
 
     @property
     def sessions(self) -> Iterator[RankStream]:
@@ -67,6 +61,7 @@ class DatasetReaders:
             self.groups.append(group)
         session = RankStream(number, self._residency, group, rank, now, recheck, generation)
         group.sessions[rank] = session
+        self._count()
         return session
 
     def leave(self, session: RankStream) -> None:
@@ -77,6 +72,10 @@ class DatasetReaders:
             group.left.add(session.rank)
         if not group.sessions:
             self.groups.remove(group)
+        self._count()
+
+    def _count(self) -> None:
+        self._residency.sessions = sum(len(g.sessions) for g in self.groups)
 
     def choose_policy(self) -> None:
         """Choose the eviction policy for the present plans; keep the current one if it suits."""
@@ -154,9 +153,22 @@ class DatasetReaders:
         job = PlannedJob(self._residency, self.groups[0], admission, window)
         return self._residency.policy.planning_task(job)
 
+    def pins(self) -> NDArray[np.int32]:
+        """Return (n,) how many pins the sessions have on each object."""
+        pins = np.zeros(len(self._residency), np.int32)
+        for s in self.sessions:
+            np.add.at(pins, s.pinned(), ONE)
+        return pins
+
+    def check(self) -> None:
+        """Raise IllegalEventError unless the cursors of all sessions are consistent."""
+        for s in self.sessions:
+            s.cursors.check(s.stream, s.id)
+
     def rebuild(self) -> None:
-        """Rebuild next uses and eviction policy from the plans, for `Residency.rebuild`."""
+        """Rebuild next uses and eviction policy from the plans, after `Residency.rebuild`."""
         self.groups = [g for g in self.groups if g.sessions]
+        self._count()
         for group in self.groups:
             group.replan()
         self._residency.policy = NoEviction(self._residency.state, self._residency.pins, [])

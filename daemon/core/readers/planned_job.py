@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.daemon.core.admission import Admission
 from creel.daemon.core.disk.copies import most_writing, object_nbytes
 from creel.daemon.core.readers.sessions import JobGroup
+from creel.daemon.core.residency import Residency
 from creel.policies.arrays import Ints
 from creel.policies.cluster.placement import dataset_nbytes
 from creel.policies.prefetch import Window
-
-if TYPE_CHECKING:  # circular import
-    from creel.daemon.core.admission import Admission
-    from creel.daemon.core.residency import Residency
-
 
 #: Steps in which a rounded mean length doubles: coarse, so that nodes rarely get different ones.
 _PARTS = 16

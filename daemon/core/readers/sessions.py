@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.daemon.core.readers.cursors import Cursors
+from creel.daemon.core.residency import COUNTED, Residency
 from creel.policies.arrays import Ids, Index, Mask
 from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.job_order import SampleObjects
@@ -16,12 +16,6 @@ from creel.policies.eviction.policy import RESIDENT
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Pace, SessionPlan
 
-if TYPE_CHECKING:  # circular import
-    from creel.daemon.core.residency import Residency
-
-
-#: Counters of reads that found a resident, a fetch in flight for another session, or neither.
-COUNTED = ("hits", "joined", "misses")
 #: A rank that opens after its group has done more steps joins late: its steps are shifted.
 _LATE_STEPS = 8
 #: Repeats up to this share of an epoch's reads count as padding (DistributedSampler).

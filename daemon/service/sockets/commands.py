@@ -9,7 +9,7 @@ from typing import Any
 
 from creel.cache.storage.stores.retry import public
 from creel.daemon.core.events import Dropped, Warm
-from creel.daemon.reporting import stats
+from creel.daemon.service import stats
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord, SessionRecord
 from creel.errors import ConfigError

@@ -1,5 +1,5 @@
 """The `creel` command: `main` has its subcommands, `view` prints the answers of daemons.
 
-The daemon puts the numbers of `creel stats` together (`daemon/reporting/stats.py`), from the
+The daemon puts the numbers of `creel stats` together (`daemon/service/stats.py`), from the
 counters that `creel.counters` lists.
 """

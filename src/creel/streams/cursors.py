@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from creel.errors import ConfigError
 
-if TYPE_CHECKING:
-    from creel.streams.log import Medium
-
 _FOLDER = "readers"
 _NOTE = re.compile(r"([\w-]+)\.(\d+)")
+
+
+class Notes(Protocol):
+    """What keeps notes, small named values. All calls raise SourceError, as those of `Medium`."""
+
+    def note(self, name: str) -> bytes | None:
+        """Return a note; None if there is none."""
+
+    def notes(self, folder: str) -> dict[str, bytes]:
+        """Return all notes whose names begin with `folder` and a slash, without these."""
+
+    def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
+        """Write a note, in place of the last one; if `new`: unless there is one. Whether it did."""
 
 
 class Cursor(NamedTuple):
@@ -48,7 +58,7 @@ def check_name(name: str) -> None:
         raise ConfigError(f"the reader's name is {name!r}: give letters, digits, - and _")
 
 
-def write(medium: Medium, name: str, rank: int, cursor: Cursor) -> None:
+def write(medium: Notes, name: str, rank: int, cursor: Cursor) -> None:
     """Write a rank's cursor, in place of its last one.
 
     Raises:
@@ -57,7 +67,7 @@ def write(medium: Medium, name: str, rank: int, cursor: Cursor) -> None:
     medium.write(f"{_FOLDER}/{name}.{rank}", " ".join(map(str, cursor)).encode())
 
 
-def read(medium: Medium, expected: Iterable[str] = ()) -> dict[str, Cursor]:
+def read(medium: Notes, expected: Iterable[str] = ()) -> dict[str, Cursor]:
     """Return the slowest rank's cursor of each reader, the start for an expected one without any.
 
     Its reach is the largest of all ranks; it is at the start while a rank has not begun.
@@ -70,7 +80,7 @@ def read(medium: Medium, expected: Iterable[str] = ()) -> dict[str, Cursor]:
     return {name: _slowest(of) for name, of in ranks.items() if of.get(0) != _LEFT}
 
 
-def leave(medium: Medium, name: str) -> None:
+def leave(medium: Notes, name: str) -> None:
     """Let a reader hold back no producer until it begins again.
 
     Raises:

@@ -9,7 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import TypeAlias
 
+#: Bytes to read: the number of their chunk, the first one's place in it, and where they go.
+Piece: TypeAlias = tuple[int, int, Sequence[memoryview]]
 #: The mode of a file of a deleted chunk, with records that stay and perhaps holes in place of the
 #: others: a bit that means nothing else.
 HOLES = stat.S_ISVTX

@@ -16,13 +16,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from creel.errors import SourceError
 from creel.streams import files
-
-if TYPE_CHECKING:
-    from creel.streams.log import Piece
 
 _DIGITS = 9
 #: Most chunks that one call has open at a time.
@@ -97,7 +93,7 @@ class LogFolder:
         there = (one for one in self.numbers() if self.stat(one) is not None)
         return max(number, next(there, number))
 
-    def fill(self, pieces: Sequence[Piece]) -> int | None:
+    def fill(self, pieces: Sequence[files.Piece]) -> int | None:
         opened: dict[int, int] = {}
         number = -1
         try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from creel.errors import ConfigError, NotFoundError
 from creel.streams import cursors
 from creel.streams.description import Description
+from creel.streams.files import Piece
 from creel.streams.folder import LogFolder
 from creel.streams.redis_stream import RedisStream, is_redis, shown
 
@@ -35,11 +36,7 @@ _NOTHING = np.empty(0, np.int64)
 _ABOUT = "stream.json"
 
 
-#: Bytes to read: the number of their chunk, the first one's place in it, and where they go.
-Piece: TypeAlias = tuple[int, int, Sequence[memoryview]]
-
-
-class Medium(Protocol):
+class Medium(cursors.Notes, Protocol):
     """What keeps a log. All calls raise SourceError if it cannot be reached, read or written to.
 
     Attributes:
@@ -79,15 +76,6 @@ class Medium(Protocol):
         but: its records that can still be filled in, though the chunk is not there: first byte and
             bytes. A medium that cannot delete parts of chunks leaves all of its bytes.
         """
-
-    def note(self, name: str) -> bytes | None:
-        """Return a note; None if there is none."""
-
-    def notes(self, folder: str) -> dict[str, bytes]:
-        """Return all notes whose names begin with `folder` and a slash, without these."""
-
-    def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
-        """Write a note, in place of the last one; if `new`: unless there is one. Whether it did."""
 
 
 def medium_of(path: str | os.PathLike[str]) -> Medium:

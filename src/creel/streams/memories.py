@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from creel.streams.cursors import Cursor
-    from creel.streams.log import Medium
+    from creel.streams.cursors import Cursor, Notes
 
 _FOLDER = "memories"
 _NUMBER = np.dtype("<i8")
@@ -35,7 +34,7 @@ class Needed(NamedTuple):
     samples: NDArray[np.int64]
 
 
-def write(medium: Medium, name: str, rank: int, needed: Needed | None) -> None:
+def write(medium: Notes, name: str, rank: int, needed: Needed | None) -> None:
     """Write down what a rank needs; None: it has no memory.
 
     Raises:
@@ -49,7 +48,7 @@ def write(medium: Medium, name: str, rank: int, needed: Needed | None) -> None:
         medium.write(note, b"")
 
 
-def read(medium: Medium, readers: Mapping[str, Cursor]) -> Needed:
+def read(medium: Notes, readers: Mapping[str, Cursor]) -> Needed:
     """Return what the memories of these readers need, of all their ranks."""
     found = set()  # all ranks have one memory, and most write the same
     for note, data in medium.notes(_FOLDER).items():

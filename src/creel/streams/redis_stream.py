@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from creel.errors import ConfigError, SourceError
 
 if TYPE_CHECKING:
-    from creel.streams.log import Piece
+    from creel.streams.files import Piece
 
 #: Appends once, though the client sends it again after it has lost the answer: ARGV[2] says by
 #: whom, ARGV[3] which chunk of theirs it is.

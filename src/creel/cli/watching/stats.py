@@ -1,4 +1,4 @@
-"""`creel stats` and `creel.stats()`: the daemon's answer, from `daemon/reporting/stats.py`."""
+"""`creel stats` and `creel.stats()`: the daemon's answer, from `daemon/service/stats.py`."""
 
 from __future__ import annotations
 

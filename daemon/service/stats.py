@@ -7,23 +7,25 @@ sessions, where trainers and workers count. `creel.counters` lists all counters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from creel.cache.memory.arena import Arena
 from creel.cache.memory.batch_log import PACKED, TAKEN, WAIT_BEGAN
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
 from creel.counters import GAUGES, report
+from creel.daemon.core.core import Core
+from creel.daemon.service.cluster_service import ClusterService
+from creel.daemon.service.quota import Quota
+from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
+from creel.daemon.service.storage.fetcher import Fetcher
 from creel.policies.arrays import Ints
 from creel.policies.model import finished, utilisation
 from creel.policies.next_use import histogram
-
-if TYPE_CHECKING:
-    from creel.daemon.service.node import Node
-    from creel.daemon.service.registry import DatasetRecord, SessionRecord
 
 _MAX_RANKS = 1024  # most ranks reported
 #: Objects whose reads are looked up for a histogram (25 ms for one of 14 million), and its bins.
@@ -34,7 +36,21 @@ _MAX_REUSED, _REUSE_BINS = 1 << 15, 48
 Snapshot: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
-def memory(node: Node, core: Snapshot) -> dict[str, int]:
+class CountedNode(Protocol):
+    """What the answer tells of a node (`Node`)."""
+
+    arena: Arena
+    bugs: int
+    clusters: ClusterService
+    core: Core
+    fetcher: Fetcher
+    pids: Callable[[], dict[str, int]]
+    quota: Quota
+    ranks: Ranks
+    registry: Registry
+
+
+def memory(node: CountedNode, core: Snapshot) -> dict[str, int]:
     """Return the bytes of the arena: budget, given back to the system, and used by objects.
 
     Also the bytes held in private memory, those of tables and plans, and their limit.
@@ -112,7 +128,7 @@ def dataset(core: Snapshot, one: DatasetRecord) -> dict[str, Any]:
     }
 
 
-def datasets(node: Node, now: float) -> list[dict[str, Any]]:
+def datasets(node: CountedNode, now: float) -> list[dict[str, Any]]:
     """Return a row for each dataset, with its open sessions and how long nobody has used it."""
     core = node.core.snapshot()
     sessions = Counter(s.dataset.key for s in node.registry.sessions.values())
@@ -150,7 +166,7 @@ def batches(one: SessionRecord, since_ns: int) -> dict[str, Any]:
     return {"session": one.id, "rows": table[table[:, TAKEN] > since_ns].tolist()}
 
 
-def reuse(node: Node, one: SessionRecord) -> dict[str, Any]:
+def reuse(node: CountedNode, one: SessionRecord) -> dict[str, Any]:
     """Return after how many steps a session's job reads objects again: a histogram.
 
     `counts` of reads between whole `edges`, by the known plan, of some of the dataset's `objects`.
@@ -280,7 +296,7 @@ def _add(
     sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in counted.items()}
 
 
-def stats(node: Node) -> dict[str, Any]:
+def stats(node: CountedNode) -> dict[str, Any]:
     core = node.core.snapshot()
     pids = node.pids()
     opened = list(node.registry.sessions.values())
