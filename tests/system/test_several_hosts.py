@@ -204,9 +204,11 @@ def test_hosts_that_rehearse_read_each_file_once(kind: str) -> None:
             told = [one.next("stats")["stats"]["core"]["datasets"] for one in ranks]
     used = [{one["policy"] for one in data.values()} - {"none"} for data in told]
     assert used == [{"homes-far"}] * world
-    cores.skip_unless_spare()
     # In the first task hosts may learn late of each other.
-    assert opens - first <= 1.05 * (1 - 1 / tasks) * files
+    once = (1 - 1 / tasks) * files
+    assert opens - first <= 2 * once
+    cores.skip_unless_spare()
+    assert opens - first <= 1.05 * once
 
 
 def test_a_host_that_joins_reads_its_share_of_what_is_replayed_and_no_more() -> None:
@@ -229,8 +231,10 @@ def test_a_host_that_joins_reads_its_share_of_what_is_replayed_and_no_more() -> 
                 for one in ranks:
                     one.next("stats")
                 opens.append(storage.totals()["opens"])
+    share = files / 2 + kept / 4
+    assert opens[2] - opens[1] <= 2 * share
     cores.skip_unless_spare()
-    assert opens[2] - opens[1] <= 1.1 * (files / 2 + kept / 4)
+    assert opens[2] - opens[1] <= 1.2 * share
 
 
 def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
