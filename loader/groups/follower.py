@@ -159,7 +159,7 @@ class ReplicaPool(BatchPool):
     def join(self, ticket: tuple[str, str, int]) -> None:
         """Do nothing: this rank reads nothing."""
 
-    def task(self, worker: int, task: BatchTask) -> None:  # noqa: ARG002  the leader's choose
+    def task(self, worker: int, task: BatchTask) -> None:  # noqa: ARG002  the leader chooses one
         """Note the samples expected in a batch, and return slots to the leader."""
         self._ours[task.batch] = checksum(task.index)
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]

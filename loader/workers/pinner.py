@@ -72,4 +72,4 @@ class Pinner:
         except Exception:  # noqa: BLE001  what a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._pinning.index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-        return ReadyBatch(**{**vars(event), "packed": data})
+        return ReadyBatch(**vars(event) | {"packed": data})
