@@ -354,15 +354,18 @@ class EpochRun:
         self._pulled.pop(i, None)
 
     def _record(self, times: BatchTimes | None, worker: int, now_ns: int) -> None:
-        """Write a batch into the session's flight recorder (2 us)."""
+        """Write a batch into the session's flight recorder."""
         assert self.stream is not None  # noqa: S101  see `deliver`
+        log = self.stream.session.words.log
         source, decode, collate, daemon, sampler = self._loader_state.meter.new_stalls()
-        wait_began = now_ns - source - decode - collate - daemon - sampler
         if times is None:  # all that the trainer did for it counts as waiting
-            ready = wait_began + sampler + daemon + source
-            collating = ready + decode
-            times = BatchTimes(wait_began + sampler, ready, collating, collating + collate)
-        self.stream.session.words.log.add(*recorded_moments(times), wait_began, now_ns, worker)
+            collating = now_ns - collate
+            ready = collating - decode
+            began = ready - source - daemon
+            log.add(began, ready, collating, now_ns, began - sampler, now_ns, worker)
+        else:
+            waited = source + decode + collate + daemon + sampler
+            log.add(*recorded_moments(times), now_ns - waited, now_ns, worker)
 
     def _count(self) -> None:
         """Add the batches since the last update to the daemon's statistics.
