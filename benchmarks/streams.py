@@ -43,14 +43,20 @@ from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 
 BATCH = 32
-#: Bytes that a producer may be ahead, under each way.
-AHEAD = 64 << 20
+#: Bytes that a producer may be ahead at least, under each way, and batches: with less than two, the
+#: producer of a stream and its reader take turns.
+AHEAD, AHEAD_BATCHES = 64 << 20, 4
 CONTEXT = multiprocessing.get_context("fork")
 Times = list[float]
 
 
 def record(nbytes: int) -> NDArray[np.float32]:
     return np.random.default_rng(0).random(nbytes // 4, np.float32)
+
+
+def ahead(nbytes: int) -> int:
+    """Return the bytes that a producer of records of `nbytes` may be ahead."""
+    return max(AHEAD, AHEAD_BATCHES * BATCH * nbytes)
 
 
 @contextmanager
@@ -102,7 +108,7 @@ def _send(writer: Any, read: Any, *args: object) -> None:
 
 def produce(path: Path, nbytes: int, samples: int, names: list[str]) -> None:
     field = record(nbytes)
-    limits: dict[str, Any] = {"ahead": AHEAD, "keep": 0, "readers": names}
+    limits: dict[str, Any] = {"ahead": ahead(nbytes), "keep": 0, "readers": names}
     with creel.Producer(path, {"x": ("float32", field.shape), "i": "int64"}, **limits) as producer:
         for i in range(samples):
             producer.put(x=field, i=i)
@@ -132,7 +138,7 @@ def read_by_torch(path: Path, name: str) -> Times:
 
 
 def by_queue(_: Path, nbytes: int, samples: int) -> list[Times]:
-    queue: Any = CONTEXT.Queue(maxsize=max(AHEAD // nbytes, 1))
+    queue: Any = CONTEXT.Queue(maxsize=ahead(nbytes) // nbytes)
 
     def feed() -> None:
         field = record(nbytes)
@@ -158,7 +164,7 @@ def by_sst(folder: Path, nbytes: int, samples: int) -> list[Times]:
     def engine() -> Any:
         io = adios2.Adios().declare_io("stream")
         io.set_engine("SST")
-        limit = str(max(AHEAD // nbytes, 1))
+        limit = str(ahead(nbytes) // nbytes)
         io.set_parameters({"QueueLimit": limit, "QueueFullPolicy": "Block"})
         return io
 

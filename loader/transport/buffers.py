@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-#: Most free buffers of one size that are kept; a trainer that holds more batches gets new memory.
+#: Most free buffers of like sizes that are kept; a trainer that holds more batches gets new memory.
 _MAX_KEPT = 8
-#: Most bytes of free buffers, since they are kept while the loader lives. Memory beyond that (a
-#: dataset read as one batch, many batches held) is freed with its batches. This is enough for the 6
-#: batches of 64 MB that two workers and a trainer have at a time: making one buffer in 16 anew took
-#: as long as half the copies (benchmarks/two_commits.py, files 1 MB x 64).
+#: Most bytes of them, since they are kept while the loader lives. Memory beyond that (a dataset read
+#: as one batch, many batches held) is freed with its batches. This is enough for the 6 batches of
+#: 64 MB that two workers and a trainer have at a time: making one buffer in 16 anew took as long as
+#: half the copies (benchmarks/two_commits.py, files 1 MB x 64).
 MAX_KEPT_NBYTES = 512 << 20
 _ALIGN = 4096
 #: glibc adapts its limits to freed blocks below 32 MiB, on 64-bit systems.
@@ -61,19 +61,22 @@ def over(
 class BufferPool:
     """Memory for batches, reused when the last tensor over it is gone. Thread-safe.
 
-    The first write to a page costs the kernel several times the copy that goes into it.
+    The first write to a page costs the kernel several times the copy that goes into it. Buffers of
+    like sizes, within a factor of two, are one another's: a small part of a batch must not take a
+    large one's, of which it would write one page.
     """
 
     def __init__(self, max_nbytes: int = sys.maxsize) -> None:
         """`max_nbytes`: of a buffer of this pool; a larger one is new memory."""
-        self._free_list = _FreeList(0)
+        self._free_lists: dict[int, _FreeList] = {}
         self._max_nbytes = max_nbytes
 
     def lease(self, nbytes: int) -> Any:
         """Return a writable buffer of at least `nbytes`; its memory is reused after it dies."""
-        free_list = self._free_list
-        if nbytes > free_list.size:
-            free_list = self._free_list = _FreeList(-(-nbytes // _ALIGN) * _ALIGN)
+        like = (nbytes - 1).bit_length()
+        free_list = self._free_lists.get(like)
+        if free_list is None or nbytes > free_list.size:
+            free_list = self._free_lists[like] = _FreeList(-(-nbytes // _ALIGN) * _ALIGN)
         return free_list.lease()
 
     def take(self, nbytes: int) -> torch.Tensor:

@@ -43,6 +43,17 @@ def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory() -> None:
     assert ring.take(1 << 20).data_ptr() == where
 
 
+def test_a_small_part_of_a_batch_leaves_the_large_memory_alone() -> None:
+    """The labels would take memory whose pages the images have touched, and the other way round."""
+    ring = BufferPool()
+    places = []
+    for _ in range(3):
+        batch = {"image": ring.take(1 << 20), "label": ring.take(256)}
+        places.append([part.data_ptr() for part in batch.values()])
+        del batch
+    assert places[0] == places[1] == places[2]
+
+
 def test_tensors_outlive_their_ring_and_its_size() -> None:
     ring = BufferPool()
     small = ring.take(4096).fill_(1)

@@ -44,7 +44,8 @@ class Producer:
             with the extra `creel-data[redis]`.
         fields: type and shape of each field, as `{"u": ("float32", (64, 64)), "t": "float32"}`.
         ahead: bytes that may wait to be read by the slowest reader; `put` waits while there are
-            more. Readers that need more for one batch get that.
+            more. Readers that need more for one batch get that; with less than two batches, they
+            and producers take turns.
         keep: bytes that stay after all readers have passed them, to resume from a checkpoint.
         chunk: records written together; default: 4 MiB of them.
         linger_s: `put` writes a chunk that is not full if the last one was written longer ago.
