@@ -1,4 +1,4 @@
-"""Streams whose producers and trainers are killed: no record is lost or read twice."""
+"""Streams whose producers, trainers and daemons are killed: no record is lost or read twice."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 import creel
 from creel.streams.log import Log
+from daemons import Running
 from programs import Program
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,6 +46,29 @@ PRODUCE = """
             producer.put(i=i)
             if i % 100 == 0:
                 print(i, flush=True)
+"""
+
+#: Goes on behind the last chunk, which is whole, as a simulation would from its own checkpoint.
+SIMULATE = """
+    import json, sys
+    import numpy as np
+    import creel
+    from creel.errors import NotFoundError
+    from creel.streams.log import Log
+
+    path, n, chunk, limits = sys.argv[1], *map(json.loads, sys.argv[2:])
+    first = 0
+    try:
+        log = Log.open(path)
+        first = (log.numbers() or [-1])[-1] * chunk + chunk
+        if log.ended():
+            sys.exit()
+    except NotFoundError:
+        pass
+    fields = {"x": ("float32", (40,)), "i": "int64"}
+    with creel.Producer(path, fields, chunk=chunk, linger_s=1e9, **limits) as producer:
+        for i in range(first, n):
+            producer.put(x=np.full(40, i), i=i)
 """
 
 
@@ -79,52 +103,92 @@ class Ranks:
                     pipe.close()
 
 
-@pytest.mark.usefixtures("daemon")
+class Simulation:
+    """A producer that is killed and begun again, and the most bytes that its folder ever had."""
+
+    def __init__(self, folder: Path, n: int, chunk: int, limits: dict[str, int]) -> None:
+        self._words = str(folder), str(n), str(chunk), json.dumps(limits)
+        self._folder, self._over = folder, threading.Event()
+        self.most = 0
+        self._process = Program(SIMULATE, *self._words)
+        self._watch = threading.Thread(target=self._watching)
+        self._watch.start()
+
+    def kill(self) -> None:
+        """Kill it at a moment of its own, and begin it again."""
+        self._end()
+        self._process = Program(SIMULATE, *self._words)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _watching(self) -> None:
+        while not self._over.wait(0.001):
+            with suppress(FileNotFoundError):
+                self.most = max(self.most, sum(map(size, self._folder.iterdir())))
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watch.join()
+        self._end()
+
+
 @pytest.mark.parametrize("direct", ["never", "auto"])
-def test_a_job_that_is_killed_and_resumed_reads_each_record_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+def test_a_job_whose_parts_are_killed_reads_each_record_once(
+    tmp_path: Path, daemon_name: str, monkeypatch: pytest.MonkeyPatch, direct: str
 ) -> None:
-    """Two ranks, at last one, with 0 to 2 workers, killed ten times between two checkpoints."""
+    """Two ranks, at last one, with 0 to 2 workers, killed ten times between two checkpoints.
+
+    Its producer and the daemon are killed at any time meanwhile, and begun again.
+    """
     monkeypatch.setenv("CREEL_LOADER__DIRECT", direct)
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     draw, n, b, chunk = random.Random(1), 1200, 3, 5
     folder, nbytes, limit = tmp_path / "stream", 168, {"ahead": 40, "keep": 80}
-    most = [0]
-
-    def produce() -> None:
-        limits = {key: count * nbytes for key, count in limit.items()}
-        fields: dict[str, Any] = {"x": ("float32", (40,)), "i": "int64"}
-        with creel.Producer(folder, fields, chunk=chunk, timeout_s=60, **limits) as producer:  # type: ignore[arg-type]  # only limits
-            for i in range(n):
-                producer.put(x=np.full(40, i), i=i)
-                most[0] = max(most[0], sum(map(size, folder.iterdir())))
-
-    producing = threading.Thread(target=produce)
-    producing.start()
+    limits = {key: count * nbytes for key, count in limit.items()}
     history: list[int] = []  # of what is in a checkpoint
     state: Any = {}
-    kills = 0
-    while True:
-        world = 2 if kills < KILLS - 2 else 1
-        since: list[int] = []
-        with Ranks(folder, state, world, b, workers=kills % 3) as job:
-            left = draw.randint(0, 20) if kills < KILLS else n
-            said = job.step()
-            while left and None not in said:
-                left -= 1
-                since += [i for records, _ in said for i in records]
-                if draw.random() < 0.3:  # a checkpoint, by rank 0
-                    history, since, state = history + since, [], said[0][1]
-                if left:
-                    said = job.step()
-        if None in said:
-            assert said == [None] * world
-            break
-        kills += 1
-    producing.join(60)
+    kills = {"job": 0, "producer": 0, "daemon": 0}
+    daemon = Running(daemon_name)
+    with Simulation(folder, n, chunk, limits) as simulation:
+        while True:
+            world = 2 if kills["job"] < KILLS - 2 else 1
+            since: list[int] = []
+            with Ranks(folder, state, world, b, workers=kills["job"] % 3) as job:
+                left = draw.randint(0, 20) if kills["job"] < KILLS else n
+                said = job.step()
+                while left and None not in said:
+                    left -= 1
+                    since += [i for records, _ in said for i in records]
+                    if draw.random() < 0.3:  # a checkpoint, by rank 0
+                        history, since, state = history + since, [], said[0][1]
+                    if draw.random() < 0.1:
+                        kills["producer"] += 1
+                        simulation.kill()
+                    if draw.random() < 0.04:
+                        kills["daemon"] += 1
+                        daemon.kill()
+                        daemon = Running(daemon_name)
+                    if left:
+                        said = job.step()
+            if None in said:
+                assert said == [None] * world
+                break
+            kills["job"] += 1
+    daemon.kill()
     history += since
-    assert kills == KILLS
+    assert kills["job"] == KILLS
+    assert min(kills.values()) >= KILLS / 2, kills
     assert history == list(range(n // b * b))
-    assert most[0] <= (limit["ahead"] + limit["keep"] + chunk) * nbytes
+    notes = 2 * 100  # that ranks were writing
+    assert simulation.most <= (limit["ahead"] + limit["keep"] + chunk) * nbytes + notes
 
 
 @pytest.mark.usefixtures("daemon")

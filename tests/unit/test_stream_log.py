@@ -359,6 +359,7 @@ def test_a_producer_that_is_killed_at_any_byte_leaves_whole_chunks(
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert log.numbers()[-1] == last
         with Producer(place, FIELDS, linger_s=1e9, **limits) as producer:
+            assert not list(place.glob(".*")), "what was half-written takes no memory"
             for i in range(total, total + 4):
                 producer.put(**record(i))
             producer.flush()
@@ -384,6 +385,29 @@ def _put_some_bytes(place: Path, first: int, nbytes: int, limits: dict[str, Any]
             producer.put(**record(i))
     finally:
         os._exit(1)
+
+
+def test_a_producer_that_begins_leaves_what_others_are_writing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Producer(folder, FIELDS, chunk=1, producers=2)
+    (folder / ".1234").touch()  # of a program in C
+    write, begun = os.write, False
+
+    def beginning(fd: int, data: Any) -> int:
+        nonlocal begun
+        if not begun:
+            begun = True
+            with Producer(folder, FIELDS, chunk=1, producers=2):
+                pass
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", beginning)
+    ours.put(**record(0))
+    ours.close()
+    log = Log.open(folder)
+    assert begun and log.ended() and log.numbers() == [0]  # noqa: PT018  three parts of one end
+    assert (folder / ".1234").exists()
 
 
 def test_a_chunk_of_the_wrong_size_is_named(folder: Path) -> None:

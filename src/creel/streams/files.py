@@ -36,6 +36,40 @@ def read(fd: int, offset: int, buffers: Sequence[memoryview]) -> int | None:
     return offset
 
 
+def locked(path: str, flags: int = 0) -> int:
+    """Open a file for writing, and wait until nobody else has it locked, where locks exist.
+
+    flags: further ones of `os.open`; with O_CREAT, another file is made if this one was deleted as
+        abandoned before it was locked.
+    """
+    import fcntl  # missing on Windows, which imports this module but never a stream
+
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+        try:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if not flags or os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def delete_if_abandoned(path: str) -> None:
+    """Delete a file that nobody has locked, where locks exist: its writer has ended."""
+    import fcntl
+
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)  # noqa: PTH108  quick
+        finally:
+            os.close(fd)
+
+
 def linked(temporary: str, path: str) -> bool:
     """Give a file another name; False if there is one of that name."""
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ from creel.errors import SourceError
 from creel.streams import files
 
 _DIGITS = 9
+#: Whether a file is one that this class writes to; those of C programs have other names.
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}").fullmatch
 #: Most chunks that one call has open at a time.
 _MOST_OPEN = 32
 
@@ -53,17 +56,17 @@ class LogFolder:
         return []
 
     def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
-        with self._failing():
-            temporary = self._written(data, spare)
-            try:
-                with self._alone():
-                    number = self._free(number)
-                    while not files.linked(temporary, self.address(number)):
-                        number += 1
-            finally:
-                with suppress(OSError):  # it may have been appended: nobody must do so again
-                    os.unlink(temporary)  # noqa: PTH108  quick
+        with self._failing(), self._written(data, spare) as temporary, self._alone():
+            number = self._free(number)
+            while not files.linked(temporary, self.address(number)):
+                number += 1
         return number
+
+    def tidy(self) -> None:
+        with self._failing(), self._alone():
+            for name in os.listdir(self.path):  # noqa: PTH208  quick
+                if _TEMPORARY(name):
+                    files.delete_if_abandoned(f"{self.path}/{name}")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -72,12 +75,8 @@ class LogFolder:
         Elsewhere one that is stopped for so long, between a look at the readers and its `link`,
         that its number is used, read and deleted, would use it again.
         """
-        import fcntl  # missing on Windows, which imports this module but never a stream
-
-        fd = os.open(f"{self.path}/stream.json", os.O_RDWR | os.O_CLOEXEC)
+        fd = files.locked(f"{self.path}/stream.json")
         try:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
             os.close(fd)
@@ -155,52 +154,50 @@ class LogFolder:
         return {name: data for name, data in found.items() if data is not None}
 
     def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
-        path = f"{self.path}/{name}"
         with self._failing():
             try:
-                temporary = self._written([memoryview(data)])
-            except FileNotFoundError:
-                Path(self.path).mkdir(parents=True, exist_ok=True)
-                temporary = self._written([memoryview(data)])
-            try:
-                if new:
-                    return files.linked(temporary, path)
-                try:
-                    os.rename(temporary, path)  # noqa: PTH104  20 us, with every batch
-                except FileNotFoundError:
-                    Path(path).parent.mkdir(exist_ok=True)  # "readers", or "memories"
-                    os.rename(temporary, path)  # noqa: PTH104  as above
-                return True
-            finally:
-                with suppress(FileNotFoundError):  # it was renamed
-                    os.unlink(temporary)  # noqa: PTH108  quick
+                return self._note(name, data, new)
+            except FileNotFoundError:  # its folder, "readers" or "memories", or the log's own
+                Path(f"{self.path}/{name}").parent.mkdir(parents=True, exist_ok=True)
+                return self._note(name, data, new)
+
+    def _note(self, name: str, data: bytes, new: bool) -> bool:
+        with self._written([memoryview(data)]) as temporary:
+            if new:
+                return files.linked(temporary, f"{self.path}/{name}")
+            os.rename(temporary, f"{self.path}/{name}")  # noqa: PTH104  20 us, with every batch
+            return True
 
     # --- files ----------------------------------------------------------------------------------
 
-    def _written(self, data: Sequence[memoryview], spare: int | None = None) -> str:
-        """Return the path of a temporary file with these bytes, of this call alone.
-
-        spare: a chunk whose file may be it. New memory costs the kernel three times the copy.
-        """
-        path, new = f"{self.path}/.{uuid.uuid4().hex}", os.O_CREAT | os.O_EXCL
-        if spare is not None:
-            with self._alone():
-                if self.stat(spare) is not None:
-                    os.rename(self.address(spare), path)  # noqa: PTH104  quick
-                    new = 0
-        fd = os.open(path, os.O_WRONLY | new | os.O_CLOEXEC, 0o666)
+    @contextmanager
+    def _written(self, data: Sequence[memoryview], spare: int | None = None) -> Iterator[str]:
+        """Yield the path of a temporary file with these bytes, of this call alone; see `append`."""
+        path, fd = self._temporary(spare)
         try:
             for part in data:
                 while len(part):
                     part = part[os.write(fd, part) :]  # noqa: PLW2901  the rest of it
-            if not new:
+            if spare is not None:
                 os.ftruncate(fd, sum(map(len, data)))
-        except BaseException:
-            os.unlink(path)  # noqa: PTH108  quick
-            raise
+            yield path
         finally:
+            with suppress(OSError):  # a note's was renamed; a chunk's must not be appended again
+                os.unlink(path)  # noqa: PTH108  quick
             os.close(fd)
-        return path
+
+    def _temporary(self, spare: int | None) -> tuple[str, int]:
+        """Return the path and the descriptor of a temporary file, which is locked while it is open.
+
+        spare: a chunk whose file may be it. New memory costs the kernel three times the copy.
+        """
+        path = f"{self.path}/.{uuid.uuid4().hex}"
+        if spare is not None:
+            with self._alone():
+                if self.stat(spare) is not None:
+                    os.rename(self.address(spare), path)  # noqa: PTH104  quick
+                    return path, files.locked(path)
+        return path, files.locked(path, os.O_CREAT | os.O_EXCL)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

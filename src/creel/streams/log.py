@@ -77,6 +77,9 @@ class Medium(cursors.Notes, Protocol):
             bytes. A medium that cannot delete parts of chunks leaves all of its bytes.
         """
 
+    def tidy(self) -> None:
+        """Delete what killed processes had begun to write."""
+
 
 def medium_of(path: str | os.PathLike[str]) -> Medium:
     """Return what keeps the log at a path or an address.
@@ -121,6 +124,7 @@ class Log:
             raise ConfigError(f"{log.path} holds parts of another stream: delete it")
         if log.medium.write(_ABOUT, msgspec.json.encode(about), new=True):
             return log
+        log.medium.tidy()
         there = cls.open(log.medium.path)
         for name in about.__struct_fields__:
             mine, found = getattr(about, name), getattr(there.about, name)

@@ -132,6 +132,9 @@ class RedisStream:
 
     # --- notes ----------------------------------------------------------------------------------
 
+    def tidy(self) -> None:
+        pass  # commands are done as a whole, or not at all
+
     def note(self, name: str) -> bytes | None:
         found: bytes | None = self._do("hget", *self._field(name))
         return found
