@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-#: Most free buffers of like sizes that are kept; a trainer that holds more batches gets new memory.
+#: Most free buffers of like sizes that are kept; a trainer that holds more gets new memory.
 _MAX_KEPT = 8
-#: Most bytes of them, since they are kept while the loader lives. Memory beyond that (a dataset that
-#: is read as one batch, many batches held) is freed with its batches. This is enough for the 6
-#: batches of 64 MB that two workers and a trainer have at a time: making one buffer in 16 anew took
-#: as long as half the copies (benchmarks/two_commits.py, files 1 MB x 64).
+#: Most bytes of them, since they are kept while the loader lives. Memory beyond that (a dataset
+#: read as one batch, many batches held) is freed with its batches. This is enough for the 6
+#: batches of 64 MB that two workers and a trainer have at a time: making one buffer in 16 anew
+#: took as long as half the copies (benchmarks/two_commits.py, files 1 MB x 64).
 MAX_KEPT_NBYTES = 512 << 20
 _ALIGN = 4096
 #: glibc adapts its limits to freed blocks below 32 MiB, on 64-bit systems.
