@@ -1,4 +1,4 @@
-"""How many threads read from one source, and how many objects each takes at a time. Pure.
+"""How many threads read from one source, how many workers make samples, and in what parts. Pure.
 
 Only as many threads work as are useful. Reads from the page cache are useful in as many threads as
 can compute at once. Only one can hold the interpreter: for small records that is one or two
@@ -23,6 +23,13 @@ _PART_OBJECTS = 256
 #: all batches were cut, parts of 5 ms would cost a ninth of the speed on busy cores
 #: (benchmarks/shared.py, even).
 _LEAST_PART_S = 0.004
+#: Samples whose times count.
+_SAMPLES = 640
+#: Least coefficient of variation of the time of a batch at which all are cut: with less, it gains
+#: below a twentieth.
+_UNEVEN = 0.2
+#: Most time to join a batch, which the trainer needs, as a part of what workers need for one.
+_JOIN = 0.05
 _FIRST_GUESS_S = 0.001  # per object, before any measurement
 _FIRST_CPU_S = 0.0001
 _CPU_DECAY = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
@@ -118,16 +125,60 @@ def workers_auto(cores: float, ranks_here: int) -> int:
     return max(min(math.ceil(cores), math.ceil(2 * cores / ranks_here)), 1)
 
 
-def parts(rows: int, workers: int, sample_s: float | None) -> int:
-    """Return into how many parts a batch is cut, which workers make at the same time.
+class SampleTimes:
+    """How long samples take, and into how many parts a batch is cut for it.
 
-    Args:
-        rows: samples of the batch.
-        workers: of the rank.
-        sample_s: mean time to make a sample; None: not known yet.
-
-    >>> parts(64, 8, None), parts(4, 8, 0.05), parts(64, 8, 0.0003)
-    (8, 4, 4)
+    The running mean and variance of the last samples, as far as times of batches or parts show
+    them: with samples of one cost, the time of a part varies by little.
     """
-    worth = math.inf if sample_s is None else rows * sample_s / _LEAST_PART_S
-    return max(int(min(rows, workers, worth)), 1)
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean_s = self._variance = self._join_s = 0.0
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """Enter the time in which one worker made `rows` samples."""
+        self._count = min(self._count + rows, _SAMPLES)
+        weight = rows / self._count
+        off_s = seconds / rows - self._mean_s
+        if weight == 1:
+            self._mean_s = seconds / rows
+            return
+        self._mean_s += weight * off_s
+        self._variance += weight * (rows * off_s**2 - self._variance)
+
+    def joined(self, seconds: float) -> None:
+        """Enter the time in which the trainer joined the parts of a batch."""
+        self._join_s += 0.2 * (seconds - self._join_s)
+
+    def parts(self, rows: int, workers: int, *, awaited: bool) -> int:
+        """Return into how many parts a batch of `rows` samples is cut; workers make them at once.
+
+        A batch is cut if it is awaited: workers begin, and have no other. Later ones are cut if
+        their times differ so much that batches, which come in order, would wait for a long one
+        while workers are idle: each is at most `prefetch_factor` batches ahead.
+
+        Args:
+            workers: of the rank.
+            awaited: whether training waits for this batch, as for the first ones of an epoch.
+
+        >>> times = SampleTimes()
+        >>> times.parts(64, 8, awaited=True)  # not known yet
+        8
+        >>> for ms in (20, 20, 20, 20):
+        ...     times.measured(4, 4 * ms / 1000)
+        >>> times.parts(4, 8, awaited=True), times.parts(4, 8, awaited=False)
+        (4, 1)
+        >>> for ms in (5, 90, 3, 40):
+        ...     times.measured(4, 4 * ms / 1000)
+        >>> times.parts(4, 8, awaited=False)
+        4
+        """
+        if not self._count:
+            return min(rows, workers) if awaited else 1
+        batch_s = rows * self._mean_s
+        if not awaited:
+            uneven = (rows * self._variance) ** 0.5 > _UNEVEN * batch_s
+            if not uneven or self._join_s * workers > _JOIN * batch_s:
+                return 1
+        return max(int(min(rows, workers, batch_s / _LEAST_PART_S)), 1)

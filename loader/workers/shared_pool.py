@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from creel.loader.workers.events import ReadyBatch, WorkerDeath
 from creel.loader.workers.pool import WorkerPool, until_forked
 from creel.loader.workers.stages import IDLE, STARTING, BatchTimes, merged
 from creel.loader.workers.worker_words import BATCH, PART, STAGE, TAG, WHOLE
-from creel.policies.concurrency import parts
+from creel.policies.concurrency import SampleTimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,8 +38,6 @@ _log = logging.getLogger("creel.loader")
 
 #: Workers that may die at one batch: the last of these deaths is the trainer's error.
 MOST_DEATHS = 3
-#: Weight of a batch in the mean time of a sample.
-_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class SharedPool(WorkerPool):
     """Worker processes that all read one task socket.
 
     The first batches of an epoch are cut into parts, which workers make at the same time, as
-    training has none yet. Later all workers are busy, and parts would only cost. Parts that do not
-    fit together are made again as a whole.
+    training has none yet. Later all workers are busy, and only batches of very different times are
+    cut (see `SampleTimes`). Parts that do not fit together are made again as a whole.
     """
 
     def __init__(self, *args: Any, cuts: bool = False, **given: Any) -> None:
@@ -85,7 +84,7 @@ class SharedPool(WorkerPool):
         self._ended: set[int] = set()  # workers
         self._failed: _OpenTask | None = None
         self._cuts = cuts
-        self._sample_s: float | None = None  # mean time to make one
+        self._sample_times = SampleTimes()
         if cuts:
             keep_freed_memory()  # joined batches are the trainer's memory
         super().__init__(*args, **given)
@@ -134,9 +133,11 @@ class SharedPool(WorkerPool):
             raise
 
     def _parts(self, rows: int, batch: int) -> int:
-        """Return into how many parts a batch is to be cut: the first ones of an epoch."""
+        """Return into how many parts a batch is to be cut."""
         workers = len(self.members) - len(self._ended)
-        return parts(rows, workers, self._sample_s) if self._cuts and batch < workers else 1
+        if not self._cuts:
+            return 1
+        return self._sample_times.parts(rows, workers, awaited=batch < workers)
 
     def _congested(self) -> bool:
         waiting = super()._congested()
@@ -151,11 +152,8 @@ class SharedPool(WorkerPool):
         self._measure(times, task.rows)
         return self._open.pop((tag, batch), None) is not None
 
-    def _measure(self, times: BatchTimes, rows: float) -> None:
-        """Update the mean time to make a sample."""
-        mine = max(times.collating - times.ready, 0) / 1e9 / max(rows, 1)
-        mean = mine if self._sample_s is None else self._sample_s
-        self._sample_s = mean + _WEIGHT * (mine - mean)
+    def _measure(self, times: BatchTimes, rows: int) -> None:
+        self._sample_times.measured(max(rows, 1), max(times.collating - times.ready, 0) / 1e9)
 
     def _take_part(self, worker: int, message: tuple[object, ...], fds: list[int]) -> None:
         match message:
@@ -166,7 +164,7 @@ class SharedPool(WorkerPool):
                 task = self._open.get((tag, batch))
                 if task is None or part not in task.messages:
                     return
-                self._measure(times, task.rows / len(task.messages))
+                self._measure(times, task.rows // len(task.messages))
                 task.done[part] = found
                 if len(task.done) == len(task.messages):
                     self._complete((tag, batch), task, worker)
@@ -184,6 +182,7 @@ class SharedPool(WorkerPool):
         """Join the parts of a batch, or have it made as a whole if they do not fit."""
         found = [task.done[part] for part in sorted(task.done)]
         same = found[0].kind if len({part.kind for part in found}) == 1 else ""
+        began = time.monotonic()
         try:
             data = joined([part.data for part in found] if same else [])
         except UnevenPartsError as e:
@@ -193,6 +192,7 @@ class SharedPool(WorkerPool):
             task.done.clear()
             self._tasks.post(task.whole)
             return
+        self._sample_times.joined(time.monotonic() - began)
         if self._open.pop(key, None) is not None:
             times = merged([part.times for part in found])
             self._events.append(ReadyBatch(worker, *key, data, times, self.members[worker].inbox))

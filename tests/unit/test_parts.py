@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from creel.loader.transport.parts import UnevenPartsError, joined, kind_of
-from creel.policies.concurrency import parts
+from creel.policies.concurrency import SampleTimes
 from kit import seeds
 from shown import plain
 
@@ -102,10 +102,44 @@ def test_usual_samples_can_be_cut(sample: Any) -> None:
     )
 
 
-def test_no_part_is_empty_and_none_is_too_short() -> None:
-    for rows in range(1, 40):
-        for workers in range(1, 9):
-            for sample_s in (None, 1e-6, 0.003, 1.0):
-                count = parts(rows, workers, sample_s)
+def timed(cv: float, batch: int, mean_s: float = 0.02) -> SampleTimes:
+    """Times of batches whose samples take `mean_s`, with a coefficient of variation `cv`."""
+    rng, times = np.random.default_rng(0), SampleTimes()
+    sigma2 = np.log1p(cv**2)
+    for _ in range(200):
+        drawn = rng.lognormal(-sigma2 / 2, sigma2**0.5, batch) * mean_s
+        times.measured(batch, float(drawn.sum()))
+    return times
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_no_part_is_empty_and_none_is_too_short(awaited: bool) -> None:
+    for mean_s in (None, 1e-6, 0.003, 1.0):
+        times = SampleTimes() if mean_s is None else timed(2, 4, mean_s)
+        for rows in range(1, 40):
+            for workers in range(1, 9):
+                count = times.parts(rows, workers, awaited=awaited)
                 assert 1 <= count <= min(rows, workers)
-                assert count == 1 or sample_s is None or rows * sample_s / count >= 0.004
+                some = rows * times._mean_s / count
+                assert count == 1 or mean_s is None or some >= 0.004
+
+
+@pytest.mark.parametrize("made_of", [1, 8])
+@pytest.mark.parametrize(
+    ("cv", "batch", "count"), [(2, 4, 4), (2, 8, 8), (2, 64, 8), (0.2, 8, 1), (0, 8, 1)]
+)
+def test_all_batches_are_cut_if_their_times_differ(
+    cv: float, batch: int, count: int, made_of: int
+) -> None:
+    """Whether the times are those of batches or of their parts."""
+    times = timed(cv, batch // made_of or 1)
+    assert times.parts(batch, 8, awaited=False) == count
+    assert times.parts(batch, 8, awaited=True) == min(batch, 8)
+
+
+def test_batches_that_take_the_trainer_long_to_join_are_not_cut() -> None:
+    times = timed(2, 8)
+    for _ in range(20):
+        times.joined(0.003)  # 20 ms of each worker
+    assert times.parts(8, 8, awaited=False) == 1
+    assert times.parts(8, 8, awaited=True) == 8
