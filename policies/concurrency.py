@@ -27,7 +27,7 @@ _LEAST_PART_S = 0.004
 _SAMPLES = 640
 #: Least coefficient of variation of the time of a batch at which all are cut: with less, it gains
 #: below a twentieth.
-_UNEVEN = 0.2
+_UNEVEN = 0.15
 #: Most time to join a batch, which the trainer needs, as a part of what workers need for one.
 _JOIN = 0.05
 _FIRST_GUESS_S = 0.001  # per object, before any measurement
