@@ -234,6 +234,7 @@ class Daemon:
         more |= self._take_calls()
         if self.node.poll_words():
             self._moved = now
+        self.node.settle()
         self._timers(time.monotonic())
         return more or self.request_socket.more()
 

@@ -9,6 +9,7 @@ planner do that never fail. Bytes are `Labels` (who lies where), real `Bytes`, o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -30,6 +31,7 @@ from creel.daemon.core.events import (
     FetchObjects,
     PlanExtended,
     PlanRetention,
+    Progressed,
     Publish,
     ReleaseMemory,
     RetentionPlanned,
@@ -45,6 +47,8 @@ from kit import default_window, lengths_of
 I64 = NDArray[np.int64]
 #: A version that some storage may tell.
 VERSION = 5 << 40 | 1
+#: Those that the daemon enters together, if several come in a turn of its loop.
+_POSTPONED = Fetched | Checked | Progressed
 _UNANSWERED = Publish | SetReady | ReleaseMemory | CancelFetches | DropFromDisk
 
 
@@ -123,6 +127,7 @@ class CoreShell:
         ready: by session, READY as its shared words have it.
         steps: by session, how many it was told of.
         waiting: actions that nothing has answered, oldest first.
+        postpones: whether an event is only entered, as those of a turn of the daemon's loop are.
     """
 
     def __init__(self, capacity: int, window: Window | None = None, event_s: float = 0.0) -> None:
@@ -132,6 +137,8 @@ class CoreShell:
         self.ready: dict[int, SetReady] = {}
         self.waiting: deque[Action] = deque()
         self.steps: dict[int, int] = {}
+        self.postpones: Callable[[], bool] = lambda: False
+        self.settled = True  # whether the core has acted on the last event
 
     def add(self, name: str, length: I64, versions: Versions | None = None) -> None:
         """Add a dataset with objects of these lengths, (n,); -1: unknown."""
@@ -171,10 +178,17 @@ class CoreShell:
     def feed(self, event: Event) -> list[Action]:
         """Let the core handle an event, and do what it says."""
         self.now += self.event_s
-        actions = self.core.handle(event, self.now)
+        self.settled = not (isinstance(event, _POSTPONED) and self.postpones())
+        actions = self.core.handle(event, self.now, settles=self.settled)
         for action in actions:
             self.do(action)
         return actions
+
+    def end_turn(self) -> None:
+        """Let the core act on what was only entered."""
+        self.settled = True
+        for action in self.core.settle(self.now):
+            self.do(action)
 
     def do(self, action: Action) -> None:
         """Execute one action."""

@@ -103,24 +103,50 @@ class Core:
         untimed |= {event: self._if_open(handle) for event, handle in of_session.items()}
         self._handlers = timed | {event: _without_now(handle) for event, handle in untimed.items()}
 
-    def handle(self, event: events.Event, now: float) -> list[events.Action]:
+    def handle(
+        self, event: events.Event, now: float, *, settles: bool = True
+    ) -> list[events.Action]:
         """Handle an event; return the actions to execute, in order. `now`: monotonic seconds.
+
+        settles: whether to do as `settle` as well; False: the caller will, after further events.
 
         Raises:
             MalformedError: a plan does not continue where the last one ended. Nothing changed.
             IllegalEventError: the event cannot happen. Nothing changed.
             Exception: any other failure (no memory, a bug); the next call must be `recover`.
         """
-        self._out = []
-        self._inflight.mark()
-        self._spilling.begin_event(now)
+        self._begin(now)
         if not isinstance(event, (events.Fetched, events.Tick)):
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
         self._admission.changed()
         self._handlers[type(event)](event, now)
+        if settles:
+            self._settle(now, every=isinstance(event, events.Tick))
+        self._forget_fresh()
+        return self._out
+
+    def settle(self, now: float) -> list[events.Action]:
+        """Start and announce what the last events allow; return the actions as `handle`.
+
+        This is most of the work of an event, and it is the same work for several.
+
+        Raises:
+            Exception: as `handle`.
+        """
+        self._begin(now)
+        self._settle(now, every=False)
+        self._forget_fresh()
+        return self._out
+
+    def _begin(self, now: float) -> None:
+        self._out = []
+        self._inflight.mark()
+        self._spilling.begin_event(now)
+
+    def _settle(self, now: float, *, every: bool) -> None:
         self._admission.changed()
-        self._serving.advance(now, every=isinstance(event, events.Tick))
+        self._serving.advance(now, every=every)
         for session in self._sessions.values():
             self._prefetcher.advance_ready(session)
         self._prefetcher.advance_all(self._sessions.values(), now)
@@ -141,8 +167,6 @@ class Core:
         self._prefetcher.lacking.clear()
         for session in self._sessions.values():
             self._announce(session)
-        self._forget_fresh()
-        return self._out
 
     def _emit(self, action: events.Action) -> None:
         self._out.append(action)

@@ -104,6 +104,7 @@ class Node:
         self.started = time.monotonic()
         self.bad_samples = BadSamples()
         self.bugs = 0
+        self._unsettled = False  # whether the core has not acted on some event yet
         self.stop: Callable[[bool, str], None] = lambda now, why: None  # noqa: ARG005  set by the loop
         self.clients: Callable[[], int] = lambda: 0
         self.pids: Callable[[], dict[str, int]] = dict
@@ -171,11 +172,30 @@ class Node:
 
     # --- events and actions -------------------------------------------------------------------
 
-    def handle_event(self, event: events.Event) -> bool:
+    def handle_event(self, event: events.Event, *, settles: bool = True) -> bool:
         """Handle an event and execute the actions; return False if that failed.
 
         Does nothing while draining: no byte may move then, as clients that disconnect may keep
         their READY, and the core's tables would not match the shared ones.
+
+        settles: False for an event that comes several times in a turn of the loop; the core then
+            acts on it in `settle`, at the end of the turn.
+        """
+        decide = partial(self.core.handle, event, settles=settles)
+        done = self._execute(decide, type(event).__name__, getattr(event, "session", 0))
+        self._unsettled = not (done and settles)
+        return done
+
+    def settle(self) -> None:
+        """Let the core act on the events of this turn that it has not acted on."""
+        if self._unsettled:
+            self._unsettled = False
+            self._execute(self.core.settle, "settling", 0)
+
+    def _execute(
+        self, decide: Callable[[float], list[events.Action]], what: str, session: int
+    ) -> bool:
+        """Execute what the core decides, of a session or of none (0); return whether it worked.
 
         Writes the heartbeat first: with plans for millions of objects an event may take a second,
         and a turn of the loop handles many events.
@@ -185,16 +205,16 @@ class Node:
         now = time.monotonic()
         self.beat(now)
         try:
-            actions = self.core.handle(event, now)
+            actions = decide(now)
         except Exception:
-            log.exception("the core failed at %s", type(event).__name__)
-            self._recover(getattr(event, "session", 0))
+            log.exception("the core failed at %s", what)
+            self._recover(session)
             return False
         try:
             for action in actions:
                 self._do[type(action)](action)
         except Exception:
-            log.exception("an action of the core after %s failed", type(event).__name__)
+            log.exception("an action of the core after %s failed", what)
             self._give_up()
             return False
         return True
@@ -248,7 +268,7 @@ class Node:
 
     def _fetched(self, event: events.Fetched | events.Checked) -> None:
         with self.fetcher.landing(event):
-            self.handle_event(event)
+            self.handle_event(event, settles=False)
 
     def _hand_in(self, event: events.Event) -> None:
         """Handle an event soon, on the loop thread; may be called from any thread."""
@@ -279,7 +299,7 @@ class Node:
         claimed = session.claimed()
         if self.state == "draining" or not self.core.would_move(session.id, *claimed):
             return False
-        self.handle_event(events.Progressed(session.id, *claimed))
+        self.handle_event(events.Progressed(session.id, *claimed), settles=False)
         return True
 
     def tick(self) -> None:

@@ -319,7 +319,7 @@ class Rig(CoreShell):
                 assert n < 0 or self.arena.holds(int(place), name, x, int(n)), "sent as another"
         seen = {}
         for number, reader in self.readers.items():
-            assert reader.done <= reader.ready
+            assert reader.done <= reader.ready or not self.settled
             for step, x in ((s, x) for s in reader.may_read() for x in reader.objects[s]):
                 at = int(self.offset[reader.dataset][x])
                 if at != NOWHERE:
@@ -337,8 +337,12 @@ class Rig(CoreShell):
 
     def settle(self, limit: int = 10_000) -> None:
         """Let the source answer all fetches."""
-        while (self.fetches or self.to_disk) and limit:
-            if self.fetches:
+        while limit:
+            if not self.settled:
+                self.end_turn()
+            elif not (self.fetches or self.to_disk):
+                break
+            elif self.fetches:
                 self.land(next(iter(self.fetches)))
             else:
                 self.write_disk()

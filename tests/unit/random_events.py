@@ -40,6 +40,8 @@ class Chaos:
             self.rig.memory = self.some
         if seed % 2:
             self.rig.late = lambda: bool(rng.random() < 0.9)
+        if seed % 4 == 1:
+            self.rig.postpones = lambda: bool(rng.random() < 0.7)
 
     def some(self, k: int) -> int:
         """Return how many of k objects the machine has memory for."""
@@ -116,6 +118,8 @@ class Chaos:
         elif rng.random() < 0.05:
             wanted = 1 << 60
         self.rig.progress(session, done, wanted)
+        if rng.random() < 0.5:
+            self.rig.end_turn()
 
     def finish(self) -> None:
         """Let all sessions read to the end, at most 10 steps more: none may hang."""

@@ -130,6 +130,7 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
         node.extended(session, Extend("token", 1, 0, 0), [np.zeros(1, np.int32), np.ones(1, int)])
         node.tick()
         calls.get_nowait()()
+        node.settle()
     assert (node.fetcher.pending, session.ready) == (0, 1)
     node.close()
 
