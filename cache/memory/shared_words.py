@@ -73,13 +73,6 @@ class SharedWords:
     def __setitem__(self, word: int, value: int) -> None:
         self.cells[word] = value
 
-    def ready(self, step: int) -> bool:
-        """Return whether a step, not done yet, has its objects resident (or failed) and pinned."""
-        words = self.cells
-        if step < words[DONE]:
-            return False
-        return words[READY] > step or words[EARLY + step % EARLY_STEPS] == step + 1
-
     def set_early(self, steps: Sequence[int]) -> None:
         """Publish steps, within EARLY_STEPS, that are ready before READY reaches them (daemon)."""
         slots = dict.fromkeys(range(EARLY_STEPS), 0)

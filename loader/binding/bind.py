@@ -96,7 +96,7 @@ class Gather:
             batch = stacked(batch, n, memory)
         elif raw.to is not None:
             batch = cast(batch, raw.to, memory)
-        return self.labelled(batch, indices)
+        return batch if self.labels is None else self.labelled(batch, indices)
 
     def samples(self, rows: torch.Tensor) -> list[Sample]:
         """Call the user's function of each record; for `rows` see `collate`."""

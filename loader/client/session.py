@@ -23,9 +23,12 @@ from creel.cache.memory.pools import runs
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import (
     DONE,
+    EARLY,
+    EARLY_STEPS,
     HEARTBEAT,
     KNOWN,
     OBJECT_NS,
+    READY,
     REVOKED,
     STATE,
     TRUNCATED,
@@ -228,10 +231,16 @@ class Session:
         return self.ready(step) and self.words.cells[REVOKED] == stamp
 
     def ready(self, step: int) -> bool:
-        """Whether the objects of `step` can be read from the arena (or have failed) now."""
+        """Whether the objects of `step` can be read from the arena (or have failed) now.
+
+        They are pinned from then on, until the step is done.
+        """
         if self._closed or self._lost or (step >= self._void_from and not self._settled()):
             return False
-        return self.words.ready(step)
+        words = self.words.cells
+        if step < words[DONE]:
+            return False
+        return words[READY] > step or words[EARLY + step % EARLY_STEPS] == step + 1
 
     @property
     def object_ns(self) -> int:

@@ -77,7 +77,16 @@ class BufferPool:
         free_list = self._free_lists.get(like)
         if free_list is None or nbytes > free_list.size:
             free_list = self._free_lists[like] = _FreeList(-(-nbytes // _ALIGN) * _ALIGN)
-        return free_list.lease()
+        try:
+            memory = free_list.free.pop()
+        except IndexError:
+            # Private: a forked child's view of a batch stays unchanged, as with torch's memory.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, free_list.size, flags=flags)
+        buffer = free_list.kind.from_buffer(memory)
+        buffer.memory = memory
+        buffer.back = free_list.back
+        return buffer
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a (nbytes,) uint8 tensor over a lease, or over torch's memory if mmap fails."""
@@ -99,20 +108,9 @@ class _FreeList:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._kind = buffer_class(size)
-        self._free: deque[mmap.mmap] = deque(maxlen=min(_MAX_KEPT, MAX_KEPT_NBYTES // max(size, 1)))
-        self._back = weakref.ref(self._free)
-
-    def lease(self) -> Any:
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            # Private: a forked child's view of a batch stays unchanged, as with torch's memory.
-            memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        buffer = self._kind.from_buffer(memory)
-        buffer.memory = memory
-        buffer.back = self._back
-        return buffer
+        self.kind = buffer_class(size)
+        self.free: deque[mmap.mmap] = deque(maxlen=min(_MAX_KEPT, MAX_KEPT_NBYTES // max(size, 1)))
+        self.back = weakref.ref(self.free)
 
 
 @functools.cache

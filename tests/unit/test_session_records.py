@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
 from creel.errors import UnavailableError
+from creel.loader.client.session import Session
 from creel.messages import Open
 from kit import descriptors
 
@@ -74,7 +76,8 @@ def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
     for call, step in enumerate((1, 3, 4, 70)):
         assert session.wait(b"who", call, step)
     assert session.set_ready(1, 0, early=(3, 4, 64)) == [(b"who", 1, 3), (b"who", 2, 4)]
-    ready = session.words.ready
+    reading = mock.Mock(words=session.words, _closed=False, _lost=False, _void_from=1000)
+    ready = partial(Session.ready, reading)  # the trainer's view of the same words
     assert [step for step in range(200) if ready(step)] == [0, 3, 4, 64]
     stamp = session.words[shared_words.REVOKED]
     assert session.set_ready(1, 0, early=(3,)) == []
