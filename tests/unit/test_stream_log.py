@@ -410,6 +410,35 @@ def test_a_producer_that_begins_leaves_what_others_are_writing(
     assert (folder / ".1234").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_is_forked_during_a_put_stops_nobody(
+    in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the producer's files open, and so their locks, as long as it lives."""
+    limits: dict[str, Any] = {"chunk": 1, "keep": 0, "readers": ("a",)}
+    producer = Producer(in_memory, FIELDS, **limits)
+    link, children = os.link, []
+    alive, stop = os.pipe()
+
+    def forking(source: str, target: str) -> None:
+        if len(children) < 3:
+            children.append(os.fork())
+            if not children[-1]:
+                os.close(stop)
+                os.read(alive, 1)
+                os._exit(0)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", forking)
+    for i in range(6):  # the last ones over chunks that were read
+        producer.put(**record(i))
+        cursors.write(producer._stream.medium, "a", 0, Cursor(i + 1, 0, 0))
+    producer.close()
+    os.close(stop)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    os.close(alive)
+
+
 def test_a_chunk_of_the_wrong_size_is_named(folder: Path) -> None:
     filled(folder, [8, 8])
     (folder / "000000001").write_bytes(bytes(33))

@@ -36,38 +36,52 @@ def read(fd: int, offset: int, buffers: Sequence[memoryview]) -> int | None:
     return offset
 
 
-def locked(path: str, flags: int = 0) -> int:
-    """Open a file for writing, and wait until nobody else has it locked, where locks exist.
+def locked(path: str, flags: int = 0, *, waits: bool = True) -> int:
+    """Open a file for writing, and lock it; `unlock` ends both. Unlocked where no locks exist.
 
-    flags: further ones of `os.open`; with O_CREAT, another file is made if this one was deleted as
-        abandoned before it was locked.
+    Args:
+        flags: further ones of `os.open`; with O_CREAT, another file is made if this one was deleted
+            as abandoned before it was locked.
+        waits: while somebody else has it locked.
+
+    Raises:
+        OSError: it does not wait, and somebody else has it locked, or no locks exist.
     """
     import fcntl  # missing on Windows, which imports this module but never a stream
 
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
         try:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            if not flags or os.fstat(fd).st_nlink:
-                return fd
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError:
+            if not waits:
+                os.close(fd)
+                raise
         except BaseException:
             os.close(fd)
             raise
+        if not flags or os.fstat(fd).st_nlink:
+            return fd
         os.close(fd)
+
+
+def unlock(fd: int) -> None:
+    """Unlock and close a file, also for a child that was forked meanwhile and has it open."""
+    import fcntl
+
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def delete_if_abandoned(path: str) -> None:
     """Delete a file that nobody has locked, where locks exist: its writer has ended."""
-    import fcntl
-
     with suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = locked(path, waits=False)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)  # noqa: PTH108  quick
         finally:
-            os.close(fd)
+            unlock(fd)
 
 
 def linked(temporary: str, path: str) -> bool:

@@ -79,7 +79,7 @@ class LogFolder:
         try:
             yield
         finally:
-            os.close(fd)
+            files.unlock(fd)
 
     def _free(self, number: int) -> int:
         """Return where to look for the first free number, from `number` on.
@@ -184,7 +184,7 @@ class LogFolder:
         finally:
             with suppress(OSError):  # a note's was renamed; a chunk's must not be appended again
                 os.unlink(path)  # noqa: PTH108  quick
-            os.close(fd)
+            files.unlock(fd)
 
     def _temporary(self, spare: int | None) -> tuple[str, int]:
         """Return the path and the descriptor of a temporary file, which is locked while it is open.
@@ -193,10 +193,11 @@ class LogFolder:
         """
         path = f"{self.path}/.{uuid.uuid4().hex}"
         if spare is not None:
-            with self._alone():
+            with self._alone(), suppress(OSError):
                 if self.stat(spare) is not None:
+                    fd = files.locked(self.address(spare), waits=False)
                     os.rename(self.address(spare), path)  # noqa: PTH104  quick
-                    return path, files.locked(path)
+                    return path, fd
         return path, files.locked(path, os.O_CREAT | os.O_EXCL)
 
     @contextmanager
