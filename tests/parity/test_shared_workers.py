@@ -128,6 +128,27 @@ def test_the_first_batch_is_made_by_all_workers_at_once() -> None:
     assert rows["x"].tolist() == [[0.0] * 3, [1.0] * 3]
 
 
+class Uneven(Noisy):
+    """Every seventh sample takes much longer; a sample says which worker made it."""
+
+    def __getitem__(self, i: int) -> Any:
+        time.sleep(0.06 if i % 7 == 0 else 0.004)
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        return super().__getitem__(i), info.id
+
+
+def test_several_workers_make_each_batch_where_their_times_differ() -> None:
+    """Else workers would be idle while one makes a long batch, as batches come in order."""
+    given: dict[str, Any] = {"dataset": Uneven(60), "num_workers": 4}
+    torch.manual_seed(3)
+    made = [(plain(batch), len(set(who.tolist()))) for batch, who in loader(**given)]
+    torch.manual_seed(3)
+    own = [plain(batch) for batch, _ in loader(**given, workers="own", seeding="sample")]
+    assert [batch for batch, _ in made] == own
+    assert max(count for _, count in made[8:]) > 1
+
+
 @pytest.mark.parametrize(
     "kind, workers",
     [(Ragged, 3), (Raising, 2), (Raising, 3), (Nones, 2), (Mixed, 3), (Batched, 2), (Plain, 3)],
@@ -165,10 +186,10 @@ def test_rows_of_the_daemon_are_the_same(shared: dict[str, Any], tmp_path: Path)
 
 
 class Slow(Noisy):
-    seconds = 0.002
+    seconds, times = 0.002, 1  # every fifth sample takes so many times as long
 
     def __getitem__(self, i: int) -> Any:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * (self.times if i % 5 == 0 else 1))
         return super().__getitem__(i)
 
 
@@ -176,7 +197,8 @@ class Slow(Noisy):
 def test_killed_workers_cost_no_batch(seed: int) -> None:
     r = random.Random(seed)
     slow = Slow(60)
-    slow.seconds = (0.002, 0.01)[seed % 2]  # the latter in parts
+    # In parts: none, the first batches, all.
+    slow.seconds, slow.times = ((0.002, 1), (0.01, 1), (0.005, 8))[seed % 3]
     given: dict[str, Any] = {"dataset": slow, "num_workers": 4, "persistent_workers": True}
     made, found = loader(**given), []
     torch.manual_seed(5)
