@@ -75,7 +75,7 @@ def test_a_state_of_another_loader_is_refused_in_words(state: Any) -> None:
         resumable().state_dict(delivered=-1)
 
 
-def test_what_is_wrong_with_the_creel_argument_is_said_at_once() -> None:
+def test_a_wrong_creel_argument_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"creel=\.\.\..*did you mean memory\.budget"):
         creel.DataLoader(NUMBERS, creel={"memory.budgt": "1GB"})
     with pytest.raises(ConfigError, match="creel=5: give None, False, a daemon's name"):

@@ -269,7 +269,7 @@ def test_four_tasks_read_each_object_once(
     assert reads(tasks, daemon, num_workers=2, persistent_workers=persistent) == [120]
 
 
-def test_what_no_later_step_can_need_leaves_memory_first(
+def test_objects_that_no_later_step_can_need_leave_memory_first(
     tmp_path: Path, daemon: dict[str, Any]
 ) -> None:
     """Memory holds .7 of the files; .58 of them may still be read, others must make room."""

@@ -197,7 +197,7 @@ def test_a_memory_that_grows_replays_what_was_just_read() -> None:
         (lambda: creel.DataLoader(Keyed(), sampler=["a"], rehearsal=memory()), "with a length"),
     ],
 )
-def test_what_does_not_fit_is_said(make: Any, text: str) -> None:
+def test_bad_arguments_are_said(make: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()
 

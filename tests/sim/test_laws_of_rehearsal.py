@@ -147,7 +147,7 @@ def test_nodes_read_what_one_memory_of_the_sum_would_read(
         assert together <= 1.02 * SAMPLES
 
 
-def test_what_a_killed_daemon_held_is_read_again_once() -> None:
+def test_objects_that_a_killed_daemon_held_are_read_again_once() -> None:
     """Another daemon takes its place in the last task."""
     nodes = Rehearsing(RANKS, 0.6, int(0.3 * SAMPLES))
     sources = nodes.run_all((2, TASKS - 1, 1, 10))

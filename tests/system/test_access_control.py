@@ -98,7 +98,7 @@ sys.stdin.read()
         stranger.kill()
 
 
-def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
+def test_a_client_that_does_not_say_hello_is_not_served(daemon: Running) -> None:
     for first in (
         Open("x", "", 0, 1, "never"),
         Attach(1),

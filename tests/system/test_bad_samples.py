@@ -162,7 +162,7 @@ def test_living_workers_learn_what_others_have_found(served: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_asked_for_holds_without_a_daemon(tmp_path: Path, workers: int) -> None:
+def test_on_error_holds_without_a_daemon(tmp_path: Path, workers: int) -> None:
     more: dict[str, Any] = {"num_workers": workers, "on_error": "substitute", "creel": False}
     loader: Any = creel.DataLoader(Files(tmp_path), BATCH, **more)
     assert [b.tolist() for b in loader] == wanted(list(range(N)), "substitute")
@@ -242,7 +242,7 @@ def test_too_many_are_too_many_each_time(tmp_path: Path) -> None:
             list(loader)
 
 
-def test_what_was_found_for_a_batch_that_nobody_took_is_named_later(
+def test_bad_samples_of_a_batch_that_was_not_taken_are_named_later(
     served: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "creel": served}

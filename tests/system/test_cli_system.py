@@ -312,7 +312,7 @@ def test_one_file_is_warmed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_what_finds_no_room_has_not_failed(name: str, folder: Path) -> None:
+def test_objects_that_find_no_room_have_not_failed(name: str, folder: Path) -> None:
     """Lengths of local files are known only once they are read."""
     for i in range(3):
         (folder / f"large{i}.bin").write_bytes(bytes(30 << 20))

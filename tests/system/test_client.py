@@ -68,7 +68,7 @@ def test_without_a_daemon_there_is_an_error_that_says_so(daemon_name: str) -> No
 
 
 @pytest.mark.parametrize("nonsense", [b"\xc1", b"babble"])
-def test_who_answers_nonsense_means_direct_reads(
+def test_a_server_that_answers_nonsense_means_direct_reads(
     daemon_name: str, nonsense: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     squatter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -54,7 +54,7 @@ def pid_of(name: str) -> int:
     return found[0]
 
 
-def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
+def test_an_early_daemon_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
     start = start_early(config(daemon_name))
     assert start is not None
     pid = pid_of(daemon_name)  # a client that leaves, which alone would end the daemon in 0.2 s
@@ -190,7 +190,7 @@ def test_a_working_directory_that_is_gone_is_no_obstacle(
     until(lambda: gone(pid), what="the daemon ends")
 
 
-def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
+def test_an_early_daemon_is_the_one_that_is_used(daemon_name: str) -> None:
     start = start_early(config(daemon_name))
     client = connect_or_start(config(daemon_name), start=start)
     assert client is not None
@@ -200,7 +200,7 @@ def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
     until(lambda: gone(pid), what="the daemon ends")
 
 
-def test_it_is_let_go_where_settings_want_none_any_more(daemon_name: str) -> None:
+def test_an_early_daemon_is_let_go_where_settings_want_none_any_more(daemon_name: str) -> None:
     """A user may switch creel off between making a loader and its first batch."""
     start = start_early(config(daemon_name))
     pid = pid_of(daemon_name)
@@ -234,7 +234,9 @@ def test_a_loader_of_what_cannot_be_cached_starts_none(
     assert asked == [daemon_name]
 
 
-def test_it_ends_with_a_process_that_never_read(daemon_name: str, tmp_path: Path) -> None:
+def test_an_early_daemon_ends_with_a_process_that_never_read(
+    daemon_name: str, tmp_path: Path
+) -> None:
     np.arange(100, dtype=np.uint8).tofile(tmp_path / "x")
     code = (
         "import sys, torch, creel\n"
@@ -301,7 +303,7 @@ def test_of_several_processes_one_starts_it(daemon_name: str) -> None:
     again.close()
 
 
-def test_who_did_not_start_it_knows_that_it_starts(daemon_name: str) -> None:
+def test_other_processes_know_that_an_early_daemon_starts(daemon_name: str) -> None:
     settings = config(daemon_name)
     start = start_early(settings)
     assert start is not None

@@ -72,7 +72,7 @@ def run(
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, **more)
 
 
-def test_what_creel_records_at_exit_is_in_no_persons_file(tmp_path: Path, daemon_name: str) -> None:
+def test_records_at_exit_are_in_no_persons_file(tmp_path: Path, daemon_name: str) -> None:
     done = run(_WRITES_AT_EXIT, tmp_path, daemon_name)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 24\n", "")
 

@@ -87,7 +87,7 @@ def test_the_next_run_finds_its_data_and_a_later_one_does_not(tmp_path: Path) ->
             read_all(client, manifest)
 
 
-def test_what_somebody_means_to_read_stays(tmp_path: Path) -> None:
+def test_datasets_that_a_client_means_to_read_stay(tmp_path: Path) -> None:
     """Registered and not yet opened, or open in a client that does nothing."""
     first, second, third = (dataset(tmp_path, n) for n in range(3))
     with serving(idle_s=0, max_idle_datasets=0) as daemon, daemon.client() as client:

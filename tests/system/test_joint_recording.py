@@ -139,7 +139,7 @@ class Later:
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_what_ranks_have_recorded_before_a_daemon_answers_is_not_lost(
+def test_recordings_from_before_a_daemon_answers_are_not_lost(
     slow: SlowFiles, tmp_path: Path, workers: int, *, persistent: bool
 ) -> None:
     """No reader waits for a daemon that is starting."""

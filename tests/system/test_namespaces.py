@@ -105,7 +105,7 @@ def test_two_jobs_with_private_mounts_read_their_own_files(
 
 @private
 @pytest.mark.parametrize("apart", [["-m"], ["-U", "-r"]], ids=["mounts", "users"])
-def test_who_sees_other_files_is_refused_at_the_raw_address(
+def test_a_client_that_sees_other_files_is_refused_at_the_raw_address(
     daemon_name: str, apart: Sequence[str]
 ) -> None:
     with Running(daemon_name) as daemon:

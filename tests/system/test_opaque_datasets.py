@@ -245,7 +245,7 @@ def read_hdf5_part(path: str) -> Any:
     ],
     ids=["os.open", "h5py", "h5py, a part"],
 )
-def test_what_c_reads_of_large_files_is_seen_where_the_storage_is_slow(
+def test_reads_of_large_files_in_c_are_seen_where_the_storage_is_slow(
     read: Read, write: Write, tmp_path: Path, *, served: bool
 ) -> None:
     from testbed.slowfs import SlowFS

@@ -44,7 +44,7 @@ DATASETS: dict[str, Callable[[Path], Dataset[Any]]] = {
 @pytest.mark.parametrize("batch", [8, 128])  # 128: threads copy ahead of use
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", DATASETS)
-def test_what_reaches_the_device_is_torchs(
+def test_batches_on_the_device_are_torchs(
     tmp_path: Path, kind: str, workers: int, batch: int
 ) -> None:
     """Each batch is released while its copy is in progress: its memory must not be reused early."""

@@ -183,7 +183,7 @@ def test_an_epoch_goes_on_where_it_was_left(workers: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_one_rank_cannot_read_raises_on_all(workers: int, tmp_path: Path) -> None:
+def test_samples_that_one_rank_cannot_read_raise_on_all(workers: int, tmp_path: Path) -> None:
     def read(rank: int) -> str:
         broken = [*range(BATCH), SAMPLES, *range(BATCH, 2 * BATCH - 1)]
         loader = loader_of(rank, tmp_path, workers, replicate=2, sampler=broken)
@@ -305,7 +305,7 @@ def test_groups_are_ranks_in_a_row_or_those_of_a_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "tp", 1.5])
-def test_what_is_no_group_is_refused_when_the_loader_is_made(wrong: Any) -> None:
+def test_values_that_are_no_group_are_refused_when_the_loader_is_made(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="replicate"):
         creel.DataLoader([1, 2], replicate=wrong)  # type: ignore[arg-type]
 
@@ -336,7 +336,7 @@ def test_a_group_reads_what_a_daemon_holds(workers: int, tmp_path: Path) -> None
     assert said == [([*range(0, 40, 2), *range(20)], 0)] * 2
 
 
-def test_what_deals_samples_otherwise_is_refused_with_it() -> None:
+def test_arguments_that_deal_samples_otherwise_are_refused_with_replicate() -> None:
     data: Any = [1, 2]
     with pytest.raises(ConfigError, match="cannot be combined with remap"):
         creel.DataLoader(data, replicate=2, remap="global-batch")

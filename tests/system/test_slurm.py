@@ -120,7 +120,7 @@ def test_a_job_that_asks_for_it_begins_with_its_data_in_memory(slurm: Slurm, sto
 
 
 @pytest.mark.parametrize("target", ["/no/such/folder", "http://10.77.9.9/never-answers"])
-def test_what_cannot_be_loaded_ahead_delays_a_job_by_no_more_than_allowed(
+def test_datasets_that_cannot_be_loaded_ahead_delay_a_job_by_no_more_than_allowed(
     slurm: Slurm, target: str
 ) -> None:
     before = time.monotonic()

@@ -125,7 +125,7 @@ def epoch(loader: creel.DataLoader[Any]) -> None:
         ("sampler", decode, {"sampler": SlowSampler()}),
     ],
 )
-def test_what_is_slow_in_a_persons_own_code_is_named(
+def test_slow_code_of_a_person_is_named(
     cause: str,
     decoding: Callable[[bytes], torch.Tensor],
     how: dict[str, Any],
@@ -230,7 +230,7 @@ def test_batches_that_were_not_foreseen_are_counted_exactly(
 
 
 @WORKERS
-def test_what_workers_do_is_told_by_stage(workers: int, node: Running, folder: Path) -> None:
+def test_work_of_workers_is_told_by_stage(workers: int, node: Running, folder: Path) -> None:
     files = creel.FileDataset(folder, "*.raw", decode=decode_slowly)
     loader = creel.DataLoader(files, 4, num_workers=workers)
 

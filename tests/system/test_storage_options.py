@@ -176,7 +176,7 @@ def test_a_loader_takes_renewed_keys_at_its_next_epoch(
     assert red.count["refused"] == 0
 
 
-def test_what_only_a_library_understands_must_be_the_same_in_the_daemon(
+def test_options_that_only_a_library_understands_must_be_the_same_in_the_daemon(
     red: S3,
     service: Running,
     monkeypatch: pytest.MonkeyPatch,

@@ -51,7 +51,7 @@ def told(machine: Booted, what: str) -> Any:
     return json.loads(machine.run_as_user(str(CREEL), what, "--json"))
 
 
-def test_it_is_started_and_reloads_its_settings(service: Booted) -> None:
+def test_the_service_is_started_and_reloads_its_settings(service: Booted) -> None:
     assert told(service, "status")["embedded"] is False
     assert service.property(UNIT, "StatusText").startswith("serving as 'default'")
     assert int(service.property(UNIT, "LimitNOFILE")) > 0

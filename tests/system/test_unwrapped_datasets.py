@@ -96,7 +96,7 @@ class Busy(Files):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_who_waits_for_decoding_is_told_nothing(
+def test_training_that_waits_for_decoding_is_told_nothing(
     workers: int, tmp_path: Path, served: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for i in range(FILES):

@@ -139,7 +139,7 @@ def test_steps_end_a_script_early(project: Path) -> None:
         (["train.py", "0", "fail"], 1, "train.py failed with torch's loader"),
     ],
 )
-def test_what_cannot_be_verified_is_said(
+def test_batches_that_cannot_be_verified_are_named(
     project: Path, words: list[str], code: int, says: str
 ) -> None:
     found, _, errors = verify(project, *words)

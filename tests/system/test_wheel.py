@@ -69,7 +69,7 @@ def _output(*words: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def test_it_has_what_a_person_looks_for_and_nothing_of_ours(wheel: Path) -> None:
+def test_the_wheel_has_the_files_that_people_look_for_and_none_of_ours(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         texts = {name: opened.read(name).decode() for name in opened.namelist()}
     assert set(texts) >= {
@@ -116,7 +116,7 @@ def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Pat
     }
 
 
-def test_what_comes_with_it_is_written_out(installed: Path, tmp_path: Path) -> None:
+def test_shipped_files_are_written_out(installed: Path, tmp_path: Path) -> None:
     creel = installed / "creel"
     assert _output(creel, "--version", cwd=tmp_path) == _output(
         installed / "python", "-c", "import creel; print('creel', creel.__version__)", cwd=tmp_path

@@ -76,7 +76,7 @@ def why(node: Running) -> Any:
     return json.loads(out.getvalue())["why"][-1]
 
 
-def test_what_is_foretold_of_a_change_is_what_it_brings(train: Callable[..., Any]) -> None:
+def test_a_change_brings_what_is_foretold_of_it(train: Callable[..., Any]) -> None:
     cores = Cores()
     step_s, told = train(2)
     foretold = {one["what"]: one for one in told["changes"]}

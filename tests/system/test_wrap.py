@@ -124,7 +124,7 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "how", ["here", "fork", "fork, persistent", pytest.param("spawn", marks=pytest.mark.slow)]
 )
-def test_what_fits_is_read_once_over_all_epochs_and_workers(node: Node, how: str) -> None:
+def test_files_that_fit_are_read_once_over_all_epochs_and_workers(node: Node, how: str) -> None:
     files = node.files()
     loader = batches(creel.wrap(files), **HOW[how])
     # persistent workers draw differently, so torch's loader needs them, too
@@ -152,7 +152,7 @@ def test_half_the_memory_gives_nearly_half_the_hits(node: Node, how: str) -> Non
 
 
 @pytest.mark.parametrize("node", [0.5], indirect=True)
-def test_what_does_not_fit_is_read_by_the_daemon_all_the_same(node: Node) -> None:
+def test_files_that_do_not_fit_are_read_by_the_daemon_all_the_same(node: Node) -> None:
     loader = batches(creel.wrap(node.files()))
     for _ in range(3):
         for _ in loader:
@@ -237,7 +237,7 @@ def other_way(stacked: Any) -> Any:
 
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("kind", [None, creel.DataLoader], ids=["wrap", "creel"])
-def test_what_stands_around_a_folder_may_change_at_any_time(tmp_path: Path, kind: Any) -> None:
+def test_paths_around_a_folder_may_change_at_any_time(tmp_path: Path, kind: Any) -> None:
     """torchvision's folders are read through a copy of their wrappers."""
     made = []
     for name, gray in (("one", 0), ("other", 9)):

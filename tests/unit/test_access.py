@@ -78,7 +78,7 @@ def test_each_variable_that_decides_makes_another_access(
 
 
 @pytest.mark.parametrize("name", ["AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "PATH", "RANK"])
-def test_what_does_not_matter_makes_no_difference(
+def test_options_that_do_not_matter_make_no_difference(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     sets(monkeypatch, **KEYS, AWS_ENDPOINT_URL="http://h:9", AWS_REGION="x")
@@ -112,7 +112,7 @@ def test_a_daemon_with_keys_of_its_own_serves_no_client_without_any(
         check_grants([{"s3": grant}], 1)
 
 
-def test_what_is_given_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     sets(monkeypatch, **KEYS, AWS_ENDPOINT_URL="http://env", AWS_REGION="env")
     given = {"key": "AKIA2", "secret": "s", "client_kwargs": {"endpoint_url": "http://given"}}
     assert options_of("s3", given) == {
@@ -142,7 +142,7 @@ def test_the_environments_key_may_change_without_another_identity(
     assert len({first, *given}) == 3
 
 
-def test_what_is_configured_for_fsspec_belongs_to_the_identity(
+def test_fsspecs_configuration_belongs_to_the_identity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two jobs with other headers may be told other bytes by one server."""
@@ -168,7 +168,7 @@ def test_no_secret_is_in_an_identity_or_shown(monkeypatch: pytest.MonkeyPatch) -
     "scheme, given",
     [("memory", None), ("http", {"client_kwargs": {"auth": object()}}), ("x", {"f": len})],
 )
-def test_what_cannot_be_sent_is_read_by_the_process(
+def test_objects_whose_options_cannot_be_sent_are_read_by_the_process(
     scheme: str, given: dict[str, Any] | None
 ) -> None:
     with pytest.raises(UnavailableError, match=f"{scheme}://"):

@@ -148,7 +148,7 @@ def test_a_file_that_is_listened_to_and_its_copy_are_like_any(steps: list[tuple[
         assert listener.end_sample() == [made.name]
 
 
-def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
+def test_files_are_worth_caching_by_the_share_that_is_read(tmp_path: Path) -> None:
     all_of_them = ("whole", "a quarter", "little", "twice", "all and a little", "mapped", "array")
     for name in all_of_them:
         (tmp_path / name).write_bytes(bytes(1 << 20))
@@ -169,7 +169,7 @@ def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
     assert worth == {"whole", "a quarter", "small", "twice", "all and a little", "array"}
 
 
-def test_what_is_not_there_is_not_told_of(tmp_path: Path) -> None:
+def test_absent_files_are_not_told_of(tmp_path: Path) -> None:
     """A daemon would look for the missing file in each epoch."""
     (tmp_path / "gone").touch()
     gone = creel.FileDataset([tmp_path / "gone"])
@@ -317,7 +317,7 @@ def numbered(folder: Path) -> Numbered:
     return Numbered(files=files, hidden=lambda: files)
 
 
-def test_what_two_ranks_record_is_one_trace(tmp_path: Path) -> None:
+def test_recordings_of_two_ranks_are_one_trace(tmp_path: Path) -> None:
     ranks = pair(numbered(tmp_path), numbered(tmp_path))
     for i in range(12):
         _ = ranks[i % 2][i]
@@ -368,7 +368,7 @@ class Opening(Dataset[Any]):
         return creel.read(self.home / f"{i:02}")
 
 
-def test_what_a_rank_reads_beside_its_samples_makes_no_other_dataset(tmp_path: Path) -> None:
+def test_files_read_beside_the_samples_make_no_other_dataset(tmp_path: Path) -> None:
     ranks = pair(Opening(tmp_path), Opening(tmp_path, lazily=True))
     for rank in ranks:
         for i in (3, *range(12)):

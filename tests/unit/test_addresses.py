@@ -53,7 +53,7 @@ def test_a_scheme_alone_and_a_folder_for_a_file_are_said_to_be_that(tmp_path: Pa
         lambda: creel.read(3),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_path_is_refused_in_words(make: Callable[[], object]) -> None:
+def test_values_that_are_no_path_are_refused_in_words(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match=r"path.*not 3"):
         make()
 

@@ -39,7 +39,7 @@ def test_a_forgotten_set_epoch_is_said_once(caplog: pytest.LogCaptureFixture) ->
     assert "loader.set_epoch(epoch)" in said
 
 
-def test_who_sets_the_epoch_or_needs_no_order_is_told_nothing(
+def test_loaders_whose_epoch_is_set_or_that_need_no_order_are_told_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loader = loader_of(dealt())
@@ -53,7 +53,7 @@ def test_who_sets_the_epoch_or_needs_no_order_is_told_nothing(
     assert caplog.messages == []
 
 
-def test_who_looks_at_a_batch_first_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_look_at_a_batch_first_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of(dealt())
     next(iter(loader))
     list(loader)

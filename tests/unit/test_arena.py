@@ -86,7 +86,7 @@ def test_a_client_cannot_write(arena: Arena) -> None:
     client.close()
 
 
-def test_what_is_written_by_descriptor_is_what_the_mapping_shows(arena: Arena) -> None:
+def test_bytes_written_by_descriptor_are_those_of_the_mapping(arena: Arena) -> None:
     data = bytes(range(256)) * 40
     for offset in (0, 4095, arena.nbytes - len(data)):
         arena.write(offset, memoryview(data))
@@ -95,7 +95,7 @@ def test_what_is_written_by_descriptor_is_what_the_mapping_shows(arena: Arena) -
         arena.write(arena.nbytes - 1, memoryview(b"xy"))
 
 
-def test_nobody_can_change_its_size(arena: Arena) -> None:
+def test_the_arenas_size_cannot_be_changed(arena: Arena) -> None:
     for nbytes in (0, arena.nbytes * 2):
         with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
             os.ftruncate(arena.fd, nbytes)
@@ -144,7 +144,7 @@ def test_nothing_stays_open() -> None:
     assert not descriptors() - before
 
 
-def test_what_was_written_is_known_by_page() -> None:
+def test_written_pages_are_known() -> None:
     rng = np.random.default_rng(0)
     pages = 50
     with closing(Arena.create(pages << 12)) as arena:

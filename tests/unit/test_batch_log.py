@@ -60,7 +60,7 @@ def test_a_row_that_is_being_overwritten_is_left_out(
 
 
 @pytest.mark.parametrize("lie", [-1, 5, 1 << 40, (1 << 63) - 1, -(1 << 63)])
-def test_what_a_client_claims_costs_no_more_than_the_ring(
+def test_claims_of_a_client_cost_no_more_than_the_ring(
     lie: int, both: tuple[SharedWords, SharedWords]
 ) -> None:
     trainer, daemon = both

@@ -104,7 +104,7 @@ def test_a_file_put_in_place_of_another_is_read_from_the_next_batch_on(tmp_path:
 
 @pytest.mark.parametrize("count", [1, 10])
 @pytest.mark.parametrize("change", [lambda p: p.unlink(), lambda p: os.truncate(p, 12)])
-def test_what_cannot_be_read_fails_as_it_does_alone(
+def test_records_that_cannot_be_read_fail_as_they_do_alone(
     change: Any, count: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "r"
@@ -203,7 +203,7 @@ def test_a_batch_transform_gives_a_row_for_each_sample(wrong: Any, tmp_path: Pat
         gather.collate(torch.zeros(64, dtype=torch.uint8), np.arange(4), BufferPool().take)
 
 
-def test_what_is_stacked_is_nobody_elses_memory() -> None:
+def test_stacked_batches_have_memory_of_their_own() -> None:
     mine = torch.arange(12).view(4, 3)
     made = stacked((mine, mine, {"a": mine[:1].expand(4, 3)}), 4, BufferPool().take)
     made[0].zero_()

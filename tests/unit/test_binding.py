@@ -210,7 +210,7 @@ class Shuffled(Subset[Any]):
         return [self[i] for i in indices]
 
 
-def test_what_cannot_be_cached_is_not_bound(tmp_path: Path, photos: Path) -> None:
+def test_datasets_that_cannot_be_cached_are_not_bound(tmp_path: Path, photos: Path) -> None:
     leaf = files(tmp_path, "f", 3)
     loader = ImageFolder(photos, loader=len)
     everything: tuple[Any, ...] = (

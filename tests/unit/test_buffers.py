@@ -65,7 +65,7 @@ def test_tensors_outlive_their_ring_and_its_size() -> None:
 
 
 @pytest.mark.parametrize("nbytes, kept", [(4096, 5), (3 * 4096, 1), (6 * 4096, 0)])
-def test_what_is_kept_is_bounded_in_bytes(
+def test_free_buffers_are_bounded_in_bytes(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, kept: int
 ) -> None:
     """A dataset read as one batch must not stay in memory as long as the loader."""
@@ -78,7 +78,7 @@ def test_what_is_kept_is_bounded_in_bytes(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
+def test_a_batch_stays_as_it_was_in_a_forked_child() -> None:
     """As with torch's batches, although the parent's next batch reuses the memory."""
     ring = BufferPool()
     batch = ring.lease(4096)

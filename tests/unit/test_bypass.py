@@ -40,7 +40,7 @@ def test_small_batches_are_judged_together() -> None:
     assert not saw(bypass, *[often] * 32, samples=4).active
 
 
-def test_what_is_read_slowly_is_recorded_from_the_first_batch_on() -> None:
+def test_slow_reads_are_recorded_from_the_first_batch_on() -> None:
     assert not saw(Bypass(allowed=True), SLOW, samples=2).undecided
 
 
@@ -51,7 +51,7 @@ def test_nothing_is_left_alone_where_all_is_to_be_looked_at() -> None:
 
 
 @pytest.mark.parametrize("slow", [SLOW, DECODING, SHARED_FILE])
-def test_whoever_waits_for_the_source_is_looked_after(slow: ThreadUse) -> None:
+def test_readers_that_wait_for_the_source_are_looked_after(slow: ThreadUse) -> None:
     bypass = saw(Bypass(allowed=True), slow, slow, slow)
     assert not bypass.active
     assert not bypass.undecided

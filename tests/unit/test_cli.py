@@ -73,7 +73,7 @@ def test_top_says_where_a_terminal_cannot_show_it() -> None:
 
 
 @pytest.mark.parametrize("command", ["config show", "config show --json", "--help"])
-def test_who_reads_no_further_ends_it_well(command: str) -> None:
+def test_a_closed_pipe_ends_a_command_well(command: str) -> None:
     """`creel stats | head`, in a script with `set -o pipefail`."""
     read, write = os.pipe()
     os.close(read)
@@ -111,7 +111,7 @@ def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(
         (["warm", "--json"], 2, "Missing argument"),
     ],
 )
-def test_who_asks_for_json_is_told_of_a_failure_in_json(
+def test_failures_are_json_too_with_json(
     words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(words) == code

@@ -44,7 +44,7 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
     assert daemon.closed
 
 
-def test_what_was_counted_is_shown_when_training_is_over(
+def test_counters_are_shown_when_training_is_over(
     daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = ("batches", "samples", "nbytes", "direct_reads", "stall_s")

@@ -212,7 +212,7 @@ def test_a_working_directory_that_is_gone_has_no_project_file(
     assert load(home)[0].fetch.threads == 3
 
 
-def test_nobody_needs_a_home_or_a_whole_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_home_and_no_whole_path_are_needed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless(path: Path) -> Path:
         raise RuntimeError(f"Could not determine home directory: {path}")
 
@@ -311,7 +311,7 @@ def _toml(value: object) -> str:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.2.3", "GiB", "1 XB", "1iB", "nan", "1e9"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_texts_that_are_no_size_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
     with pytest.raises(ConfigError):

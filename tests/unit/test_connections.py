@@ -67,7 +67,7 @@ def test_a_daemon_that_did_not_answer_is_not_asked_again_at_once(
     assert found.call_count == 1
 
 
-def test_what_needs_no_daemon_keeps_nobody_from_one(
+def test_a_loader_that_needs_no_daemon_keeps_no_other_from_one(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped daemon lets the first wait; another one may have taken its place meanwhile."""

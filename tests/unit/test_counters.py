@@ -89,7 +89,7 @@ def test_a_loaders_meter_counts_what_the_table_says_it_writes() -> None:
     assert set(CAUSE_OF.values()) <= set(CAUSES)
 
 
-def test_what_workers_count_reaches_the_answer_by_its_name(words: SharedWords) -> None:
+def test_counters_of_workers_reach_the_answer_by_name(words: SharedWords) -> None:
     fd = sealed_memfd("workers", WorkerWords.nbytes(3))
     workers = WorkerWords(fd, 3)
     os.close(fd)

@@ -24,7 +24,9 @@ from kit import descriptors, until
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Path) -> None:
+def test_a_client_that_knocks_while_descriptors_are_short_keeps_no_loop_awake(
+    tmp_path: Path,
+) -> None:
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         address = str(tmp_path / "desk")
         host: Any = None  # never used
@@ -56,7 +58,9 @@ def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOBUFS, errno.ENFILE])
-def test_who_knocks_while_the_system_is_short_ends_no_daemon(number: int, tmp_path: Path) -> None:
+def test_a_client_that_knocks_while_the_system_is_short_ends_no_daemon(
+    number: int, tmp_path: Path
+) -> None:
     address, short = str(tmp_path / "desk"), OSError(number, os.strerror(number))
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         host: Any = None

@@ -281,7 +281,7 @@ FOLDER = str(Path(__file__).parent)
         (TarDataset, [5], {}, "a path is a string or a Path, not 5"),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_named(
+def test_arguments_of_the_wrong_kind_are_named(
     make: Callable[..., object], first: object, given: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -190,7 +190,7 @@ def unkept() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", unkept())
-def test_what_would_not_come_back_the_same_is_refused(what: str) -> None:
+def test_samples_that_would_not_come_back_the_same_are_refused(what: str) -> None:
     with pytest.raises(UnkeptError):
         encode(unkept()[what])
 

@@ -133,7 +133,7 @@ def test_a_decoder_that_draws_is_said_once_and_nothing_is_kept(
     assert "random numbers" in said
 
 
-def test_what_cannot_be_kept_is_said_once(
+def test_samples_that_cannot_be_kept_are_named_once(
     paths: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = creel.FileDataset(paths, decode=lambda data: {data}, keep_decoded="1MiB")
@@ -370,7 +370,7 @@ def test_errors_and_other_keys_are_the_datasets_own() -> None:
         kept["b"]
 
 
-def test_what_kept_does_not_take() -> None:
+def test_kept_refuses_streams_and_wrapped_datasets() -> None:
     stream: Any = torch.utils.data.ChainDataset([])
     with pytest.raises(ConfigError, match="map-style"):
         creel.kept(stream)
@@ -436,5 +436,5 @@ def test_functions_with_another_effect_are_not_alike() -> None:
     assert description(Sized(3)) == description(Sized(3))
 
 
-def test_what_cannot_be_described_is_like_nothing() -> None:
+def test_functions_that_cannot_be_described_are_like_no_other() -> None:
     assert description(functools.partial(print, threading.Lock())) is None

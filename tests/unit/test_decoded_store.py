@@ -96,7 +96,7 @@ def test_a_sample_too_large_for_the_store_keeps_no_other_one_out(make: Any) -> N
     assert store.put(2, 0, sample(2)) > 0
 
 
-def test_what_the_system_refuses_is_not_kept_and_not_an_error(
+def test_memory_that_the_system_refuses_is_no_error(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make()
@@ -142,7 +142,7 @@ def test_where_memory_is_short_nothing_more_is_kept(
     assert not store.open
 
 
-def test_it_gives_memory_back_when_others_need_it(
+def test_the_store_gives_memory_back_when_others_need_it(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = make()
@@ -173,7 +173,7 @@ def test_a_refused_store_has_and_keeps_nothing(make: Any) -> None:
     assert memory_of(store) < 5 * 4096
 
 
-def test_what_cannot_be_kept_raises(make: Any) -> None:
+def test_samples_that_cannot_be_kept_raise(make: Any) -> None:
     store = make()
     with pytest.raises(UnkeptError):
         store.put(0, 0, object())

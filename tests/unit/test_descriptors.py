@@ -22,7 +22,7 @@ def open_fds() -> set[str]:
     return {one.name for one in Path("/proc/self/fd").iterdir()}
 
 
-def test_it_stays_open_as_long_as_anyone_refers_to_it() -> None:
+def test_a_descriptor_stays_open_as_long_as_anyone_refers_to_it() -> None:
     before = open_fds()
     own = Descriptor(memfd("test"))
     used_by_a_thread, number = own, own.fd
@@ -75,7 +75,7 @@ def test_a_mapping_holds_no_descriptor_and_is_the_file() -> None:
     assert ours[mmap.PAGESIZE : mmap.PAGESIZE + 9] == b"more data"
 
 
-def test_what_cannot_be_mapped_raises(tmp_path: Path) -> None:
+def test_files_that_cannot_be_mapped_raise(tmp_path: Path) -> None:
     own = Descriptor(memfd("test"))
     with pytest.raises(ValueError, match="the file has no 5 bytes"):
         mapped(own.fd, 5)

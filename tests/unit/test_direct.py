@@ -26,7 +26,7 @@ def saw(reader: DirectReads, read_ns: int, sleeps: int) -> None:
     reader.saw(READS, ns, ThreadUse(ns, 1000 if sleeps else ns, sleeps, device_reads=0))
 
 
-def test_nobody_reads_a_source_that_nobody_has_measured() -> None:
+def test_a_source_that_is_not_measured_is_not_read_directly() -> None:
     assert not direct(DirectReads(allowed=True), NBYTES, 0)
 
 
@@ -54,7 +54,7 @@ def waits(reader: DirectReads) -> int:
     return waited
 
 
-def test_what_a_reader_sees_itself_counts_for_more_than_what_the_daemon_says() -> None:
+def test_a_readers_own_measurement_counts_for_more_than_the_daemons() -> None:
     reader = DirectReads(allowed=True)
     pauses = []
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_a_source_that_became_slow_is_noticed_at_the_second_batch() -> None:
     assert not direct(reader, NBYTES, QUICK_NS)
 
 
-def test_who_never_sleeps_is_slow_for_want_of_a_processor_and_not_of_data() -> None:
+def test_a_reader_that_never_sleeps_lacks_a_processor_and_not_data() -> None:
     reader = DirectReads(allowed=True)
     for _ in range(5):
         assert direct(reader, NBYTES, QUICK_NS)

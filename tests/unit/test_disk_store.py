@@ -360,7 +360,7 @@ def test_a_missing_folder_is_no_disk(tmp_path: Path) -> None:
         DiskStore(str(tmp_path / "not mounted"), MIB, keep_free=0)
 
 
-def test_what_must_stay_free_limits_the_store(tmp_path: Path) -> None:
+def test_the_space_that_must_stay_free_limits_the_store(tmp_path: Path) -> None:
     stats = os.statvfs(tmp_path)
     store = DiskStore(str(tmp_path), 64 * MIB, stats.f_bavail * stats.f_frsize + (1 << 40))
     assert store.nbytes == 0

@@ -247,7 +247,7 @@ def test_a_node_that_answers_others_first_is_not_lost(monkeypatch: pytest.Monkey
     assert abs(answer.ahead_s) < 0.35, "it waited for 0.4 s, and both have one clock"
 
 
-def test_what_lies_between_nodes_is_judged() -> None:
+def test_the_network_between_nodes_is_judged() -> None:
     (way,) = nodes.judge(nodes.NodeAnswer("n1", Bps=5e9))
     assert way.level == "ok"
     slow, clock = nodes.judge(nodes.NodeAnswer("n1", Bps=1e7, ahead_s=-30))

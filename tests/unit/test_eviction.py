@@ -175,7 +175,7 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int) -> None:
+def test_objects_read_last_leave_first_where_no_plan_is_known(seed: int) -> None:
     """MostRecentFirst against a list in order of the latest release."""
     rng = np.random.default_rng(seed)
     n = 60
@@ -324,7 +324,7 @@ def test_homes_that_a_shortage_cost_are_kept_again_in_the_next_epoch() -> None:
     assert sorted(policy.victims(2, 2)) == others[:2].tolist()
 
 
-def test_what_is_at_home_elsewhere_leaves_before_what_is_on_disk() -> None:
+def test_objects_at_home_elsewhere_leave_before_those_on_disk() -> None:
     view = cluster_view([-1, 7], 4000)
     homes, n = Homes([view]), 40
     state, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)

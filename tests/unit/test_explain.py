@@ -26,7 +26,7 @@ def test_an_epoch_is_its_steps() -> None:
     assert found["busy_s"] == pytest.approx({"source": 0.1, "decode": 0.3, "collate": 0.0})
 
 
-def test_what_a_second_epoch_finds_in_memory_is_left_out() -> None:
+def test_batches_of_a_second_epoch_are_left_out() -> None:
     one = session(batches=100, samples=100 * 1_000, world=1)
     held = answer(one)
     held["core"]["datasets"]["d"]["objects"] = 32_000  # 32 steps
@@ -90,7 +90,9 @@ def test_files_that_are_read_directly_have_the_size_that_was_read() -> None:
 
 
 @pytest.mark.parametrize("dataset", ["d", "nothing"])
-def test_it_is_shown_as_tables(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_explanation_is_shown_as_tables(
+    dataset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     explain.show(told(dataset=dataset))
     out = capsys.readouterr().out
     assert "source 100 ms, decode 300 ms" in out

@@ -81,14 +81,16 @@ class Shell:
         return event
 
 
-def test_what_was_read_before_its_length_was_known_is_copied_to_its_place(tmp_path: Path) -> None:
+def test_objects_read_before_their_length_was_known_are_copied_to_their_place(
+    tmp_path: Path,
+) -> None:
     shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
     assert shell.copy([9, 11, 4]).nbytes.tolist() == [2, 4, 3]
     assert bytes(shell.arena.view[4:15]) == b"abc\0\0defghi"
     shell.fetcher.close()
 
 
-def test_who_opened_a_source_closes_it_and_the_fetcher_what_it_made(tmp_path: Path) -> None:
+def test_sources_are_closed_by_whoever_made_them(tmp_path: Path) -> None:
     """Also after a queue that copies, which uses another queue's source."""
     shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
     closed: list[str] = []
@@ -106,7 +108,7 @@ def test_who_opened_a_source_closes_it_and_the_fetcher_what_it_made(tmp_path: Pa
     assert closed == ["peer"]
 
 
-def test_what_is_not_copied_is_not_held_any_more(tmp_path: Path) -> None:
+def test_bytes_that_are_not_copied_are_not_held_any_more(tmp_path: Path) -> None:
     shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
     with shell.fetcher.landing(shell.read()):
         pass
@@ -152,7 +154,7 @@ def test_an_object_in_several_runs_is_written_as_readers_read_it(
     shell.fetcher.close()
 
 
-def test_what_is_copied_behind_an_object_in_several_runs_goes_to_its_own_place(
+def test_bytes_copied_behind_an_object_in_several_runs_go_to_their_own_place(
     tmp_path: Path,
 ) -> None:
     """The first object's place plus its length equals the second one's place."""

@@ -79,7 +79,7 @@ def test_a_dataset_takes_over_what_it_begins_with(kind: str) -> None:
     shell.core.check()
 
 
-def test_what_is_of_another_version_is_not_taken_over() -> None:
+def test_objects_of_another_version_are_not_taken_over() -> None:
     shell = CoreShell(1 << 16)
     old = add(shell, "a", np.array([100, 101, 102]))
     read(shell, 1, "a", [0, 1, 2])

@@ -39,7 +39,7 @@ def test_a_client_holds_few_journals_and_all_of_them_not_many() -> None:
     assert descriptors() == before
 
 
-def test_what_is_no_memfd_is_no_journal() -> None:
+def test_descriptors_of_no_memfd_are_no_journal() -> None:
     """A rank that writes to it could have to wait."""
     journals = JointJournals()
     for end in map(Descriptor, os.pipe()):

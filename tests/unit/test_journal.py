@@ -56,7 +56,7 @@ def written(records: Sequence[Record]) -> list[Record]:
 
 
 @given(st.lists(st.lists(samples, max_size=4), max_size=4))
-def test_what_samples_read_is_told_as_it_was(batches: list[Batch]) -> None:
+def test_reads_of_samples_are_told_as_they_were(batches: list[Batch]) -> None:
     taken = written([record_of(batch, again=3) for batch in batches])
     reads = [one for one in taken if isinstance(one, Reads)]
     assert [one.again for one in reads] == [3] * len(batches)

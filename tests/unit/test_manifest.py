@@ -106,7 +106,7 @@ def test_the_key_is_of_the_content_alone(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-def test_whatever_differs_changes_the_key(seed: int) -> None:
+def test_any_difference_changes_the_key(seed: int) -> None:
     rng = random.Random(seed)
     manifest, _ = some(rng, rows=rng.randrange(1, 8))
     rows, root = manifest.table.to_pylist(), manifest.root
@@ -218,7 +218,7 @@ def test_impossible_tables_are_malformed(bad: pa.Table) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"ARROW1", b"x" * 100, b"ARROW1\0\0" + bytes(50) + b"ARROW1"]
 )
-def test_what_is_no_arrow_file_is_malformed(data: bytes) -> None:
+def test_bytes_that_are_no_arrow_file_are_malformed(data: bytes) -> None:
     with pytest.raises(MalformedError):
         Manifest.from_arrow(data)
 

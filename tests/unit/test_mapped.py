@@ -120,7 +120,7 @@ def test_a_file_that_was_cut_is_not_read(
         os.truncate(path, COUNT * NBYTES)
 
 
-def test_what_lies_behind_a_file_is_not_read(tmp_path: Path, rows: NDArray[np.uint8]) -> None:
+def test_bytes_behind_a_file_are_not_read(tmp_path: Path, rows: NDArray[np.uint8]) -> None:
     """Its last page is filled up with zeros; other memory may follow."""
     out, offsets = np.empty((20, 100), np.uint8), rows.nbytes - 100 * np.arange(1, 21)
     assert mapping_of(tmp_path / "r").read(str(tmp_path / "r"), offsets, out, np.arange(20))

@@ -110,7 +110,7 @@ def test_every_message_belongs_to_one_union() -> None:
 
 
 @pytest.mark.parametrize("union, kind", kinds(), ids=lambda v: getattr(v, "__name__", ""))
-def test_what_is_sent_comes_back(union: Any, kind: type[Message]) -> None:
+def test_messages_come_back_as_sent(union: Any, kind: type[Message]) -> None:
     rng = np.random.default_rng(1)
     for _ in range(50):
         message = some(kind, rng)

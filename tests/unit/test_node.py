@@ -98,7 +98,7 @@ def test_a_session_that_closes_while_draining_is_ready_only_if_no_daemon_follows
     node.close()
 
 
-def test_what_is_left_was_sized_by_the_settings_in_effect_not_by_those_read_since() -> None:
+def test_kept_memory_was_sized_by_the_settings_in_effect_not_by_those_read_since() -> None:
     auto = MemorySettings(budget="auto")
     for left_by, same in ((MemorySettings(budget="1MiB"), False), (auto, True)):
         with mock.patch.object(node_module, "memory_budget", return_value=1 << 20):
@@ -280,7 +280,7 @@ def test_a_job_that_rehearses_is_dealt_with_the_rows_of_its_memory() -> None:
     node.close()
 
 
-def test_what_earlier_tasks_hold_is_taken_over_once_no_rank_reads_them() -> None:
+def test_objects_of_earlier_tasks_are_taken_over_once_no_rank_reads_them() -> None:
     """Rank 0 is in the second task while rank 1 ends the first; only jobs that rehearse take it."""
     node = node_of(lambda job: job())
     first = Manifest.of_files(["/a", "/b"])

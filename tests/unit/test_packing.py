@@ -335,7 +335,7 @@ def test_a_small_tensor_that_is_kept_holds_no_slot(road: Road) -> None:
     assert max(sizes) <= 3 * sizes[0]
 
 
-def test_whoever_keeps_every_batch_gets_copies(road: Road) -> None:
+def test_a_trainer_that_keeps_every_batch_gets_copies(road: Road) -> None:
     kept = [road.trip(torch.full((50_000,), i)) for i in range(30)]
     assert road.reader.leased == road.reader.max_leased
     assert [int(one[0]) for one in kept] == list(range(30))

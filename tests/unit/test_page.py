@@ -87,7 +87,7 @@ def test_a_client_that_is_silent_or_deaf_is_left(
 @pytest.mark.parametrize(
     "sent", [b"\r\n\r\n", b"\xff\x00\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"x" * 80_000]
 )
-def test_what_is_no_request_gets_no_page(server: PageServer, sent: bytes) -> None:
+def test_bytes_that_are_no_request_get_no_page(server: PageServer, sent: bytes) -> None:
     with connect(server) as odd, contextlib.suppress(OSError):  # the server may have hung up
         odd.sendall(sent)
         odd.shutdown(socket.SHUT_WR)

@@ -23,7 +23,7 @@ def paths(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_what_was_just_written_is_there_and_what_was_dropped_is_not(paths: list[Path]) -> None:
+def test_pages_just_written_are_there_and_dropped_ones_are_not(paths: list[Path]) -> None:
     if not dropped(paths[1]):
         pytest.skip("this file system keeps its pages")
     assert in_page_cache([str(paths[0])])
@@ -51,7 +51,7 @@ def test_links_are_followed(paths: list[Path], tmp_path: Path) -> None:
     assert not in_page_cache([f"{tmp_path}/away/status"])
 
 
-def test_what_is_no_local_file_is_not_there(paths: list[Path]) -> None:
+def test_addresses_of_no_local_file_are_not_there(paths: list[Path]) -> None:
     nowhere = (
         "http://127.0.0.1:9/a",
         "s3://bucket/a",

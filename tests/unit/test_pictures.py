@@ -128,7 +128,7 @@ def reasons(one: TracedStream) -> dict[str, str]:
     return {name: why for name, why in rest.items() if isinstance(why, str)}
 
 
-def test_what_cannot_be_drawn_has_a_reason() -> None:
+def test_pictures_that_cannot_be_drawn_have_a_reason() -> None:
     assert not reasons(stream())
     assert "no epoch after" in reasons(stream(reuse=NO_REUSE))["reuse"]
     direct = reasons(stream(reuse=NO_REUSE, direct_reads=100 * EACH))
@@ -185,7 +185,7 @@ def kept() -> dict[str, Any]:
         (json.dumps({KEY: kept() | {"streams": []}}), "nothing to draw"),
     ],
 )  # fmt: skip
-def test_what_is_no_recording_says_so(
+def test_files_that_are_no_recording_are_refused(
     text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tmp_path / "run.json", tmp_path / "run.png"

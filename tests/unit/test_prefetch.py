@@ -75,7 +75,7 @@ def test_portions_cover_all_within_bounds() -> None:
         assert max(c.stop - c.start for c in cuts) <= window.fetch_objects
 
 
-def test_what_is_affordable_is_a_prefix() -> None:
+def test_affordable_objects_are_a_prefix() -> None:
     assert affordable(np.array([5, 1]), 4) == 0
     assert affordable(np.array([5, 1]), 6) == 2
     assert affordable(np.array([], np.int64), 6) == 0

@@ -191,7 +191,7 @@ class Raising(Dataset[int]):
 
 @pytest.mark.parametrize("device", ["cpu", on_cuda])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_batch_raises_is_raised_in_its_turn_and_the_next_follow(
+def test_an_error_of_a_batch_is_raised_in_its_turn_and_the_next_follow(
     workers: int, device: str
 ) -> None:
     source: Any = creel.DataLoader(Raising(), num_workers=workers, creel=False)

@@ -57,7 +57,7 @@ def test_the_budget_is_used_whole_and_shares_differ_by_at_most_one(case: int) ->
 
 
 @pytest.mark.parametrize("case", seeds(200))
-def test_what_is_kept_of_two_parts_is_what_is_kept_of_all(case: int) -> None:
+def test_samples_kept_of_two_parts_are_those_kept_of_all(case: int) -> None:
     rng = random.Random(case)
     classes = any_classes(rng)
     budget = rng.randrange(1, len(classes) + 2)

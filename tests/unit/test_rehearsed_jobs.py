@@ -96,7 +96,7 @@ def test_before_anything_was_added_a_loader_rehearses_but_replays_nothing(data: 
     assert epoch.rehearses
 
 
-def test_what_a_job_may_read_are_its_samples_and_what_is_kept(data: Any) -> None:
+def test_a_job_may_read_its_samples_and_the_kept_ones(data: Any) -> None:
     first, second, _ = parts(data)
     memory = creel.Rehearsal(2, budget=5)
     memory.add(first)

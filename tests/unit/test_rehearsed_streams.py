@@ -78,7 +78,7 @@ def test_each_block_replays_what_was_kept_of_the_blocks_before(place: Place, see
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_it_goes_on_at_any_batch_with_any_ranks_of_as_large_steps(
+def test_a_rehearsed_stream_goes_on_at_any_batch_with_any_ranks_of_as_large_steps(
     tmp_path: Path, seed: int
 ) -> None:
     draw = random.Random(seed)

@@ -245,7 +245,7 @@ def test_a_version_is_the_tag_else_time_and_length() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 403, 405, 501])
-def test_who_refuses_head_is_asked_by_a_get(status: int) -> None:
+def test_servers_that_refuse_head_are_asked_by_a_get(status: int) -> None:
     tag = version(says(200, ETag="a"))
     assert version(says(status, ETag="a")) == tag
     assert version(says(status, get=206, ETag="a")) == tag
@@ -254,7 +254,7 @@ def test_who_refuses_head_is_asked_by_a_get(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 404, 410, 500, 503])
-def test_what_the_server_does_not_give_is_missing(status: int) -> None:
+def test_objects_that_the_server_does_not_give_are_missing(status: int) -> None:
     assert version(says(status, get=status, ETag="a")) == MISSING
 
 

@@ -157,7 +157,7 @@ def test_an_object_that_was_changing_is_not_kept() -> None:
     assert (after.offset["a"] == NOWHERE).all()
 
 
-def test_what_nobody_takes_up_is_free_again() -> None:
+def test_kept_memory_that_no_dataset_takes_up_is_free_again() -> None:
     ranges = np.array([64, 4096]), np.array([64, 128])
     space = Allocator(CAPACITY, {"gone": ranges})
     assert space.free_bytes == CAPACITY - 192
@@ -269,7 +269,7 @@ def taken(left: dict[str, Descriptor], total: int = 8 * GB, **settings: Any) -> 
     return kept_memory.take(left, memory, total) is not None
 
 
-def test_what_was_left_is_taken_once(left: dict[str, Descriptor]) -> None:
+def test_kept_memory_is_taken_once(left: dict[str, Descriptor]) -> None:
     found = kept_memory.take(left, MemorySettings(budget="1024KiB"), 8 * GB)
     assert found is not None
     assert found.space.free_bytes == MB

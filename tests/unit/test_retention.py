@@ -148,7 +148,7 @@ def test_an_order_nobody_knows_is_no_reason_to_keep_less() -> None:
     assert epochs.boundary(0, 1500 * EACH, known=False).plan().stays.sum() == 1500
 
 
-def test_what_the_next_epoch_does_not_read_leaves_first() -> None:
+def test_objects_that_the_next_epoch_does_not_read_leave_first() -> None:
     epochs = Epochs(seed=7, n=3000)
     epochs.orders[1] = epochs.orders[1][:1000]
     stays = epochs.boundary(0, 1200 * EACH).plan().stays

@@ -28,7 +28,7 @@ def answer(hits: int, samples: int = 0) -> dict[str, Any]:
     }
 
 
-def test_what_was_counted_before_a_run_is_not_of_it() -> None:
+def test_counts_from_before_a_run_are_not_of_it() -> None:
     runs = Runs()
     runs.opened("a", 10.0, lambda: answer(100, 40), alone=True)
     told = runs.since(answer(130, 45), 12.0)

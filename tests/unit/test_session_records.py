@@ -56,7 +56,7 @@ def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:
     assert session.words[REVOKED] == revoked + 1
 
 
-def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
+def test_steps_of_a_void_plan_are_not_claimed_any_more() -> None:
     """Else the next plan's step of that number would count as a stall too early."""
     session = _record()
     words = session.words

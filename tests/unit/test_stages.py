@@ -38,7 +38,7 @@ def test_a_wait_is_divided_as_if_each_nanosecond_had_been_watched(seed: int) -> 
     ]
 
 
-def test_what_is_told_adds_up_to_what_was_counted() -> None:
+def test_told_times_add_up_to_those_counted() -> None:
     meter = Meter()
     said: dict[str, int] = {}
     for i in range(5):

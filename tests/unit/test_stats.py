@@ -140,7 +140,7 @@ def test_the_loaders_of_a_rank_are_one_timeline(session: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("seed", seeds(5))
-def test_whatever_a_client_records_its_utilisation_is_a_share(
+def test_utilisation_is_a_share_for_any_recording_of_a_client(
     seed: int, session: Callable[..., Any]
 ) -> None:
     rng, one = random.Random(seed), session("a", 0)

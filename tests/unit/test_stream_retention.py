@@ -128,7 +128,7 @@ def test_a_chunk_that_became_another_one_is_not_read_as_the_first(
     assert int(stream[8 + 3]["i"]) == 8 + 3
 
 
-def test_what_a_memory_needs_is_not_written_over(in_memory: Path) -> None:
+def test_chunks_that_a_memory_needs_are_not_written_over(in_memory: Path) -> None:
     """Even if it needs nothing of what comes."""
     options: dict[str, Any] = {"keep": 0, "chunk": 8, "readers": ("a",), "linger_s": 1e9}
     with Producer(in_memory, FIELDS, **options) as producer:

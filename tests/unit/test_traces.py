@@ -67,7 +67,7 @@ def test_a_folder_that_others_may_look_into_holds_none(tmp_path: Path) -> None:
         keep(tmp_path, "a", b"y")
 
 
-def test_what_another_process_writes_or_removes_meanwhile_is_its_own_affair(
+def test_traces_that_another_process_writes_or_removes_meanwhile_are_its_own_affair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(tmp_path, "a", b"x")

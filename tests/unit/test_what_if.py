@@ -92,7 +92,7 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
 
 
 @pytest.mark.parametrize("available", [60, 120, 200])
-def test_what_fits_counts_for_its_part(available: int) -> None:
+def test_memory_for_a_part_counts_for_its_part(available: int) -> None:
     """The kept part needs no decode and no read; transforms, a fifth of "decode" here, stay."""
     machine = Machine(2.0, 256 * GIB, available * GIB)
     found = one(machine)
@@ -115,7 +115,7 @@ def test_of_a_slow_storage_only_memory_helps() -> None:
     assert found.changes[0].step_s == pytest.approx(0.2 * 0.75)
 
 
-def test_what_would_not_help_is_not_named() -> None:
+def test_changes_that_would_not_help_are_not_named() -> None:
     words = str(one(Machine(2.0, 512 * GIB, 500 * GIB)))
     assert "workers" not in words, "two cores already have two workers"
     assert "keep_decoded" not in str(one(decoded_measured=0)), "nothing is known of its size"
@@ -139,7 +139,7 @@ def test_the_rank_that_holds_up_the_others_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_a_client_records_there_is_an_answer(seed: int) -> None:
+def test_any_recording_of_a_client_has_an_answer(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lies = rng.integers(-(2**62), 2**62, (64, 8))
     lies[:, 6] = np.sort(lies[:, 6])

@@ -59,7 +59,7 @@ def test_later_batches_are_measured_now_and_then() -> None:
         lambda _: "\ud800" * 1000,
     ],
 )
-def test_what_cannot_be_kept_is_only_counted(decode: Callable[[bytes], Any]) -> None:
+def test_samples_that_cannot_be_kept_are_only_counted(decode: Callable[[bytes], Any]) -> None:
     assert counted(decode) == {"decoded_calls": 1}
 
 

@@ -229,7 +229,7 @@ def state(one: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_has_the_class_state_and_samples_of_the_dataset(kind: Any) -> None:
+def test_a_wrapped_dataset_has_the_class_state_and_samples_of_the_original(kind: Any) -> None:
     bare = kind(3)
     before = list(registered)
     wrapped: Any = creel.wrap(bare)
@@ -425,7 +425,7 @@ class Own(list):  # type: ignore[type-arg]
     ],
     ids=lambda thing: type(thing).__name__,
 )
-def test_what_keeps_its_state_in_c_is_refused_with_advice(thing: Any) -> None:
+def test_datasets_with_state_in_c_are_refused_with_advice(thing: Any) -> None:
     with pytest.raises(ConfigError, match=f"{type(thing).__name__}.*hold it in a torch Dataset"):
         creel.wrap(thing)
 
