@@ -33,6 +33,7 @@ PROMISED = {
     "creel_stall_seconds_total": ("counter", {"job", "rank", "cause"}),
     "creel_prefetch_lead_seconds": ("gauge", {"job", "rank"}),
     "creel_worker_busy_seconds_total": ("counter", {"job", "rank", "stage"}),
+    "creel_accelerator_utilisation": ("gauge", {"job", "rank"}),
     "creel_samples_total": ("counter", {"job", "rank"}),
     "creel_errors_total": ("counter", {"kind"}),
     "creel_build_info": ("gauge", {"version"}),
@@ -54,6 +55,7 @@ TOLD: dict[str, Any] = {
             "nbytes": 300,
             "direct_reads": 2,
             "direct_nbytes": 6,
+            "utilisation": 0.75,
             "stall_s": dict.fromkeys(CAUSES, 0.0) | {"source": 10.0},
             "busy_s": dict.fromkeys(STAGES, 0.0) | {"decode": 20.0, "source": 1.0},
         }
@@ -204,6 +206,7 @@ def test_a_page_has_every_cause_and_every_stage(page: str) -> None:
     assert 'creel_read_seconds_bucket{le="+Inf",source="dddddddddddd"} 6.0' in page
     assert 'creel_prefetch_lead_seconds{job="a",rank="0"} 0.5' in page
     assert 'creel_ready_steps{job="a",rank="0"} 4.0' in page
+    assert 'creel_accelerator_utilisation{job="a",rank="0"} 0.75' in page
     assert 'creel_errors_total{kind="EIO"} 5.0' in page
 
 
