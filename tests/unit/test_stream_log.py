@@ -417,7 +417,8 @@ def test_a_child_that_is_forked_during_a_put_stops_nobody(
     """It has the producer's files open, and so their locks, as long as it lives."""
     limits: dict[str, Any] = {"chunk": 1, "keep": 0, "readers": ("a",)}
     producer = Producer(in_memory, FIELDS, **limits)
-    link, children = os.link, []
+    link = os.link
+    children: list[int] = []
     alive, stop = os.pipe()
 
     def forking(source: str, target: str) -> None:
