@@ -25,8 +25,8 @@ _PART_OBJECTS = 256
 _LEAST_PART_S = 0.004
 #: Samples whose times count.
 _SAMPLES = 640
-#: Least coefficient of variation of the time of a batch at which all are cut: with less, it gains
-#: below a twentieth.
+#: Least coefficient of variation of the time of a batch at which all are cut. At .25 it gains a
+#: twentieth (benchmarks/shared.py, heavy x64).
 _UNEVEN = 0.15
 #: Most time to join a batch, which the trainer needs, as a part of what workers need for one.
 _JOIN = 0.05

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,8 @@ def test_a_job_whose_parts_are_killed_reads_each_record_once(
     state: Any = {}
     kills = {"job": 0, "producer": 0, "daemon": 0}
     daemon = Running(daemon_name)
-    with Simulation(folder, n, chunk, limits) as simulation:
+    with Simulation(folder, n, chunk, limits) as simulation, ExitStack() as ends:
+        ends.callback(lambda: daemon.kill())  # noqa: PLW0108  the last one
         while True:
             world = 2 if kills["job"] < KILLS - 2 else 1
             since: list[int] = []
@@ -182,7 +183,6 @@ def test_a_job_whose_parts_are_killed_reads_each_record_once(
                 assert said == [None] * world
                 break
             kills["job"] += 1
-    daemon.kill()
     history += since
     assert kills["job"] == KILLS
     assert min(kills.values()) >= KILLS / 2, kills

@@ -124,7 +124,6 @@ class Log:
             raise ConfigError(f"{log.path} holds parts of another stream: delete it")
         if log.medium.write(_ABOUT, msgspec.json.encode(about), new=True):
             return log
-        log.medium.tidy()
         there = cls.open(log.medium.path)
         for name in about.__struct_fields__:
             mine, found = getattr(about, name), getattr(there.about, name)
@@ -133,6 +132,7 @@ class Log:
                     f"{log.path} holds another stream, with {name}={found!r}, not {mine!r}: delete"
                     " it, or use another folder"
                 )
+        log.medium.tidy()
         return there
 
     @classmethod
