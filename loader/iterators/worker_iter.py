@@ -30,9 +30,9 @@ from creel.loader.torch_private import (
     require_prefetch_factor,
     utils,
 )
-from creel.loader.transport.pinning import Pinning
+from creel.loader.transport.pinning import Lender, Pinning
 from creel.loader.workers.batch_pool import BatchTask
-from creel.loader.workers.events import BatchResult, LeaderLoss
+from creel.loader.workers.events import BatchResult, LeaderLoss, ReadyBatch
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.pool import WorkerPool
 from creel.loader.workers.shared_pool import SharedPool
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 
 
-class WorkerIter(AheadIter, MultiProcessingDataLoaderIter):
+class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
     """One epoch of a map-style dataset, in batches from creel's own workers.
 
     Subclasses torch's iterator for code that checks its class or calls its `_shutdown_workers`, but
@@ -133,6 +133,8 @@ class WorkerIter(AheadIter, MultiProcessingDataLoaderIter):
         if not first_iter:
             self._moment = self._loader_state.before(loader)
             self._drop_held()
+            if self._pool.pinner is not None:
+                self._pool.pinner.lend(False)
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         late = None if first_iter else self._run.bind_late(loader)
         self._run.begin(loader, self, self._moment)
@@ -268,7 +270,12 @@ class WorkerIter(AheadIter, MultiProcessingDataLoaderIter):
             self._run.lost(event.index)
             raise_failure(data)
         self._run.deliver(self._rcvd_idx, event.times, event.worker, batch=event.index)
+        self._lent = event.lent if isinstance(event, ReadyBatch) else ()
         return data
+
+    def lend(self) -> None:
+        if self._pool.pinner is not None:
+            self._pool.pinner.lend(True)
 
     def _note_bad(self, samples: list[BadSample]) -> None:
         """Note the workers' bad samples; raises if all workers together found too many."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
+from collections import deque
 from collections.abc import (
     Callable,
     Iterable,
@@ -12,11 +15,15 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from creel.loader.transport.pinning import Lender
+from creel.system.forks import at_fork
 
 T = TypeVar("T")
 
@@ -28,8 +35,9 @@ def prefetch_to(device: torch.device | str | int, loader: Iterable[T]) -> OnDevi
             ...
 
     On CUDA the next batch is copied on a stream of its own while the step computes. Give the loader
-    `pin_memory=True`: other memory is copied in the calling thread. On other devices each batch is
-    moved when it is asked for.
+    `pin_memory=True`: other memory is copied in the calling thread. Batches of a
+    `creel.DataLoader`'s workers are then copied out of the workers' own memory, and nowhere else.
+    On other devices each batch is moved when it is asked for.
 
     Tensors, and whatever else has `to(device)`, are moved; dicts, lists, tuples and the like keep
     their types, as with `pin_memory=True`. What a batch raises is raised in its turn.
@@ -53,7 +61,7 @@ class OnDevice(Generic[T]):
     def __init__(self, device: torch.device | str | int, loader: Iterable[T]) -> None:
         self.device, self.loader = torch.device(device), loader
         self._batches: OneAhead[Any] | None = None
-        self._stream: torch.cuda.Stream | None = None  # kept: memory belongs to a stream
+        self._copies: Copies | None = None  # kept: memory belongs to a stream
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # TypeError if it has none
@@ -68,11 +76,13 @@ class OnDevice(Generic[T]):
         if self.device.type != "cuda":
             self._batches = None
             return map(partial(moved, device=self.device), batches)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's
+        if self._copies is None:
+            self._copies = Copies(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]  # torch's
+        lender = batches if isinstance(batches, Lender) else Lender()
+        lender.lend()
         # What a creel loader's `indices` are made of: those of the batch that is used, not held.
         returned = getattr(self.loader, "_creel_returned", SimpleNamespace(index=None))
-        self._batches = OneAhead(batches, partial(_copied, self._stream), returned)
+        self._batches = OneAhead(batches, partial(self._copies.begin, lender=lender), returned)
         return self._batches
 
     def state_dict(self) -> Any:
@@ -122,20 +132,61 @@ class OneAhead(Iterator[T]):
             return e
 
 
-def _copied(stream: torch.cuda.Stream, batch: T) -> Callable[[], T]:
-    """Begin to copy a batch, and return what makes the current stream wait for it."""
-    # Memory of batches that were dropped is used again: after the steps that may still read it.
-    # Unlike Tensor.record_stream this also holds for tensors inside objects with a `to` of theirs.
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        on_device: T = moved(batch, stream.device)
-    done = stream.record_event()
+class Copy:
+    """The copy of a batch: `done` when it has ended, and what is not written until then."""
 
-    def finish() -> T:
-        torch.cuda.current_stream(stream.device).wait_event(done)
-        return on_device
+    def __init__(self, done: torch.cuda.Event, lent: Sequence[object]) -> None:
+        self.done, self.lent = done, lent
+        _copies.add(self)
 
-    return finish
+
+class Copies:
+    """Copies of batches to a device, on a stream of their own."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._pending: deque[Copy] = deque()  # in order: those of lent memory
+
+    def begin(self, batch: T, lender: Lender) -> Callable[[], T]:
+        """Begin to copy the last batch of `lender`.
+
+        Returns:
+            What makes the current stream wait for the copy, and returns it.
+        """
+        while self._pending and self._pending[0].done.query():  # type: ignore[no-untyped-call]  # torch's
+            self._pending.popleft()
+        stream, lent = self._stream, lender.take_lent()
+        # Memory of batches that were dropped is used again: after the steps that may still read it.
+        # Unlike Tensor.record_stream this also holds for tensors inside objects with own `to`.
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        try:
+            with torch.cuda.stream(stream):
+                on_device: T = moved(batch, stream.device)
+        finally:
+            made = Copy(stream.record_event(), lent)
+            if lent:
+                self._pending.append(made)
+
+        def finish() -> T:
+            torch.cuda.current_stream(stream.device).wait_event(made.done)
+            return on_device
+
+        return finish
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Wait for the copies: what they read is written when it is no longer held."""
+        while self._pending and not ends():
+            made = self._pending.popleft()
+            if made not in _of_parents:
+                with suppress(RuntimeError):  # CUDA has failed: nothing is copied
+                    made.done.synchronize()
+
+
+_copies: weakref.WeakSet[Copy] = weakref.WeakSet()
+#: In a forked child: the copies of its parents. It must not use their events, nor even end one, by
+#: which torch would end the child.
+_of_parents: list[Copy] = []
+at_fork(after_in_child=lambda: _of_parents.extend(_copies))
 
 
 def moved(data: Any, device: torch.device) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,16 +34,46 @@ class BatchResult:
         """Give back the slots of an unwanted batch."""
         discard(self.packed, self.inbox)
 
+    def lock_pages(self, lock: Callable[[mmap.mmap], object]) -> None:
+        """Lock the pages of the batch's slots; one-offs are not worth it. Before `data`."""
+        for slot_id, once in self.packed.slots:
+            if not once:
+                self.inbox.lock_pages(slot_id, lock)
+
+    def unlock_pages(self) -> None:
+        """Unlock the pages of the batch's slots."""
+        for slot_id, _ in self.packed.slots:
+            self.inbox.unlock_pages(slot_id)
+
+    def leases(self) -> Sequence[object]:
+        """Return what keeps the batch's slots from being written; after `data`."""
+        return self.inbox.leases([slot_id for slot_id, _ in self.packed.slots])
+
 
 @dataclass(frozen=True)
 class ReadyBatch(BatchResult):
-    """A batch that has been pinned, or joined from parts: `packed` is the data itself."""
+    """A batch that has been pinned, or joined from parts: `packed` is the data itself.
+
+    Attributes:
+        lent: leases of the locked slots in which it lies; see `Lender`.
+    """
+
+    lent: Sequence[object] = ()
 
     def data(self) -> Any:
         return self.packed
 
     def drop(self) -> None:
         pass
+
+    def lock_pages(self, lock: Callable[[mmap.mmap], object]) -> None:
+        pass
+
+    def unlock_pages(self) -> None:
+        pass
+
+    def leases(self) -> Sequence[object]:
+        return ()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from creel.loader.transport.batch_message import BatchMessage
 from creel.loader.transport.buffers import keep_freed_memory
@@ -183,8 +184,9 @@ class SharedPool(WorkerPool):
         found = [task.done[part] for part in sorted(task.done)]
         same = found[0].kind if len({part.kind for part in found}) == 1 else ""
         began = time.monotonic()
+        memory = torch.empty if self.pinner is None else self.pinner.memory
         try:
-            data = joined([part.data for part in found] if same else [])
+            data = joined([part.data for part in found] if same else [], memory)
         except UnevenPartsError as e:
             _log.debug("batch %d is made as a whole: %s", key[1], e)
             self._cuts = False

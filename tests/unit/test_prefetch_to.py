@@ -285,7 +285,7 @@ def test_on_cuda_batches_are_torchs_while_steps_are_late(workers: int, pin: bool
 @needs_cuda
 def test_on_cuda_a_copy_does_not_wait_for_the_step_it_is_ahead_of() -> None:
     batches = iter(creel.prefetch_to("cuda", [torch.ones(8).pin_memory() for _ in range(3)]))
-    next(batches)
+    next(batches).sum().item()  # CUDA loads this kernel now: that waits for the device
     torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
     step: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     step.record()

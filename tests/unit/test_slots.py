@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -17,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from creel.cache.memory.buffers import address_of
+from creel.cache.memory.slots import reader as reader_of_slots
 from creel.cache.memory.slots import writer as slots_of_a_worker
 from creel.cache.memory.slots.reader import SlotReader
 from creel.cache.memory.slots.slot import Buffer, Slot
@@ -68,7 +72,8 @@ def test_a_slot_that_cannot_be_mapped_is_copied_once(
     slot.mapping[at : at + MB] = b"x" * MB
     writer.seal()
     with monkeypatch.context() as none:
-        none.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.EMFILE, "none left")))
+        error = OSError(errno.EMFILE, "none left")
+        none.setattr(reader_of_slots, "mapped", mock.Mock(side_effect=error))
         for one in writer.unsent():
             reader.map_slot(*one)
     if leased:
@@ -86,6 +91,70 @@ def test_a_slot_that_cannot_be_mapped_is_copied_once(
     assert reader.view(again.id)[:MB] == b"y" * MB
     assert reader.leased == 0
     writer.close()
+
+
+class Locks:
+    """Stands in for a device's page locks: records which addresses are locked."""
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+
+    def __call__(self, mapping: mmap.mmap) -> object:
+        address = address_of(mapping)
+        self.locked.add(address)
+        lock = Lock()
+        weakref.finalize(lock, self._unlock, address)
+        return lock
+
+    def _unlock(self, address: int) -> None:
+        assert f"{address:x}-" in Path("/proc/self/maps").read_text()  # is still mapped
+        self.locked.remove(address)
+
+
+class Lock:
+    pass
+
+
+def test_pages_stay_locked_until_the_slot_is_unmapped(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    locks = Locks()
+    slot = send(writer, reader, b"x" * MB)
+    for _ in range(2):  # the second time it is locked already
+        reader.lock_pages(slot.id, locks)
+        assert len(locks.locked) == 1
+    assert reader.leases([slot.id, slot.id + 1]) == []
+    tensor = tensor_of(reader.lease(slot.id), MB)
+    (lease,) = reader.leases([slot.id, slot.id + 1])
+    assert address_of(lease) in locks.locked
+    reader.forget([slot.id])
+    del lease
+    assert len(locks.locked) == 1
+    del tensor
+    assert not locks.locked
+
+
+def test_pages_can_be_unlocked(writer: SlotWriter, reader: SlotReader) -> None:
+    locks = Locks()
+    slot = send(writer, reader, b"x" * MB)
+    reader.lock_pages(slot.id, locks)
+    reader.unlock_pages(slot.id)
+    assert not locks.locked
+    reader.lock_pages(slot.id, locks)
+    assert len(locks.locked) == 1
+    (mapping,) = reader.unused(2 * MB)  # the next reader's
+    reader.close()
+    assert len(locks.locked) == 1
+    del mapping
+    assert not locks.locked
+
+
+def test_pages_of_a_private_slot_are_not_locked(writer: SlotWriter) -> None:
+    """Each batch has others: to lock them would copy it."""
+    locks = Locks()
+    reader = SlotReader(max_leased=4, private=True)
+    reader.lock_pages(send(writer, reader, b"x" * MB).id, locks)
+    assert not locks.locked
 
 
 def test_a_slot_is_used_again_once_its_lease_ended(writer: SlotWriter, reader: SlotReader) -> None:
@@ -233,7 +302,8 @@ def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
     del buffer
     assert len(reader.unused(16 * MB)) == 2
     with monkeypatch.context() as none:
-        none.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.EMFILE, "none left")))
+        error = OSError(errno.EMFILE, "none left")
+        none.setattr(reader_of_slots, "mapped", mock.Mock(side_effect=error))
         fd = os.memfd_create("other")
         os.ftruncate(fd, MB)
         reader.map_slot(9, fd, MB)

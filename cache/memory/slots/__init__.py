@@ -21,9 +21,13 @@ part goes into a *one-off*, which is freed with its last tensor: slower, but no 
 `max_leased` slots are leased, the trainer copies batches out. The next worker reuses the slots of
 one that has ended, if the trainer forks it: a child has the same mappings (`SlotReader.unused`).
 
+The trainer may lock the pages of a slot (`lock_pages`), so that a device copies out of them by
+itself. It then holds the leases of a batch until these copies have ended, as no tensor tells that.
+
 What may never happen.
 * A slot is written while a tensor over it lives, in the trainer, or in a child that was forked
   meanwhile: a slot leased at a fork is never written again (`mark_shared`).
+* Pages are unmapped that are locked: a lock belongs to the mapping, and ends just before it.
 * A batch fails because a slot cannot be had: without memory or descriptors it travels otherwise.
 * An access raises SIGBUS: memfds are sealed, and filled before they are mapped.
 * The end of a tensor, in any thread, in the garbage collector or after `close`, takes a lock.

@@ -7,12 +7,25 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from creel.cache.memory.memfd import mapped
 from creel.cache.memory.slots.slot import POPULATE, Buffer, exporter
 from creel.errors import IllegalEventError
 from creel.system.forks import at_fork
+
+
+class SlotMapping(mmap.mmap):
+    """The mapping of a slot.
+
+    Attributes:
+        page_lock: keeps the pages locked for a device until it dies; None: they are not.
+    """
+
+    page_lock: object | None = None
+
+    def __del__(self) -> None:
+        self.page_lock = None  # before the memory is unmapped
 
 
 class SlotReader:
@@ -64,7 +77,7 @@ class SlotReader:
         """
         try:
             flags = mmap.MAP_PRIVATE if self._private else POPULATE  # populating would copy it all
-            self._maps[slot_id] = mapped(fd, nbytes, flags=flags)
+            self._maps[slot_id] = mapped(fd, nbytes, flags=flags, kind=SlotMapping)
         except OSError:
             self._maps[slot_id] = _copy_of(fd, nbytes)
             self._copies.add(slot_id)
@@ -87,6 +100,24 @@ class SlotReader:
         self._live[slot_id] = lease = _SlotLease(buffer, _ended)
         lease.reader, lease.slot_id, lease.once = self._self, slot_id, once
         return buffer
+
+    def lock_pages(self, slot_id: int, lock: Callable[[mmap.mmap], object]) -> None:
+        """Lock the pages of a slot with `lock` until it is unmapped, unless they are locked."""
+        mapping = self._maps.get(slot_id)
+        # What is private has other pages with each batch: locking them would copy the slot.
+        if isinstance(mapping, SlotMapping) and mapping.page_lock is None and not self._private:
+            mapping.page_lock = lock(mapping)
+
+    def unlock_pages(self, slot_id: int) -> None:
+        """End what `lock_pages` did."""
+        mapping = self._maps.get(slot_id)
+        if isinstance(mapping, SlotMapping):
+            mapping.page_lock = None
+
+    def leases(self, slot_ids: Iterable[int]) -> list[Buffer]:
+        """Return the buffers of those of these slots that are leased."""
+        found = [lease() for i in slot_ids if (lease := self._live.get(i)) is not None]
+        return [buffer for buffer in found if buffer is not None]
 
     def release(self, slot_id: int, *, once: bool = False) -> None:
         """Give back a slot that was not leased."""
