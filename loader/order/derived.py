@@ -100,7 +100,7 @@ class Without(Derived):
         self._each = each
         self._gone = np.unique(np.asarray(batches, np.int64))
         self._gone = self._gone[self._gone * each < whole.total]
-        self._retotal()
+        self.total = whole.total - self._missing(whole.total)
         self.live, self.at_once = whole.live, whole.at_once
         self.spread = whole.spread
         if whole.key is not None:
@@ -110,10 +110,6 @@ class Without(Derived):
         """Count the items left out among the first `items` of the whole stream."""
         return int((items - self._gone * self._each).clip(0, self._each).sum())
 
-    def _retotal(self) -> None:
-        """Count the items: `need` may change how many the whole stream has."""
-        self.total = self._order.total - self._missing(self._order.total)
-
     @property
     def ready(self) -> int:
         return self._order.ready - self._missing(self._order.ready)
@@ -121,7 +117,6 @@ class Without(Derived):
     def need(self, item: int) -> None:
         places = in_whole(np.array([item]) // self._each, self._gone) * self._each
         self._order.need(min(int(places[0]) + item % self._each, self._order.total))
-        self._retotal()
 
     def items(self, start: int, stop: int) -> Items:
         if start >= stop:

@@ -80,10 +80,11 @@ def _opened(
         return Weighted(sampler, origin)
     assert isinstance(sampler, RandomSampler)  # noqa: S101  torch's only other sampler
     n, total = len(sampler.data_source), sampler.num_samples
-    count = None if source.unseen else lambda: sampler.num_samples
     if sampler.replacement:
-        return WithReplacement(n, total, origin, count=count)
-    return Shuffled(n, total, origin, spare=True, count=count)
+        return WithReplacement(n, total, origin)
+    if not (n or source.unseen):  # a prediction raises nothing
+        raise ZeroDivisionError("integer division or modulo by zero")  # torch's
+    return Shuffled(n, total, origin, spare=True)
 
 
 def is_sequence(sampler: object) -> bool:

@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -31,9 +31,6 @@ from creel.loader.order.generators import (
 )
 
 Items: TypeAlias = "NDArray[np.integer] | list[object]"
-#: Returns RandomSampler's present number of samples, which is the dataset's length by default.
-Count: TypeAlias = "Callable[[], int]"
-
 #: Items that RandomSampler(replacement=True) draws at a time.
 _DRAWN_AT_ONCE = 32
 
@@ -199,32 +196,17 @@ class Origin(NamedTuple):
 class Drawing(SamplerStream):
     """Base of streams that draw, from a generator that the user can see (`_visible`) or not.
 
-    torch's RandomSampler draws `block` items at a time, and counts its samples again before the
-    last draw: the dataset may have grown or shrunk since the epoch began. `count` does that, for
-    the stream that training reads. A prediction runs no user code: it has none.
+    torch's RandomSampler counts its samples again before its last draw: if the dataset has grown or
+    shrunk since the epoch began, some come twice. Here an epoch has the length that it began with.
     """
 
-    def __init__(
-        self, total: int, origin: Origin, block: int = 0, count: Count | None = None
-    ) -> None:
+    def __init__(self, total: int, origin: Origin) -> None:
         self.total = total
         self._generator, self._outer, self._state, self._unseen = origin
         self._visible = not self._state
         self._start = state_of(self._generator) if self._visible else b""
         self._key = type(self), total, *self._state.items(), self._start
         self.key = self._key
-        self._block, self._count = block, count
-
-    @property
-    def _sure(self) -> int:
-        """Items [0, sure) are part of the epoch, whatever `count` says later."""
-        return self.total if self._count is None else self.total - self.total % self._block
-
-    def _recount(self, item: int) -> None:
-        """Count the samples again if torch has done so once it yields `item`."""
-        if self._count is not None and item >= self._sure:
-            self.total = self._sure + self._count() % self._block
-            self._count = None
 
     def state(self) -> StreamState:
         if not self._state:  # kept, since some users save one after each batch
@@ -234,17 +216,14 @@ class Drawing(SamplerStream):
     def _rebase(self, source: RandomSource) -> None:
         self._generator = source.of(self._outer) if self._visible else clone(self._generator)
         self._unseen = not self._visible or source.unseen
-        self._count = None
 
 
 class Shuffled(Drawing):
     """Consecutive permutations of n, cut off at `total` items."""
 
-    def __init__(
-        self, n: int, total: int, origin: Origin, *, spare: bool = False, count: Count | None = None
-    ) -> None:
+    def __init__(self, n: int, total: int, origin: Origin, *, spare: bool = False) -> None:
         """`spare`: one more permutation is drawn at the end, even if none of it is used."""
-        super().__init__(total, origin, n, count)
+        super().__init__(total, origin)
         self._n = n
         self._spare = spare and self._visible
         self._blocks: list[Permutation] = []
@@ -261,7 +240,6 @@ class Shuffled(Drawing):
         return min(there, self.total)
 
     def need(self, item: int) -> None:
-        self._recount(item)
         n = max(self._n, 1)
         most = self.total // n + 1 if self._spare else -(-self.total // n)
         while len(self._blocks) < min(item // n + 1, most):
@@ -329,8 +307,8 @@ class ShuffledList(Derived):
 class WithReplacement(Drawing):
     """`total` draws from 0 ... n-1, each independent of the others."""
 
-    def __init__(self, n: int, total: int, origin: Origin, *, count: Count | None = None) -> None:
-        super().__init__(total, origin, _DRAWN_AT_ONCE, count)
+    def __init__(self, n: int, total: int, origin: Origin) -> None:
+        super().__init__(total, origin)
         self._n = n
         self._have = 0
         kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
@@ -339,10 +317,9 @@ class WithReplacement(Drawing):
 
     @property
     def ready(self) -> int:
-        return min(self._have, self._sure)
+        return self._have
 
     def need(self, item: int) -> None:
-        self._recount(item)
         wanted = min(_DRAWN_AT_ONCE * (item // _DRAWN_AT_ONCE + 1), self.total)
         if not self._visible and self._have < wanted:
             wanted = min(max(wanted, self._have + _DRAWN_PRIVATELY), self.total)

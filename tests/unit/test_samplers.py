@@ -108,23 +108,25 @@ def test_three_epochs_are_torch_s_at_every_moment(block: int) -> None:
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("later", [1, 10, 33, 45, 60])
-def test_a_dataset_that_grows_or_shrinks_amid_an_epoch_gets_torch_s_batches(
+def test_an_epoch_has_the_length_that_its_dataset_had_at_the_start(
     replacement: bool, own: bool, later: int
 ) -> None:
-    """RandomSampler asks for the number of samples again before its last draw."""
+    """Torch's RandomSampler asks for it again before its last draw, and yields some twice."""
 
-    def rest(begin: Callable[[Loader], Iterator[Any]]) -> tuple[Any, ...]:
+    def two_epochs(begin: Callable[[Loader], Iterator[Any]], *, amid: bool) -> list[Any]:
         torch.manual_seed(5)
         data = Echo(37)
         generator = torch.Generator().manual_seed(6) if own else None
         sampler = RandomSampler(data, replacement, generator=generator)
         loader = DataLoader(data, 4, sampler=sampler, collate_fn=same)
         it = begin(loader)
-        first = plain(next(it))
+        found = [plain(next(it))]
+        data.n = later if amid else data.n
+        found += [plain(batch) for batch in it]
         data.n = later
-        return first, [plain(batch) for batch in it], states(loader)
+        return [*found, *[plain(batch) for batch in begin(loader)], states(loader)]
 
-    assert rest(observe) == rest(iter)
+    assert two_epochs(observe, amid=True) == two_epochs(iter, amid=False)
 
 
 def test_none_left_of_a_dataset_is_torch_s_error() -> None:

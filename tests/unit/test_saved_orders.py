@@ -25,7 +25,6 @@ from torch.utils.data import (
 import creel
 from creel.errors import ConfigError
 from creel.loader.order.epoch_order import EpochOrder
-from creel.loader.order.samplers import without_batches
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,34 +85,6 @@ def test_a_script_that_starts_over_from_its_seed_goes_on_as_before() -> None:
     loader, order = begin(state)
     order.skip(2)
     assert ([plain(b) for b in order], [plain(b) for b in observe(loader)]) == want
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("later", [1, 10, 33, 45, 60])
-def test_an_epoch_without_a_batch_counts_a_dataset_again_as_torch_does(
-    later: int, replacement: bool
-) -> None:
-    def make() -> tuple[Echo, Loader]:
-        data = Echo(37)
-        sampler = RandomSampler(data, replacement, generator=torch.Generator().manual_seed(6))
-        return data, DataLoader(data, 4, sampler=sampler, collate_fn=same)
-
-    data, loader = make()
-    whole = iter(loader)
-    want = [next(whole)]
-    data.n = later
-    want += whole
-    _, loader = make()
-    order = observe(loader)
-    next(order)
-    state = without_batches(loader, order.state(), 1, [2])
-    data, loader = make()
-    order = observe(loader, state=state)
-    order.skip(1)
-    got = [plain(next(order))]
-    data.n = later
-    got += [plain(b) for b in order]
-    assert got == [b for k, b in enumerate(want) if k not in {0, 2}]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
