@@ -116,6 +116,11 @@ def epoch(loader: creel.DataLoader[Any]) -> None:
         pass
 
 
+def kept(workers: int) -> dict[str, Any]:
+    """Arguments for workers that stay: to start them counts as a wait, for each epoch anew."""
+    return {"num_workers": workers, "persistent_workers": workers > 0}
+
+
 @WORKERS
 @pytest.mark.parametrize(
     ("cause", "decoding", "how"),
@@ -134,7 +139,7 @@ def test_slow_code_of_a_person_is_named(
     folder: Path,
 ) -> None:
     files = creel.FileDataset(folder, "*.raw", decode=decoding)
-    loader = creel.DataLoader(files, 4, num_workers=workers, **how)
+    loader = creel.DataLoader(files, 4, **kept(workers), **how)
     epoch(loader)  # workers start, files are read
     before = stats_of(node)["stall_s"]
 
@@ -149,7 +154,7 @@ def test_slow_code_of_a_person_is_named(
 @WORKERS
 def test_a_slow_sampler_of_rows_is_named(workers: int, node: Running, folder: Path) -> None:
     rows = creel.RecordDataset(folder / "000.raw", torch.uint8, NBYTES // FILES)
-    loader = creel.DataLoader(rows, 4, sampler=SlowSampler(), num_workers=workers)
+    loader = creel.DataLoader(rows, 4, sampler=SlowSampler(), **kept(workers))
 
     def named() -> bool:
         epoch(loader)
@@ -163,7 +168,7 @@ def test_a_slow_source_is_named(workers: int, node: Running, folder: Path) -> No
     with Server(folder, bandwidth_Bps=FILES * NBYTES) as server:
         urls = [f"{server.url}/{i:03}.raw" for i in range(FILES)]
         files = creel.FileDataset(urls, decode=decode)
-        loader = creel.DataLoader(files, 4, num_workers=workers)
+        loader = creel.DataLoader(files, 4, **kept(workers))
 
         def named() -> bool:
             forget(node)
@@ -180,7 +185,7 @@ def test_a_slow_source_is_named_where_the_loader_reads_it_itself(
     with Server(folder, latency_s=PAUSE_S) as server:
         urls = [f"{server.url}/{i:03}.raw" for i in range(FILES)]
         files = creel.FileDataset(urls, decode=decode)
-        loader = creel.DataLoader(files, 4, sampler=Endless(), num_workers=workers)
+        loader = creel.DataLoader(files, 4, sampler=Endless(), **kept(workers))
 
         def named() -> bool:
             batches = iter(loader)
@@ -198,7 +203,7 @@ def test_a_slow_source_is_named_where_the_loader_reads_it_itself(
 @WORKERS
 def test_a_stopped_daemon_is_named(workers: int, node: Running, folder: Path) -> None:
     files = creel.FileDataset(folder, "*.raw", decode=decode)
-    loader = creel.DataLoader(files, 4, num_workers=workers)
+    loader = creel.DataLoader(files, 4, **kept(workers))
     epoch(loader)
     before = stats_of(node)["stall_s"]
 
