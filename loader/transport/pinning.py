@@ -2,8 +2,8 @@
 
 A batch of workers lies in slots, from which `Pinning.pin` copies it to torch's own pinned memory:
 torch reuses that when its copies to a device have ended. When those from other memory have ended,
-only who began them can tell. So slots are locked themselves, and their batches not copied, if a
-`Lender` is asked to by somebody (`creel.prefetch_to`) who holds what it lends meanwhile.
+only who began them can tell. So slots that carry many batches are locked themselves, and these not
+copied, if a `Lender` is asked to by somebody (`creel.prefetch_to`) who holds what it lends.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class BatchResult:
         discard(self.packed, self.inbox)
 
     def lock_pages(self, lock: Callable[[mmap.mmap], object]) -> None:
-        """Lock the pages of the batch's slots; one-offs are not worth it. Before `data`."""
+        """Lock the pages of the batch's slots that are worth it; before `data`."""
         for slot_id, once in self.packed.slots:
             if not once:
                 self.inbox.lock_pages(slot_id, lock)
@@ -46,8 +46,8 @@ class BatchResult:
             self.inbox.unlock_pages(slot_id)
 
     def leases(self) -> Sequence[object]:
-        """Return what keeps the batch's slots from being written; after `data`."""
-        return self.inbox.leases([slot_id for slot_id, _ in self.packed.slots])
+        """Return what keeps the batch's locked slots from being written; after `data`."""
+        return self.inbox.locked_leases([slot_id for slot_id, _ in self.packed.slots])
 
 
 @dataclass(frozen=True)

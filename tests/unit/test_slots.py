@@ -22,7 +22,7 @@ import torch
 from creel.cache.memory.buffers import address_of
 from creel.cache.memory.slots import reader as reader_of_slots
 from creel.cache.memory.slots import writer as slots_of_a_worker
-from creel.cache.memory.slots.reader import SlotReader
+from creel.cache.memory.slots.reader import COPIES, SlotReader
 from creel.cache.memory.slots.slot import Buffer, Slot
 from creel.cache.memory.slots.writer import ALIGN, TINY, SlotWriter
 from creel.errors import IllegalEventError
@@ -120,12 +120,12 @@ def test_pages_stay_locked_until_the_slot_is_unmapped(
 ) -> None:
     locks = Locks()
     slot = send(writer, reader, b"x" * MB)
-    for _ in range(2):  # the second time it is locked already
+    for times in range(COPIES + 2):  # the last time it is locked already
+        assert len(locks.locked) == (times > COPIES)
         reader.lock_pages(slot.id, locks)
-        assert len(locks.locked) == 1
-    assert reader.leases([slot.id, slot.id + 1]) == []
+    assert reader.locked_leases([slot.id, slot.id + 1]) == []
     tensor = tensor_of(reader.lease(slot.id), MB)
-    (lease,) = reader.leases([slot.id, slot.id + 1])
+    (lease,) = reader.locked_leases([slot.id, slot.id + 1])
     assert address_of(lease) in locks.locked
     reader.forget([slot.id])
     del lease
@@ -137,9 +137,14 @@ def test_pages_stay_locked_until_the_slot_is_unmapped(
 def test_pages_can_be_unlocked(writer: SlotWriter, reader: SlotReader) -> None:
     locks = Locks()
     slot = send(writer, reader, b"x" * MB)
-    reader.lock_pages(slot.id, locks)
+    for _ in range(COPIES + 1):
+        reader.lock_pages(slot.id, locks)
+    assert locks.locked
+    buffer = reader.lease(slot.id)
     reader.unlock_pages(slot.id)
     assert not locks.locked
+    assert not reader.locked_leases([slot.id])
+    del buffer
     reader.lock_pages(slot.id, locks)
     assert len(locks.locked) == 1
     (mapping,) = reader.unused(2 * MB)  # the next reader's
@@ -153,7 +158,9 @@ def test_pages_of_a_private_slot_are_not_locked(writer: SlotWriter) -> None:
     """Each batch has others: to lock them would copy it."""
     locks = Locks()
     reader = SlotReader(max_leased=4, private=True)
-    reader.lock_pages(send(writer, reader, b"x" * MB).id, locks)
+    slot = send(writer, reader, b"x" * MB)
+    for _ in range(COPIES + 1):
+        reader.lock_pages(slot.id, locks)
     assert not locks.locked
 
 
@@ -249,7 +256,7 @@ def test_a_closed_reader_gives_nothing_back(writer: SlotWriter, reader: SlotRead
 
 def test_a_tensor_alive_at_exit_does_no_harm() -> None:
     code = (
-        "import sys, torch; from creel.cache.memory.slots.reader import SlotReader\n"
+        "import sys, torch; from creel.cache.memory.slots.reader import COPIES, SlotReader\n"
         "from creel.cache.memory.slots.writer import SlotWriter\n"
         "w, r = SlotWriter(max_slots=8), SlotReader(max_leased=4); s, _ = w.room(9999); w.seal()\n"
         "[r.map_slot(*one) for one in w.unsent()]\n"

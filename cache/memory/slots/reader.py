@@ -14,15 +14,20 @@ from creel.cache.memory.slots.slot import POPULATE, Buffer, exporter
 from creel.errors import IllegalEventError
 from creel.system.forks import at_fork
 
+#: Batches that are copied out of a slot before its pages are locked, which takes as long.
+COPIES = 2
+
 
 class SlotMapping(mmap.mmap):
     """The mapping of a slot.
 
     Attributes:
         page_lock: keeps the pages locked for a device until it dies; None: they are not.
+        asked: how often they were to be locked.
     """
 
     page_lock: object | None = None
+    asked = 0
 
     def __del__(self) -> None:
         self.page_lock = None  # before the memory is unmapped
@@ -102,10 +107,16 @@ class SlotReader:
         return buffer
 
     def lock_pages(self, slot_id: int, lock: Callable[[mmap.mmap], object]) -> None:
-        """Lock the pages of a slot with `lock` until it is unmapped, unless they are locked."""
+        """Lock the pages of a slot with `lock` until it is unmapped.
+
+        Not at once: some slots carry few batches, and to lock one takes as long as to copy several.
+        """
         mapping = self._maps.get(slot_id)
         # What is private has other pages with each batch: locking them would copy the slot.
-        if isinstance(mapping, SlotMapping) and mapping.page_lock is None and not self._private:
+        if not isinstance(mapping, SlotMapping) or self._private:
+            return
+        mapping.asked += 1
+        if mapping.asked > COPIES and mapping.page_lock is None:
             mapping.page_lock = lock(mapping)
 
     def unlock_pages(self, slot_id: int) -> None:
@@ -114,10 +125,15 @@ class SlotReader:
         if isinstance(mapping, SlotMapping):
             mapping.page_lock = None
 
-    def leases(self, slot_ids: Iterable[int]) -> list[Buffer]:
-        """Return the buffers of those of these slots that are leased."""
-        found = [lease() for i in slot_ids if (lease := self._live.get(i)) is not None]
-        return [buffer for buffer in found if buffer is not None]
+    def locked_leases(self, slot_ids: Iterable[int]) -> list[Buffer]:
+        """Return the buffers of those of these slots that are leased and locked."""
+        found = []
+        for slot_id in slot_ids:
+            lease, mapping = self._live.get(slot_id), self._maps.get(slot_id)
+            buffer = None if lease is None else lease()
+            if buffer is not None and getattr(mapping, "page_lock", None) is not None:
+                found.append(buffer)
+        return found
 
     def release(self, slot_id: int, *, once: bool = False) -> None:
         """Give back a slot that was not leased."""
