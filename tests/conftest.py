@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     start method name it.
     """
     multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_forkserver_preload(["torch"])  # once, not in each worker that it starts
     config.addinivalue_line("filterwarnings", "ignore:This DataLoader will create:UserWarning")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
