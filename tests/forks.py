@@ -80,6 +80,34 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+#: Linux's number (6.1 and later), for which `mmap` has no name yet.
+_MADV_COLLAPSE = 25
+_LARGE_NBYTES = 2 << 20
+
+
+def make_forks_cheap() -> None:
+    """Put what this process has in memory into large pages, once; elsewhere nothing happens.
+
+    A fork copies an entry for each page and a child takes back each, which for 290 MB is most of
+    what a worker costs that reads a few samples: 33 ms of the kernel's time, 17 after this. It
+    turns no setting: memory that comes later has small pages, and a page that is written to after
+    a fork becomes small ones again, of which one is copied.
+    """
+    gc.collect()
+    gc.freeze()  # a collection would write to all objects, and take 300 ms
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        span, access, *_, inode = line.split()[:5]
+        if access != "rw-p" or inode != "0":
+            continue
+        start, stop = (int(address, 16) for address in span.split("-"))
+        first = -(-start // _LARGE_NBYTES) * _LARGE_NBYTES
+        last = stop // _LARGE_NBYTES * _LARGE_NBYTES
+        if first < last:
+            advise(first, last - first, _MADV_COLLAPSE)
+
+
 def prepare(what: str) -> socket.socket:
     """Start the process that forks "daemon"s or "program"s; it ends when the line is closed."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -175,7 +203,7 @@ def main(what: str, line: int) -> int:
         import creel
 
         creel.DataLoader, creel.FileDataset, creel.wrap  # noqa: B018  imported with torch
-    gc.freeze()
+    make_forks_cheap()
     return run() if fork_on_request(socket.socket(fileno=line)) else 0
 
 

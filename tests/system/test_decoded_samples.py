@@ -150,8 +150,10 @@ def test_batches_are_torchs_and_each_file_is_decoded_once(
 def test_spawned_workers_share_what_they_keep(
     make: Make, paths: list[str], log: Path, method: str
 ) -> None:
-    more = {"num_workers": 1, "multiprocessing_context": method}
-    ours, theirs = loaders(make(paths, log), paths, log, **more)
+    more: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": 1}
+    ours = creel.DataLoader(make(paths, log), multiprocessing_context=method, **more)
+    # A fork, whose batches are the same: each that is not one imports torch.
+    theirs = DataLoader(Plain(paths, Decode(log.with_name("other")), Augment()), **more)
     check_epochs(ours, theirs, 2)
     assert calls(log) == N
 

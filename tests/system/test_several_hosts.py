@@ -189,7 +189,7 @@ def test_hosts_plan_together_for_a_part_of_a_dataset() -> None:
 def test_hosts_that_rehearse_read_each_file_once(kind: str) -> None:
     """Together they hold .6 of all files; .55 of them may still be read."""
     cores = Cores()
-    files, tasks, epochs, world = 2 * FILES, 4, 3, 4
+    files, tasks, epochs, world = 2 * FILES, 4, 2, 4
     memory = int(0.6 * files * jobs.HELD_NBYTES / world)
     with jobs.storage(files) as storage, hosts.Cluster(hosts=world) as cluster:
         words = [storage.mountpoint, "4", str(epochs), str(int(0.3 * files)), "2", kind, "0", "4"]

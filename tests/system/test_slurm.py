@@ -54,10 +54,9 @@ def nothing_is_left(slurm: Slurm) -> Iterator[None]:
 
 def ended(slurm: Slurm, job: str, state: str = "COMPLETED") -> str:
     """Wait for the end of a job; return its output."""
-    over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-    until(lambda: slurm.state(job) in over, 180, what=f"job {job} has ended")
+    at_end = slurm.end_of(job)
     said = (slurm.folder / f"out-{job}").read_text()
-    assert slurm.state(job) == state, said
+    assert at_end == state, said
     return said
 
 

@@ -54,7 +54,7 @@ def test_spawned_workers_read_every_kind_of_dataset(tmp_path: Path) -> None:
         ]
     )
     loader = DataLoader(
-        every, None, num_workers=2, multiprocessing_context="spawn", collate_fn=as_is
+        every, None, num_workers=1, multiprocessing_context="spawn", collate_fn=as_is
     )
     here = [every[i] for i in range(len(every))]  # type: ignore[arg-type]  # sized
     assert repr(listed(list(loader))) == repr(listed(here))

@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler
 from programs import Program
 from testbed import cluster as hosts
 from testbed.slowfs import SlowFS
+from testbed.train_on_nodes import NBYTES
 
 SCRIPT = Path(__file__).with_name("train_on_nodes.py")
 #: The program with other samplers.
@@ -29,7 +30,6 @@ READS = Path(__file__).with_name("read_on_nodes.py")
 REHEARSES = Path(__file__).with_name("rehearse_on_nodes.py")
 #: Where a rank and its daemon find these modules, and creel if it is not installed.
 _PATH = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-NBYTES = 4000
 #: Memory that a file of NBYTES takes.
 HELD_NBYTES = 4096
 

@@ -39,5 +39,6 @@ def ranks(act: Act, folder: Path, world: int = 2) -> list[Any]:
 def _run(act: Act, rank: int, world: int, folder: Path, writer: Any) -> None:
     where = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+    dist.barrier()  # a rank that had ended by then would cut off one that still connects
     writer.send(act(rank))
     dist.destroy_process_group()

@@ -38,8 +38,7 @@ from torch.utils.data import (
 import creel
 from creel.config import Config
 from creel.loader.client.connections import client_of
-from testbed.jobs import NBYTES
-from testbed.train_on_nodes import say, train
+from testbed.train_on_nodes import NBYTES, say, train
 
 
 class Pairs(Dataset[Any]):

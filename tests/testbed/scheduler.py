@@ -93,10 +93,13 @@ class Slurm:
             "sbatch", "--parsable", f"--chdir={self.folder}", where, *options, str(script)
         ).strip()
 
-    def state(self, job: str) -> str:
-        """Return the state of a job, such as RUNNING or COMPLETED."""
-        words = self.do("scontrol", "show", "job", job).split()
-        return next((word[9:] for word in words if word.startswith("JobState=")), "")
+    def end_of(self, job: str, timeout_s: float = 180) -> str:
+        """Wait for the end of a job; return its state, such as COMPLETED or FAILED."""
+        # One shell asks again and again: to enter a host takes a third of a second of a core.
+        over = "JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)"
+        wait = f"until scontrol -o show job {job} | head -n 1 | grep -oE '{over}'"
+        wait += "; do sleep 0.1; done"
+        return self.do("sh", "-c", wait, timeout_s=timeout_s).strip().removeprefix("JobState=")
 
     def left(self, node: str) -> list[str]:
         """Return what jobs have left on a node: daemons, their sockets, files of the prolog."""

@@ -29,6 +29,8 @@ import creel
 from creel.config import Config
 from creel.loader.client.connections import client_of
 
+#: Of a file.
+NBYTES = 4000
 #: Seconds of a step of training for ranks in step: time on an accelerator, none on the host.
 STEP_S = float(os.environ.get("STEP_S", "0.01"))
 
