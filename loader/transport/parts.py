@@ -46,11 +46,11 @@ def _listed(begin: str, items: Sequence[tuple[str, str]], end: str) -> str:
     return begin + "".join(f"{name}{kind}," for name, kind in items) + end
 
 
-def joined(parts: Sequence[Any], memory: Callable[..., torch.Tensor] = torch.empty) -> Any:
+def joined(parts: Sequence[Any], empty: Callable[..., torch.Tensor] = torch.empty) -> Any:
     """Return one batch of parts that `default_collate` has made, in order.
 
     Args:
-        memory: called as `torch.empty`.
+        empty: makes the tensors, called as `torch.empty`.
 
     Raises:
         UnevenPartsError: they differ in more than the number of samples, or there are none.
@@ -61,26 +61,26 @@ def joined(parts: Sequence[Any], memory: Callable[..., torch.Tensor] = torch.emp
     if len({type(part) for part in parts}) > 1:
         raise UnevenPartsError("their types differ")
     if type(first) is torch.Tensor:
-        return _one_tensor(parts, memory)
+        return _one_tensor(parts, empty)
     if isinstance(first, dict):
         if any(part.keys() != first.keys() for part in parts):
             raise UnevenPartsError("their keys differ")
-        return {key: joined([part[key] for part in parts], memory) for key in first}
+        return {key: joined([part[key] for part in parts], empty) for key in first}
     if type(first) not in {list, tuple}:
         raise UnevenPartsError(f"a {type(first).__name__} has no parts")
     if first and all(isinstance(one, (str, bytes)) for one in first):
         return type(first)(one for part in parts for one in part)
     if len({len(part) for part in parts}) > 1:
         raise UnevenPartsError("their lengths differ")
-    return type(first)(joined(field, memory) for field in zip(*parts, strict=True))
+    return type(first)(joined(field, empty) for field in zip(*parts, strict=True))
 
 
-def _one_tensor(parts: Sequence[torch.Tensor], memory: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _one_tensor(parts: Sequence[torch.Tensor], empty: Callable[..., torch.Tensor]) -> torch.Tensor:
     first = parts[0]
     plain = all(part.is_cpu and part.layout is torch.strided for part in parts)
     alike = len({(part.dtype, part.shape[1:], part.requires_grad) for part in parts}) == 1
     if not plain or not alike or not first.ndim or first.requires_grad:
         raise UnevenPartsError("their tensors differ")
     shape = (sum(map(len, parts)), *first.shape[1:])
-    out = memory(shape, dtype=first.dtype, device="cpu")  # else cat may choose other strides
+    out = empty(shape, dtype=first.dtype, device="cpu")  # else cat may choose other strides
     return torch.cat(list(parts), out=out)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -59,10 +59,12 @@ class Pinner:
         """Set whether batches are lent from now on, as far as their memory can be locked."""
         self._lends = lends and self._pinning.for_cuda()
 
-    @property
-    def memory(self) -> Callable[..., torch.Tensor]:
-        """What makes tensors that `pin` need not copy, if there is such memory."""
-        return empty_pinned if self._pinning.for_cuda() else torch.empty
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        """Return what `torch.empty` does, in pinned memory if there is any."""
+        with suppress(RuntimeError):  # else to pin the batch tells of it
+            if self._pinning.for_cuda():
+                return empty_pinned(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def stop(self) -> None:
         """Stop the thread, which checks every 0.1 s."""
@@ -73,7 +75,7 @@ class Pinner:
     def _run(self) -> None:
         torch.set_num_threads(1)
         self._pinning.use_device()
-        with contextlib.suppress(ReferenceError):
+        with suppress(ReferenceError):
             while not self._stop.is_set():
                 event = self._pool.receive(0.1)
                 if event is not None:

@@ -184,9 +184,9 @@ class SharedPool(WorkerPool):
         found = [task.done[part] for part in sorted(task.done)]
         same = found[0].kind if len({part.kind for part in found}) == 1 else ""
         began = time.monotonic()
-        memory = torch.empty if self.pinner is None else self.pinner.memory
+        empty = torch.empty if self.pinner is None else self.pinner.empty
         try:
-            data = joined([part.data for part in found] if same else [], memory)
+            data = joined([part.data for part in found] if same else [], empty)
         except UnevenPartsError as e:
             _log.debug("batch %d is made as a whole: %s", key[1], e)
             self._cuts = False

@@ -314,6 +314,16 @@ def test_on_cuda_a_slot_is_not_written_before_its_batch_is_copied(
     check([{k: v.to("cuda", non_blocking=True).cpu() for k, v in b.items()} for b in loader])
 
 
+@pytest.mark.usefixtures("embedded")
+def test_batches_are_joined_where_no_pinned_memory_is_left(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = mock.Mock(side_effect=RuntimeError("none is left"))
+    monkeypatch.setattr("creel.loader.workers.pinner.empty_pinned", none)
+    check(list(on_late(loader_of(workers="shared"), device)))
+    assert none.called
+
+
 def test_plain_batches_are_tensors_and_simple_values_in_simple_containers() -> None:
     class Table(dict[str, Any]):
         pass
