@@ -83,14 +83,14 @@ def mapped(
     flags: int = getattr(mmap, "MAP_SHARED", 0),
     *,
     offset: int = 0,
-    kind: type[mmap.mmap] = mmap.mmap,
+    kind: type[mmap.mmap] | None = None,
 ) -> mmap.mmap:
     """Map `nbytes` > 0 of a file. The mapping holds no descriptor; the caller keeps `fd`.
 
     `mmap.mmap(fd)` would duplicate the descriptor, and close that number when the mapping ends.
     Args:
         offset: of the first byte, which begins a page.
-        kind: of the mapping: a class derived from `mmap.mmap`.
+        kind: of the mapping, if not `mmap.mmap` itself.
 
     Raises:
         OSError: it cannot be mapped.
@@ -99,7 +99,7 @@ def mapped(
     if os.fstat(fd).st_size < offset + nbytes:
         raise ValueError(f"the file has no {nbytes} bytes from {offset} on")
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = kind(-1, nbytes, flags=anonymous, prot=prot)  # owns the addresses
+    memory = (kind or mmap.mmap)(-1, nbytes, flags=anonymous, prot=prot)  # owns the addresses
     address = int(np.frombuffer(memory, np.uint8).ctypes.data)
     if _libc_mmap()(address, nbytes, prot, flags | _MAP_FIXED, fd, offset) != address:
         number = ctypes.get_errno()
