@@ -139,7 +139,7 @@ class SampleTimes:
     def measured(self, rows: int, seconds: float) -> None:
         """Enter the time in which one worker made `rows` samples."""
         self._count = min(self._count + rows, _SAMPLES)
-        weight = rows / self._count
+        weight = min(rows / self._count, 1.0)  # a batch may have more samples than are kept
         off_s = seconds / rows - self._mean_s
         if weight == 1:
             self._mean_s = seconds / rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from creel.policies.concurrency import Concurrency
+from creel.policies.concurrency import Concurrency, SampleTimes
 
 CORES = 4
 
@@ -53,3 +53,11 @@ def test_parts_are_long_only_where_every_thread_gets_one() -> None:
     assert speed.more_threads(waiting=1 << 20, began=[], now=0.0) == 6
     assert speed.part_objects(waiting=12) == 2
     assert speed.more_threads(waiting=12, began=[], now=0.0) == 6
+
+
+def test_batches_of_more_samples_than_are_remembered_are_cut_or_not_but_fail_no_training() -> None:
+    times = SampleTimes()
+    for seconds in (0.1, 0.2, 0.1, 0.4, 4.0, 0.1):
+        times.measured(1280, seconds)
+        assert 1 <= times.parts(1280, 8, awaited=False) <= 8
+        assert 1 <= times.parts(1280, 8, awaited=True) <= 8
