@@ -88,6 +88,7 @@ def mapped(
     """Map `nbytes` > 0 of a file. The mapping holds no descriptor; the caller keeps `fd`.
 
     `mmap.mmap(fd)` would duplicate the descriptor, and close that number when the mapping ends.
+
     Args:
         offset: of the first byte, which begins a page.
         kind: of the mapping, if not `mmap.mmap` itself.

@@ -31,6 +31,7 @@ from creel.loader.order.generators import (
 )
 
 Items: TypeAlias = "NDArray[np.integer] | list[object]"
+
 #: Items that RandomSampler(replacement=True) draws at a time.
 _DRAWN_AT_ONCE = 32
 

@@ -256,7 +256,7 @@ def test_a_closed_reader_gives_nothing_back(writer: SlotWriter, reader: SlotRead
 
 def test_a_tensor_alive_at_exit_does_no_harm() -> None:
     code = (
-        "import sys, torch; from creel.cache.memory.slots.reader import COPIES, SlotReader\n"
+        "import sys, torch; from creel.cache.memory.slots.reader import SlotReader\n"
         "from creel.cache.memory.slots.writer import SlotWriter\n"
         "w, r = SlotWriter(max_slots=8), SlotReader(max_leased=4); s, _ = w.room(9999); w.seal()\n"
         "[r.map_slot(*one) for one in w.unsent()]\n"

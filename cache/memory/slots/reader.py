@@ -14,7 +14,7 @@ from creel.cache.memory.slots.slot import POPULATE, Buffer, exporter
 from creel.errors import IllegalEventError
 from creel.system.forks import at_fork
 
-#: Batches that are copied out of a slot before its pages are locked, which takes as long.
+#: Batches that are copied out of a slot before its pages are locked.
 COPIES = 2
 
 
@@ -109,7 +109,7 @@ class SlotReader:
     def lock_pages(self, slot_id: int, lock: Callable[[mmap.mmap], object]) -> None:
         """Lock the pages of a slot with `lock` until it is unmapped.
 
-        Not at once: some slots carry few batches, and to lock one takes as long as to copy several.
+        Not at once: some slots carry few batches, and to lock pages takes time as well.
         """
         mapping = self._maps.get(slot_id)
         # What is private has other pages with each batch: locking them would copy the slot.
