@@ -407,8 +407,9 @@ def _daemons() -> list[psutil.Process]:
 
 def test_ctrl_c_is_the_commands_to_decide(name: str) -> None:
     code = (
-        "import signal; signal.signal(signal.SIGINT, lambda *_: print('goes on', flush=True));"
-        "print('begun', flush=True); input()"
+        "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]);"
+        "print('begun', flush=True);"
+        "signal.sigwait([signal.SIGINT]); print('goes on', flush=True); input()"
     )
     words = ["--name", name, "run", "--memory", "32MiB", "--", sys.executable, "-c", code]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -117,18 +117,26 @@ def own_daemon(config: Config) -> Iterator[None]:
 
 
 def _run(command: Sequence[str], env: dict[str, str]) -> int:
-    try:
-        child = subprocess.Popen(command, env=env)  # noqa: S603 - the command the user gave
-    except OSError as e:
-        raise ConfigError(f"{command[0]}: {e.strerror}") from e
-    with _forwarding(child):
-        while True:
-            try:
-                code = child.wait()
-                break
-            except KeyboardInterrupt:  # the terminal has signalled the child, too: let it decide
-                continue
+    with _ctrl_c_for_the_command():
+        try:
+            child = subprocess.Popen(command, env=env)  # noqa: S603 - the command the user gave
+        except OSError as e:
+            raise ConfigError(f"{command[0]}: {e.strerror}") from e
+        with _forwarding(child):
+            code = child.wait()
     return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _ctrl_c_for_the_command() -> Iterator[None]:
+    """Do nothing on SIGINT: the terminal sends it to the command, too, which decides."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # which the command inherits, as it inherits no handler
+        signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
