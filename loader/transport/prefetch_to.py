@@ -35,9 +35,9 @@ def prefetch_to(device: torch.device | str | int, loader: Iterable[T]) -> OnDevi
             ...
 
     On CUDA the next batch is copied on a stream of its own while the step computes. Give the loader
-    `pin_memory=True`: other memory is copied in the calling thread. Plain
-    batches of a `creel.DataLoader`'s workers are then copied out of the workers' own memory.
-    On other devices each batch is moved when it is asked for.
+    `pin_memory=True`: other memory is copied in the calling thread. Plain batches of a
+    `creel.DataLoader`'s workers are then copied out of the workers' own memory. On other devices
+    each batch is moved when it is asked for.
 
     Tensors, and whatever else has `to(device)`, are moved; dicts, lists, tuples and the like keep
     their types, as with `pin_memory=True`. What a batch raises is raised in its turn.

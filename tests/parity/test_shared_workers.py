@@ -143,7 +143,7 @@ def test_several_workers_make_each_batch_where_their_times_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else workers would be idle while one makes a long batch, as batches come in order."""
-    # On busy cores it may take longer to join batches that are as small as these.
+    # Of batches as short as these, joining takes more than that where the cores are busy.
     monkeypatch.setattr(concurrency, "_JOIN", float("inf"))
     given: dict[str, Any] = {"dataset": Uneven(60), "num_workers": 4}
     torch.manual_seed(3)

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch  # noqa: F401  for the forks
 
+from creel.cli import run
 from creel.cli.main import main
 from creel.config import Config
 from creel.loader.client.embed import connect_or_start
@@ -421,6 +422,18 @@ def test_ctrl_c_is_the_commands_to_decide(name: str) -> None:
         assert json.loads(creel("--name", name, "status", "--json"))["state"] == "serving"
         running.communicate(b"\n", 60)
     assert running.returncode == 0
+
+
+def test_ctrl_c_while_the_command_is_started_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    assert run._run(["sh", "-c", "exit 3"], dict(os.environ)) == 3
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def _children_named(pid: int, word: str) -> list[int]:

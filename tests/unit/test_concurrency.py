@@ -55,7 +55,7 @@ def test_parts_are_long_only_where_every_thread_gets_one() -> None:
     assert speed.more_threads(waiting=12, began=[], now=0.0) == 6
 
 
-def test_batches_of_more_samples_than_are_remembered_are_cut_or_not_but_fail_no_training() -> None:
+def test_a_batch_may_have_more_samples_than_are_remembered() -> None:
     times = SampleTimes()
     for seconds in (0.1, 0.2, 0.1, 0.4, 4.0, 0.1):
         times.measured(1280, seconds)
