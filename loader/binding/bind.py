@@ -30,6 +30,7 @@ from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
 from creel.loader.page_cache import in_page_cache
 from creel.loader.reading.lease import Lease
 from creel.loader.rehearsal.rehearsed import numbers_of
+from creel.loader.user_code.protected import length
 from creel.policies.arrays import Ids, Ints
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 
@@ -147,7 +148,10 @@ class Binding:
 
     def still(self, indices: Ints | None = None) -> bool:
         """Whether `bind` would still give the same for these (n,) samples, None for all."""
-        return self._root.still(indices)
+        try:
+            return self._root.still(indices)
+        except Exception:  # noqa: BLE001  what a Subset has now compares as it likes
+            return False
 
     def objects(self, indices: Ints) -> tuple[Ids, Ints]:
         """Return the objects that samples consist of.
@@ -214,8 +218,8 @@ class Binding:
         kept = sum(store.kept for store in stores if store is not None)
         if not kept:
             return False  # first: a stream has no length
-        samples = len(self.dataset)  # type: ignore[arg-type]  # map-style datasets have a length
-        if kept < samples:
+        samples = length(self.dataset)
+        if samples is None or kept < samples:
             return False
         ids = self.objects(np.arange(samples))[0]
         for leaf, store in zip(self.leaves, stores, strict=True):

@@ -16,7 +16,7 @@ from creel.loader.binding.wrapped import Trace, Wrapped, is_wrapped, trace_of, u
 from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
 from creel.loader.decoded.keeping import Keeping
 from creel.loader.decoded.kept import KeptDataset
-from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed
+from creel.loader.rehearsal.rehearsed import KeptRows, RehearsedRows, placed
 from creel.policies.arrays import Ids, Ints, unique
 
 D = TypeVar("D")
@@ -36,13 +36,24 @@ def unchanged(dataset: object, base: type[D]) -> TypeGuard[D]:
 
 
 def inside(dataset: object) -> list[Any] | None:
-    """Return the datasets directly below a wrapper of torch or creel; None for other datasets."""
+    """Return the datasets directly below a wrapper of torch or creel; None for other datasets.
+
+    None also for a subclass of one that is not complete yet: its worker_init_fn may do the rest.
+    """
     if is_wrapped(dataset):
         return [unwrap(dataset)]
+    rows = placed(dataset)
+    if rows is not None:
+        return list(rows.datasets)
+    try:
+        return _inside(dataset)
+    except Exception:  # noqa: BLE001  torch looks at these attributes in the workers only
+        return None
+
+
+def _inside(dataset: object) -> list[Any] | None:
     if type(dataset) is Transformed or type(dataset) is KeptDataset or unchanged(dataset, Subset):
         return [dataset.dataset]
-    if isinstance(dataset, (KeptRows, Rehearsed)):
-        return list(dataset.datasets)
     if unchanged(dataset, ConcatDataset):
         return list(dataset.datasets)
     if unchanged(dataset, StackDataset):
@@ -298,13 +309,19 @@ class ConcatNode(TreeNode):
 class PlacedNode(TreeNode):
     """The rows of a rehearsal memory, or new data with them: a sample of one of the children."""
 
+    def __init__(
+        self, dataset: Any, children: Sequence[TreeNode], rows: KeptRows | RehearsedRows
+    ) -> None:
+        super().__init__(dataset, children)
+        self._rows = rows
+
     def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
-        which, numbers = self.dataset.places(np.asarray(indices, np.int64))
+        which, numbers = self._rows.places(np.asarray(indices, np.int64))
         places = [(c, np.flatnonzero(which == c)) for c in unique(which)]
         return [(self.children[c], at, numbers[at]) for c, at in places]
 
     def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
-        made: Dataset[Sample] = self.dataset.over([c.frozen(copies) for c in self.children])
+        made: Dataset[Sample] = self._rows.over([c.frozen(copies) for c in self.children])
         return made
 
     def raw(self) -> Raw | None:
@@ -388,8 +405,9 @@ class Tree:
         children = [self.build(one) for one in below]
         if isinstance(dataset, ConcatDataset):
             return ConcatNode(dataset, children)
-        if isinstance(dataset, (KeptRows, Rehearsed)):
-            return PlacedNode(dataset, children)
+        rows = placed(dataset)
+        if rows is not None:
+            return PlacedNode(dataset, children, rows)
         return TreeNode(dataset, children)  # Transformed or a StackDataset
 
     def traced(self, dataset: Dataset[Sample], trace: Trace) -> TreeNode:

@@ -16,6 +16,7 @@ from creel.errors import ConfigError
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.torch_private import default_store
+from creel.loader.user_code.protected import attribute
 from creel.policies.order.remap import Exchange
 
 REMAP = Topic(
@@ -30,7 +31,7 @@ def distributed_sampler(index_sampler: Iterable[object]) -> tuple[DistributedSam
     Raises:
         ConfigError: it is not torch's own DistributedSampler.
     """
-    inner = getattr(index_sampler, "sampler", None)
+    inner = attribute(index_sampler, "sampler")
     if type(index_sampler) is not BatchSampler or type(inner) is not DistributedSampler:
         raise ConfigError("remap needs sampler=DistributedSampler(...) and a batch_size")
     return inner, index_sampler.batch_size

@@ -24,6 +24,8 @@ from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.order.epoch_order import rehearsed_batches
 from creel.loader.torch_private import default_store
 from creel.loader.transport.channel import Channel
+from creel.loader.user_code.protected import attribute, length
+from creel.loader.user_code.values import is_whole, wrong
 from creel.system.unix_peers import peer_of
 
 if TYPE_CHECKING:
@@ -82,13 +84,11 @@ def check(replicate: Any) -> None:
     Raises:
         ConfigError: it is neither a number of ranks, a process group nor a DeviceMesh.
     """
-    if isinstance(replicate, int) and replicate >= 1 and not isinstance(replicate, bool):
+    if is_whole(replicate, 1):
         return
-    is_mesh = isinstance(getattr(replicate, "mesh", None), torch.Tensor)
+    is_mesh = isinstance(attribute(replicate, "mesh"), torch.Tensor)
     if not is_mesh and not isinstance(replicate, getattr(torch.distributed, "ProcessGroup", ())):
-        raise ConfigError(
-            f"replicate={replicate!r}: give a number of ranks, a process group or a DeviceMesh"
-        )
+        raise wrong("replicate", replicate, "a number of ranks, a process group or a DeviceMesh")
 
 
 def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
@@ -125,11 +125,13 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
 
 def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
     """Return what must be equal on all ranks so that their iterators yield the same batches."""
-    try:
-        samples = len(loader.dataset)  # type: ignore[arg-type]  # not all datasets have one
-    except (TypeError, NotImplementedError):
-        samples = -1
-    numbers = samples, loader.batch_size or 0, loader.num_workers, loader.prefetch_factor or 0
+    samples = length(loader.dataset)  # not all datasets have one
+    numbers = (
+        -1 if samples is None else samples,
+        loader.batch_size or 0,
+        loader.num_workers,
+        loader.prefetch_factor or 0,
+    )
     flags = plain, loader.persistent_workers, loader.in_order, loader.drop_last
     rehearsed = rehearsed_batches(loader)
     memory = 0 if rehearsed is None else int(rehearsed.digest, 16) >> 1  # 63 bits

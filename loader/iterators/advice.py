@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch.utils.data import DistributedSampler, Sampler
 
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.order.custom.sampler_state import attribute
+from creel.loader.user_code.protected import attribute
 
 _log = logging.getLogger("creel.loader")
 _said: set[str] = set()
@@ -69,7 +69,7 @@ def _dealing(sampler: object) -> Iterator[str]:
         seen.add(id(sampler))
         ranks = attribute(sampler, "num_processes")
         if isinstance(sampler, DistributedSampler):
-            ranks = sampler.num_replicas
+            ranks = attribute(sampler, "num_replicas")  # a subclass may lack it
         if type(ranks) is int and ranks > 1:
             yield type(sampler).__name__
         sampler = _inner(sampler)

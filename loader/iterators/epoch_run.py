@@ -30,7 +30,7 @@ from creel.loader.order.epoch_order import (
 from creel.loader.order.samplers import take_over
 from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_predict
 from creel.loader.plan.publish import DIRECT, Claim
-from creel.loader.reading.bad_samples import BadSample, printable
+from creel.loader.reading.bad_samples import BadSample, Key, printable
 from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
 from creel.loader.workers.own_files import Reader, this_thread
@@ -123,7 +123,10 @@ class EpochRun:
         self.stream = loader_state.take_stream(binding)
         self.binding = None if self.stream is None else binding
         self._set_served()
-        return None if self.binding is None else binding.digest()
+        try:
+            return None if self.binding is None else binding.digest()
+        except Exception:  # noqa: BLE001  a user's `__len__` may raise anything
+            return None
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""
@@ -137,7 +140,6 @@ class EpochRun:
         last = loader_state.run
         whole = resume is None and last is not None and last.finished
         loader_state.advice.epoch_begins(index_sampler(loader), after_a_whole_one=whole)
-        loader_state.own_files_may_be_awaited(loader)
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
@@ -148,6 +150,7 @@ class EpochRun:
             state=given,
             exchange=loader_state.exchange(loader),
         )
+        loader_state.own_files_may_be_awaited(loader, known=order.known)
         self.skipped = 0 if resume is None else resume["batches"]
         loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
         loader_state.order, loader_state.run = order, self
@@ -279,8 +282,14 @@ class EpochRun:
         rows = [(one.index, at, one.reason) for one, at in zip(samples, paths, strict=True)]
         done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
         for index, address, reason in rows:
-            _log.warning("sample %d %sis %s: %s", index, address and f"({address}) ", done, reason)
-        self._loader_state.bad_unreported += rows
+            _log.warning("sample %s %sis %s: %s", index, address and f"({address}) ", done, reason)
+        # The daemon lists samples by number.
+        self._loader_state.bad_unreported += [
+            (index, address, reason)
+            if isinstance(index, int)
+            else (-1, address, f"{index}: {reason}")
+            for index, address, reason in rows
+        ]
         self._report_bad()
 
     def _report_bad(self) -> None:
@@ -290,7 +299,7 @@ class EpochRun:
             self._loader_state.bad_unreported = []
             stream.report_bad(rows)
 
-    def _address(self, index: int) -> str:
+    def _address(self, index: Key) -> str:
         """Return the address of a sample's first object; "" if unknown."""
         try:
             assert self.binding is not None  # noqa: S101
@@ -325,7 +334,7 @@ class EpochRun:
         self._loader_state.meter["batches"] += 1
         index = self._pulled.pop(i - 1 if batch is None else batch, None)
         if self._tolerance.known:
-            index = self._tolerance.delivered(index, self._dataset)
+            index = self._tolerance.delivered(index, self._dataset, many=self._many)
         self._returned.index = index
         self.delivered = self.skipped + i
         if self.paced and self.order is not None:

@@ -28,6 +28,7 @@ from typing import NamedTuple, TypedDict, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from creel.loader.options.loader_args import args_of
 from creel.loader.order.custom.sampler_copy import SamplerCopy
 from creel.loader.order.custom.sampler_state import OwnState, own_states
 from creel.loader.order.epoch_plan import EpochPlan
@@ -132,7 +133,7 @@ class EpochOrder:
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._encoded_rng = ""
         self._rehearsed = rehearsed_batches(loader)
-        has_memory = getattr(loader, "rehearsal", None) is not None
+        has_memory = args_of(loader).rehearsal is not None
         self.rehearses = has_memory or self._rehearsed is not None
         if self._rehearsed is not None:
             self.lookahead = 2

@@ -118,7 +118,7 @@ class SharedPool(WorkerPool):
             if freed := self._freed(number):
                 self._post(member, ("freed", freed))
         whole = "any", self._orders, task.message([])
-        cuttable = isinstance(task.index, (list, tuple, np.ndarray))
+        cuttable = type(task.index) in {list, tuple, np.ndarray}  # a subclass slices in its own way
         made = _OpenTask(whole, {WHOLE: whole}, rows=len(task.index) if cuttable else 1)
         count = self._parts(made.rows, task.batch)
         if count > 1:

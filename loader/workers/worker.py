@@ -96,7 +96,7 @@ class WorkerArgs:
     auto_collation: bool
     drop_last: bool
     base_seed: int
-    init_fn: Callable[[int], None] | None
+    init_fn: Callable[[int], object] | None
     worker_id: int
     num_workers: int
     binding: Binding | None
@@ -198,7 +198,7 @@ class _Worker(StepReader):
 
         return timed
 
-    def run_init_fn(self, init_fn: Callable[[int], None] | None) -> None:
+    def run_init_fn(self, init_fn: Callable[[int], object] | None) -> None:
         """Call the user's `worker_init_fn`; its exception becomes the result of every batch.
 
         torch reports it for the first batch, and an UnboundLocalError of its own for the others.
