@@ -148,7 +148,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if isinstance(dataset, Stream):
             if sampler is None and batch_sampler is None:
                 batch_sampler = stream_batches(
-                    dataset, batch_size, shuffle=shuffle, shared=replicate
+                    dataset, batch_size, shuffle=shuffle, drop_last=drop_last, shared=replicate
                 )
                 batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
             if rehearsal is not None:

@@ -3,8 +3,8 @@
 The order is a function of the log alone, whatever the pace of producers and readers. Records are
 taken in *windows* of `shuffle` arrivals, each permuted (without shuffling, a window is one global
 batch). Step t of rank w has the global positions from `(t * world + w) * batch_size` on. So ranks
-need no messages, and all get equally many batches: an incomplete global batch at the end is left
-out.
+need no messages, and all get equally many batches: an incomplete global batch at the end is one of
+a single rank, unless `drop_last`; of several, it is left out.
 
 A place in this order is a window's first record and how many positions of the window are dealt. It
 needs nothing that was deleted, so a job resumes at it in the same time wherever it is.
@@ -39,6 +39,7 @@ class StreamBatches(Sampler[list[int]]):
         name: str | None,
         batch_size: int,
         *,
+        drop_last: bool,
         shuffle: int,
         seed: int,
         begin: int,
@@ -48,6 +49,8 @@ class StreamBatches(Sampler[list[int]]):
     ) -> None:
         super().__init__()
         self.log, self.name, self.batch_size = log, name, batch_size
+        self.drop_last = drop_last
+        self.said = False  # that records are left out
         self.shuffle, self.seed, self.begin = shuffle, seed, begin
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self._start: Place | None = None

@@ -120,12 +120,19 @@ class Stream(RecordDataset):
         )
 
     def batches(
-        self, batch_size: int, *, rank: int | None = None, world: int | None = None
+        self,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
     ) -> StreamBatches:
         """Return a batch sampler that deals the records to the ranks of a job as they arrive.
 
         Args:
             batch_size: of each rank.
+            drop_last: whether one rank leaves out the last batch if it is incomplete. Several ranks
+                always leave out an incomplete last step, since all get equally many batches.
             rank, world: default: of torch.distributed or the launcher, when iteration begins.
         """
         if operator.index(batch_size) < 1:
@@ -136,6 +143,7 @@ class Stream(RecordDataset):
             self.log,
             self.name,
             batch_size,
+            drop_last=drop_last,
             shuffle=self.shuffle,
             seed=self.seed,
             begin=self.begin,
@@ -255,7 +263,12 @@ def _names(n: int, digits: int) -> pa.Array:
 
 
 def stream_batches(
-    stream: Stream, batch_size: int | None, *, shuffle: bool | None, shared: object
+    stream: Stream,
+    batch_size: int | None,
+    *,
+    shuffle: bool | None,
+    drop_last: bool,
+    shared: object,
 ) -> StreamBatches:
     """Return the batch sampler of a loader that was given only a stream.
 
@@ -271,4 +284,4 @@ def stream_batches(
         )
     if batch_size is None:
         raise ConfigError("a stream is read in batches: give batch_size")
-    return stream.batches(batch_size)
+    return stream.batches(batch_size, drop_last=drop_last)

@@ -88,7 +88,7 @@ def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
     (folder / "end.0").touch()
     stream = Stream(folder, None)
     got = list(DataLoader(stream, batch_sampler=stream.batches(5)))
-    assert [b["x"].tolist() for b in got] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [b["x"].tolist() for b in got] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
@@ -431,6 +431,18 @@ def test_copies_of_a_producer_do_not_write_what_it_had_not_written(place: Place)
     producer.close()
     expected += [first + i for first in (100, 200, 300, 400, 500) for i in range(11)]
     assert sorted(records_of(place)) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_record_behind_the_end_is_refused(place: Place, chunk: int) -> None:
+    """A copy of the producer counts as one where it is closed; nobody would read what comes then."""
+    producer = Producer(place, FIELDS, chunk=chunk)
+    copy.copy(producer).close()
+    for i in range(chunk - 1):
+        producer.put(**record(i))
+    with pytest.raises(ConfigError, match="has ended, nobody would read this: producers=1 have"):
+        producer.put(**record(chunk))
+    assert not Log.open(place).numbers()
 
 
 def test_a_signal_handler_during_a_put_is_refused(

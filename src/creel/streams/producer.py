@@ -137,7 +137,8 @@ class Producer:
                 rounded to the field's precision; no other number may change.
 
         Raises:
-            ConfigError: a field is missing or unknown, or has another shape, or does not fit.
+            ConfigError: a field is missing or unknown, or has another shape, or does not fit; or
+                the stream has ended, since as many as `producers` says were closed.
             SourceError: the chunk could not be written; this record is then not appended.
             UnavailableError: readers were too far behind for `timeout_s`; likewise.
         """
@@ -203,6 +204,11 @@ class Producer:
             self._stream = Log(copy.copy(self._stream.medium), self._stream.about)
             self._chunks = KnownChunks(self._stream)
         self._wait_for_room(self._chunks, sum(map(len, data)))
+        if self._stream.ended():
+            raise ConfigError(
+                f"the stream in {self._stream.path} has ended, nobody would read this: producers="
+                f"{self._stream.about.producers} have been closed, or copies of them elsewhere"
+            )
         self._chunks.append(data)
         self._wrote_at = time.monotonic()
 
