@@ -138,7 +138,8 @@ class ArrivalIter(PacedIterator):
 
     def _begin(self) -> Arrived:
         """Begin the epoch: note that this reader holds back the producers."""
-        (start, memory), (self._rank, world) = self._sampler.start(), self._sampler.ranks()
+        self._rank, world = self._sampler.share.ranks()  # first: it may raise
+        start, memory = self._sampler.start()
         self._arrived = Arrived(self._log, start.chunk, start.record)
         self._arrived.check()  # first: a reader that cannot go on must not hold back producers
         self._global_size = self._sampler.batch_size * world

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from torch.utils.data import Sampler
 
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.order.rehearsing import Content
 from creel.loader.streams.arrival_iter import ArrivalIter, Place, SavedPlace
 from creel.loader.streams.replays import SavedMemory, growth_of
+from creel.loader.streams.share import Share
 from creel.streams.log import Log
 
 
@@ -43,8 +43,7 @@ class StreamBatches(Sampler[list[int]]):
         shuffle: int,
         seed: int,
         begin: int,
-        rank: int | None,
-        world: int | None,
+        share: Share,
         timeout_s: float | None,
     ) -> None:
         super().__init__()
@@ -52,19 +51,13 @@ class StreamBatches(Sampler[list[int]]):
         self.drop_last = drop_last
         self.said = False  # that records are left out
         self.shuffle, self.seed, self.begin = shuffle, seed, begin
-        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self.share, self.timeout_s = share, timeout_s
         self._start: Place | None = None
         self._memory: SavedMemory | None = None  # at the start
         self.content: Content | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         return ArrivalIter(self)
-
-    def ranks(self) -> tuple[int, int]:
-        """Return rank and world: the given ones, else those of torch.distributed or a launcher."""
-        if self.rank is None or self.world is None:
-            return rank_and_world()
-        return self.rank, self.world
 
     def rehearsing(self, content: Content) -> StreamBatches:
         """Return the same batches, each with rows of a memory that takes in the stream itself.

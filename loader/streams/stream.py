@@ -32,6 +32,7 @@ from creel.loader.datasets.records import RecordDataset
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
 from creel.loader.streams.fields import Fields, Then
+from creel.loader.streams.share import Share
 from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
 from creel.streams.arrivals import behind
@@ -68,6 +69,9 @@ class Stream(RecordDataset):
             reader itself. All readers of a node give the same.
         timeout_s: how long to wait for a producer to begin, and for what comes next; None: for
             ever, with a warning each minute.
+        rank, world: which share of the records this process is dealt: rank 0 of 1 has all. Default:
+            that of torch.distributed; without it, all, or a launcher's rank and world once all its
+            ranks have opened the stream under this name.
 
     Raises:
         NotFoundError: no producer began within `timeout_s`.
@@ -86,6 +90,8 @@ class Stream(RecordDataset):
         batch_transform: Callable[[dict[str, torch.Tensor]], Any] | None = None,
         capacity: int = _CAPACITY,
         timeout_s: float | None = None,
+        rank: int | None = None,
+        world: int | None = None,
     ) -> None:
         if name is not None:
             cursors.check_name(name)
@@ -99,6 +105,7 @@ class Stream(RecordDataset):
         self.log = _awaited(path, timeout_s)
         self.name, self.shuffle, self.seed, self.begin = name, shuffle, seed, begin
         self.timeout_s = timeout_s
+        self.share = Share(self.log, name, rank, world)
         self.dtype, self.shape, self.nbytes = torch.uint8, (self.log.nbytes,), self.log.nbytes
         self.labels, self.to = None, None
         self.fields = fields = Fields(self.log.layout)
@@ -133,12 +140,15 @@ class Stream(RecordDataset):
             batch_size: of each rank.
             drop_last: whether one rank leaves out the last batch if it is incomplete. Several ranks
                 always leave out an incomplete last step, since all get equally many batches.
-            rank, world: default: of torch.distributed or the launcher, when iteration begins.
+            rank, world: default: the stream's.
+
+        Raises:
+            ConfigError: an argument is invalid.
         """
         if operator.index(batch_size) < 1:
             raise ConfigError(f"batch_size is {batch_size!r}: give the records of a batch")
-        if (rank is None) != (world is None) or not 0 <= (rank or 0) < (world or 1):
-            raise ConfigError(f"rank={rank}, world={world}: give both, with 0 <= rank < world")
+        alike = rank is None and world is None
+        share = self.share if alike else Share(self.log, self.name, rank, world)
         return StreamBatches(
             self.log,
             self.name,
@@ -147,8 +157,7 @@ class Stream(RecordDataset):
             shuffle=self.shuffle,
             seed=self.seed,
             begin=self.begin,
-            rank=rank,
-            world=world,
+            share=share,
             timeout_s=self.timeout_s,
         )
 

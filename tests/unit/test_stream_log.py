@@ -435,7 +435,7 @@ def test_copies_of_a_producer_do_not_write_what_it_had_not_written(place: Place)
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_a_record_behind_the_end_is_refused(place: Place, chunk: int) -> None:
-    """A copy of the producer counts as one where it is closed; nobody would read what comes then."""
+    """A copy counts as a producer where it is closed, and nobody would read what comes then."""
     producer = Producer(place, FIELDS, chunk=chunk)
     copy.copy(producer).close()
     for i in range(chunk - 1):

@@ -37,6 +37,8 @@ _MOST_RECORDS = 4096
 #: Pauses of a producer that waits for readers, in seconds.
 _PAUSE_S, _LONGEST_S = 0.0005, 0.02
 _WARN_S = 60.0
+#: Ranks in a message.
+_SHOWN = 8
 Field = DTypeLike | tuple[DTypeLike, int | Sequence[int]]
 
 
@@ -256,16 +258,24 @@ class Producer:
             if slow is None:
                 break
             waited_s = time.monotonic() - began
-            text = f"{self._stream.path}: waiting for {slow} for {waited_s:.0f} s"
             if self._timeout_s is not None and waited_s >= self._timeout_s:
-                raise UnavailableError(text)
+                raise UnavailableError(self._waiting(slow, waited_s))
             if waited_s >= warn_s:
-                _log.warning("%s (creel stream shows its readers)", text)
+                text = "%s (creel stream shows its readers)"
+                _log.warning(text, self._waiting(slow, waited_s))
                 warn_s += _WARN_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
         self.waited_s += time.monotonic() - began
         chunks.trim(readers, nbytes)
+
+    def _waiting(self, reader: str, seconds: float) -> str:
+        """Return a sentence that names the reader, and its ranks that have not begun."""
+        ranks = cursors.lacking(self._stream.medium, reader)
+        more = ", ..." if len(ranks) > _SHOWN else ""
+        numbers = ", ".join(map(str, ranks[:_SHOWN])) + more
+        whom = f"{reader} (not begun: rank {numbers})" if ranks else reader
+        return f"{self._stream.path}: waiting for {whom} for {seconds:.0f} s"
 
 
 def _field(name: str, field: Field) -> tuple[str, tuple[int, ...]]:
