@@ -52,6 +52,14 @@ def of_process_group() -> tuple[int, int] | None:
     return None
 
 
+def speaks() -> bool:
+    """Whether this process says what all ranks of its process group would say alike.
+
+    Ranks of a launcher may be experiments of their own: each speaks for itself.
+    """
+    return (of_process_group() or (0, 1))[0] == 0
+
+
 def launched(env: Mapping[str, str]) -> tuple[int, int]:
     """Return (rank, world) from a launcher's environment, 0 <= rank < world; else (0, 1).
 
