@@ -2,7 +2,8 @@
 
 `Tolerant` stands between a fetcher and the dataset. The number of a bad sample alone determines the
 sample that replaces it. So all ranks, all epochs and a resumed run choose the same one without
-communication, if they find the same samples bad. Only exceptions of the dataset count, not those of
+communication, if they find the same samples bad. In a stream, a record of the batch replaces it, or
+of one of the batch's chunks. Only exceptions of the dataset count, not those of
 collation.
 """
 
@@ -11,9 +12,10 @@ from __future__ import annotations
 import operator
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import xxhash
@@ -99,16 +101,14 @@ class Tolerance:
         if not any(number in self.known for number in numbers):
             return index
         if self.on_error == "substitute":
-            return [self._in_place_of(number, dataset) for number in numbers]
+            return [self._in_place_of(numbers, place, dataset) for place in range(len(numbers))]
         good = [number for number in numbers if number not in self.known]
-        return good or [self._in_place_of(numbers[0], dataset)]  # a batch is never empty
+        return good or [self._in_place_of(numbers, 0, dataset)]  # a batch is never empty
 
-    def _in_place_of(self, number: int, dataset: Any) -> int:
-        tried = (
-            replacement(number, k, *span_of(dataset, number)) for k in range(_MAX_REPLACEMENTS)
-        )
+    def _in_place_of(self, batch: Sequence[int], place: int, dataset: Any) -> int:
+        tried = (batch[place], *candidates(batch, place, dataset))
         # None is left if a sample that was good in this batch was bad in another.
-        return next((one for one in (number, *tried) if one not in self.known), number)
+        return next((one for one in tried if one not in self.known), batch[place])
 
     def take_new(self) -> tuple[BadSample, ...]:
         """Return the samples that `found` has noted since the last call."""
@@ -130,7 +130,7 @@ class Tolerant(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         """Read one sample outside of a batch; a bad one is replaced, as it cannot be skipped."""
-        return self._read(index, replace=True)
+        return self._read([index], 0, replace=True)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """Read the samples of a batch with the calls torch makes; a skipped one is `_SKIPPED`."""
@@ -143,15 +143,16 @@ class Tolerant(Dataset[Any]):
                 pass
         replace = self._tolerance.on_error == "substitute"
         samples = []
-        for place, index in enumerate(indices):
+        for place in range(len(indices)):
             if self._reads is not self._dataset:
                 self._reads.begin_sample(place)
-            samples.append(self._read(index, replace=replace))
+            samples.append(self._read(indices, place, replace=replace))
         if indices and all(sample is _SKIPPED for sample in samples):
-            samples[0] = self._replacement(_number(indices[0]))  # a batch is never empty
+            samples[0] = self._replacement(indices, 0)  # a batch is never empty
         return samples
 
-    def _read(self, index: Any, *, replace: bool) -> Any:
+    def _read(self, batch: Sequence[Any], place: int, *, replace: bool) -> Any:
+        index = batch[place]
         if _number(index) not in self._tolerance.known:
             try:
                 return self._reads[index]
@@ -159,12 +160,12 @@ class Tolerant(Dataset[Any]):
                 if _number(index) < 0:
                     raise  # not a valid index: the sampler is at fault
                 self._tolerance.found(_number(index), e)
-        return self._replacement(_number(index)) if replace else _SKIPPED
+        return self._replacement(batch, place) if replace else _SKIPPED
 
-    def _replacement(self, bad: int) -> Any:
-        n, first = span_of(self._dataset, bad)
-        for attempt in range(_MAX_REPLACEMENTS):
-            index = replacement(bad, attempt, n, first)
+    def _replacement(self, batch: Sequence[Any], place: int) -> Any:
+        bad, tried = _number(batch[place]), 0
+        for index in candidates([_number(one) for one in batch], place, self._dataset):
+            tried += 1
             if index in self._tolerance.known:
                 continue
             try:
@@ -172,9 +173,21 @@ class Tolerant(Dataset[Any]):
             except Exception as e:  # noqa: BLE001  same as above
                 self._tolerance.found(index, e)
         raise TooManyBadSamplesError(
-            f"none of {_MAX_REPLACEMENTS} samples could be read in the place of sample {bad}:"
+            f"none of {tried} samples could be read in the place of sample {bad}:"
             f" {self._tolerance.known[bad]}"
         )
+
+
+def candidates(batch: Sequence[int], place: int, dataset: Any) -> Iterator[int]:
+    """Yield the samples that may take the place of one of a batch, the first choice first."""
+    beside = getattr(dataset, "_creel_beside", None)
+    if beside is None:
+        span = span_of(dataset, batch[place])
+        for attempt in range(_MAX_REPLACEMENTS):
+            yield replacement(batch[place], attempt, *span)
+    else:  # a stream: earlier records may be deleted, and later ones not be there yet
+        mates = (*batch[place + 1 :], *batch[:place])
+        yield from islice((*mates, *beside(batch)), _MAX_REPLACEMENTS)
 
 
 def replacement(bad: int, attempt: int, n: int, first: int = 0) -> int:

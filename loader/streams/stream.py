@@ -166,6 +166,14 @@ class Stream(RecordDataset):
         if self.name is not None:
             cursors.leave(self.log.medium, self.name)
 
+    def _creel_beside(self, numbers: Sequence[int]) -> list[int]:
+        """Return the records in the chunks of these, which are there as long as these are."""
+        records, beside = self.log.about.records, list[int]()
+        for chunk in sorted({number // records for number in numbers}):
+            there = max(self.log.size(chunk), 0) // self.log.nbytes
+            beside += range(chunk * records, chunk * records + there)
+        return beside
+
     # --- as a dataset of records ----------------------------------------------------------------
 
     @property

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import creel
-from creel.errors import ConfigError, SourceError
+from creel.errors import ConfigError, SourceError, TooManyBadSamplesError
 from creel.streams.log import Log
 from daemons import Running
 from kit import seeds, unique_name
@@ -285,6 +285,51 @@ def read_resumed(folder: Path, state: Any) -> list[list[int]]:
     loader = creel.DataLoader(stream(folder, "a", shuffle=32), batch_size=3, num_workers=1)
     loader.load_state_dict(state)
     return read(loader)
+
+
+#: Numbers of records that a transform refuses: some of a batch of four, a whole one, and its chunk.
+BAD = {9, 10, 20, 21, 22, 23, 33}
+
+
+def good_only(record: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if int(record["i"]) in BAD:
+        raise ValueError("damaged")
+    return record
+
+
+@pytest.mark.usefixtures("daemon", "source")
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_a_record_that_a_transform_refuses_is_left_out_or_replaced_by_one_that_is_there(
+    folder: Path, chunk: int
+) -> None:
+    """By one of its batch, or of the chunks of that: others may be deleted, or yet to come."""
+    n = 20 if chunk == 1 else 40  # beside a batch of 20 to 23 nothing need be there
+    produce(folder, n, chunk=chunk, linger_s=1e9)
+    data = stream(folder, transform=good_only)
+    for mode in ("skip", "substitute"):
+        got = []
+        for workers in (0, 2):
+            loader = creel.DataLoader(data, 4, on_error=mode, num_workers=workers)  # type: ignore[arg-type]
+            batches = []
+            for batch in loader:
+                batches.append(batch["i"].tolist())
+                assert loader.indices.tolist() == batches[-1]
+            got.append(batches)
+        assert got[0] == got[1]
+        for k, batch in zip(range(0, n, 4), got[0], strict=True):
+            good = [i for i in range(k, k + 4) if i not in BAD]
+            beside = range(k // chunk * chunk, ((k + 3) // chunk + 1) * chunk)
+            assert [i for i in batch if i in good] == good or mode == "substitute"
+            assert len(batch) == (4 if mode == "substitute" else max(len(good), 1))
+            assert set(batch) <= set(good or beside) - BAD
+
+
+def test_a_batch_without_a_good_record_beside_it_raises(folder: Path) -> None:
+    produce(folder, 24, chunk=1)
+    data = stream(folder, transform=good_only)
+    loader = creel.DataLoader(data, 4, on_error="skip", creel=False)
+    with pytest.raises(TooManyBadSamplesError, match="could be read in the place of sample 20"):
+        list(loader)
 
 
 def test_a_loader_of_a_stream_says_what_it_cannot_do(folder: Path) -> None:
