@@ -309,7 +309,7 @@ def test_a_record_that_a_transform_refuses_is_left_out_or_replaced_by_one_that_i
     for mode in ("skip", "substitute"):
         got = []
         for workers in (0, 2):
-            loader = creel.DataLoader(data, 4, on_error=mode, num_workers=workers)  # type: ignore[arg-type]
+            loader = creel.DataLoader(data, 4, on_error=mode, num_workers=workers)
             batches = []
             for batch in loader:
                 batches.append(batch["i"].tolist())

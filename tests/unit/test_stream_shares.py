@@ -128,6 +128,7 @@ def test_a_share_that_is_asked_for_is_taken(
     assert caplog.text.count("a reads as rank 1 of 2") == 1
     assert taken(stream.batches(2, rank=0, world=2)) == [[0, 1], [4, 5]]
     assert not medium_of(place).notes("launched")
+    wrong: Any
     for wrong in ({"rank": 0}, {"world": 2}, {"rank": 2, "world": 2}, {"rank": 0, "world": 0}):
         with pytest.raises(ConfigError, match="give both, with 0 <= rank < world"):
             opened(0, 2, **wrong)

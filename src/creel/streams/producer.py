@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from creel.errors import ConfigError, UnavailableError
 from creel.streams import cursors
 from creel.streams.chunks import KnownChunks
-from creel.streams.columns import Column
-from creel.streams.description import Description
+from creel.streams.description import Column, Description
 from creel.streams.log import Log
 from creel.system.forks import forget_in_child
 from creel.units import parse_size
