@@ -177,8 +177,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if isinstance(num_workers, str):
             num_workers = _workers_auto(args, num_workers)
         if isinstance(dataset, Stream) and sampler is None and batch_sampler is None:
-            shared = args.replicate
-            batch_sampler = stream_batches(dataset, batch_size, shuffle=shuffle, shared=shared)
+            batch_sampler = stream_batches(
+                dataset, batch_size, shuffle=shuffle, drop_last=drop_last, shared=args.replicate
+            )
             batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         dataset, batch_sampler = _with_rows(dataset, batch_sampler, args.rehearsal)
         if _TORCH_HAS_IN_ORDER:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.cluster.ranks import of_process_group
 from creel.loader.groups.follower import Follower
 from creel.loader.groups.leader import Leader
 from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
@@ -48,9 +48,11 @@ def group_of(replicate: Any) -> tuple[int, ...]:
     Raises:
         ConfigError: it is none of these, or this rank is not in it.
     """
-    rank, world = rank_and_world()
+    rank, world = of_process_group() or (0, 1)
     mesh = getattr(replicate, "mesh", None)
     if isinstance(replicate, int):
+        if replicate > 1 and of_process_group() is None:
+            raise ConfigError("replicate needs torch.distributed.init_process_group, in all ranks")
         if world % replicate:
             raise ConfigError(
                 f"replicate={replicate}: {world} ranks cannot be divided into groups of that size"
@@ -69,9 +71,13 @@ def group_of(replicate: Any) -> tuple[int, ...]:
 def place_of(replicate: Any) -> tuple[int, int]:
     """Return (number, count) of this rank's group among all groups of the job.
 
-    For groups whose ranks are not consecutive: the first rank of it, of all ranks.
+    For groups whose ranks are not consecutive: the first rank of it, of all ranks. (0, 1) without a
+    process group.
     """
-    ranks, world = group_of(replicate), rank_and_world()[1]
+    group = of_process_group()
+    if group is None:
+        return 0, 1
+    ranks, world = group_of(replicate), group[1]
     first, size = min(ranks), len(ranks)
     if sorted(ranks) == list(range(first, first + size)) and not (first % size or world % size):
         return first // size, world // size
@@ -107,7 +113,7 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
     ranks = group_of(replicate)
     if len(ranks) == 1:
         return None
-    me = ranks.index(rank_and_world()[0])
+    me = ranks.index(torch.distributed.get_rank())
     name = secrets.token_hex(8)
     with _socket() as listener:
         listener.bind(_address(name))

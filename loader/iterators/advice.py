@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import DistributedSampler, Sampler
 
-from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.cluster.ranks import speaks
 from creel.loader.user_code.protected import attribute
 
 _log = logging.getLogger("creel.loader")
@@ -45,7 +45,7 @@ class Advice:
 
 def _say(text: str) -> None:
     """Warn once, on one rank: the others have the same samplers."""
-    if text not in _said and rank_and_world()[0] == 0:
+    if text not in _said and speaks():
         _said.add(text)
         _log.warning(text)
 

@@ -3,7 +3,8 @@
 `Tolerant` stands between a fetcher and the dataset. The number of a bad sample alone determines the
 sample that replaces it. So all ranks, all epochs and a resumed run choose the same one without
 communication, if they find the same samples bad. Where samples have no numbers, or their dataset no
-length, a sample of the same batch replaces it. Only exceptions of the dataset count, not those of
+length, a sample of the same batch replaces it; in a stream, a record of the batch, or of one of the
+batch's chunks. Only exceptions of the dataset count, not those of
 collation.
 """
 
@@ -15,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal, TypeAlias
 
 import xxhash
@@ -203,12 +204,17 @@ def candidates(batch: Sequence[Any], place: int, dataset: Any) -> Iterator[Any]:
     >>> [*candidates(["a", "b", "c"], 1, dataset=None)]
     ['c', 'a']
     """
-    key = key_of(batch[place])
+    key, mates = key_of(batch[place]), (*batch[place + 1 :], *batch[:place])
+    beside = getattr(dataset, "_creel_beside", None)
+    if beside is not None:  # a stream: earlier records may be deleted, and later ones not be there
+        others = beside([key_of(sample) for sample in batch])
+        yield from islice((*mates, *others), _MAX_REPLACEMENTS)
+        return
     span = span_of(dataset, key) if isinstance(key, int) else None
     if span is not None:
         yield from (replacement(key, attempt, *span) for attempt in range(_MAX_REPLACEMENTS))
         return
-    yield from (*batch[place + 1 :], *batch[:place])
+    yield from mates
     if isinstance(key, int):  # those before it are likely to be there
         yield from range(key - 1, max(key - 1 - _MAX_REPLACEMENTS, -1), -1)
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.cluster.ranks import speaks
 from creel.loader.reading.bad_samples import printable
 from creel.system.forks import join, pause_before_fork
 
@@ -197,6 +197,6 @@ class OwnFiles:
     def _found(self, path: str) -> None:
         self.path, self._unseen = printable(path), False
         text = "this dataset opens files itself; creel.wrap(dataset) caches them"
-        if text not in _said and rank_and_world()[0] == 0:  # the others have the same dataset
+        if text not in _said and speaks():  # the others have the same dataset
             _said.add(text)
             _log.warning("%s (training waits for %s)", text, self.path)
