@@ -247,19 +247,22 @@ def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:
         run.check_command("/nowhere/python")
 
 
-@pytest.mark.parametrize("report", ["", None])
+@pytest.mark.parametrize(
+    "failure",
+    ["", "0no memory", UnavailableError("no process can be started"), MemoryError(), ImportError()],
+)
 def test_a_command_runs_also_where_no_daemon_starts(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], report: str | None
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failure: str | Exception
 ) -> None:
     """It ended, was late, or could not be started; the training reads directly then."""
 
     class Never:
         def __init__(self, *_: object, **__: object) -> None:
-            if report is None:
-                raise UnavailableError("no process can be started")
+            if isinstance(failure, Exception):
+                raise failure
 
         def report(self, _: float) -> str:
-            return ""
+            return str(failure)
 
         def close(self) -> None:
             pass
