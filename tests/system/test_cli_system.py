@@ -216,8 +216,15 @@ def test_data_of_a_program_is_found_in_memory_by_its_training(name: str, tmp_pat
 
 
 @pytest.mark.usefixtures("daemon")
-def test_files_that_a_dataset_opens_itself_are_read_and_warmed(name: str, tmp_path: Path) -> None:
-    """Its training records them in the first epoch and finds them in memory from the second on."""
+@pytest.mark.parametrize("direct", ["auto", "never"])
+def test_files_that_a_dataset_opens_itself_are_read_and_warmed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    """Its training records them in the first epoch and finds them in memory from the second on.
+
+    They have just been written and lie in the page cache, where training itself needs no daemon.
+    """
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", direct)
     (tmp_path / "mydata.py").write_text(_PROGRAM)
     (tmp_path / "records.bin").write_bytes(bytes(60_000))
     for i in range(5):
@@ -290,8 +297,12 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
     finally:
         creel("--name", name, "stop", "--now")
     until(lambda: forked("--name", name, "status")[0] == 3, what="the daemon has ended")
+    for nothing in ("/nope", "mydata:absent"):
+        assert "started" not in forked("--name", name, "warm", nothing)[2]
+        creel("--name", name, "status", code=3)
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     creel("--name", name, "warm", str(folder), code=3)
+    creel("--name", name, "warm", "/nope", code=3)
     creel("--name", name, "warm", str(folder), "--time", "soon", code=2)
     creel("--name", name, "warm", str(folder), "--time", "1s", "--background", code=2)
 
