@@ -95,6 +95,7 @@ def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -
     observed = this_thread.observed
     if observed is None:
         return real
+    this_thread.latest = address
     fd, now_ns = real.fileno(), time.time_ns()
     status = os.fstat(fd)
     if not _cacheable(status, address):
@@ -133,7 +134,10 @@ def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> Partial
     `found`: the result of `look` for the file.
     """
     observed = this_thread.observed
-    if observed is None or found is None or not _cacheable(found[0], address):
+    if observed is None or found is None:
+        return None
+    this_thread.latest = address
+    if not _cacheable(found[0], address):
         return None
     return observed.opened(address, *found, waited_ns)
 

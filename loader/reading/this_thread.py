@@ -45,6 +45,7 @@ class ThisThread(threading.local):
     lease: Lease | None = None
     observed: ReadRecord | None = None
     intercepts = False  # whether opens by code other than creel's are intercepted
+    latest = ""  # address that the present sample opened last, cached or not, if it is recorded
 
 
 this_thread = ThisThread()

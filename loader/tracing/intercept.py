@@ -132,6 +132,7 @@ def _open_recorded(
     ):
         return observed_file(real, address, waited_ns=waited_ns)
     read_ahead(fd, SMALL, status.st_dev)  # the kernel reads while this is recorded
+    this_thread.latest = address
     observed.opened(address, status, began)
     return real
 

@@ -103,6 +103,7 @@ class ObservedReads:
         Parts of files are included only if copying the whole file saves time.
         """
         asked, self._asked = self._asked, {}
+        this_thread.latest = ""
         found: list[Asked] = []
         for what, part in asked.items():
             got = -1 if self._whole or part is None else part.got()
@@ -115,8 +116,10 @@ class ObservedReads:
     def add(self, asked: Asked) -> None:
         """Record a successful read. The daemon would only repeat a failed one."""
         self._asked[asked] = None
-        if isinstance(asked, str) and is_local(asked):
-            self._versions.enter(asked, version_at(asked))
+        if isinstance(asked, str):
+            this_thread.latest = asked
+            if is_local(asked):
+                self._versions.enter(asked, version_at(asked))
 
     def opened(
         self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
@@ -142,10 +145,11 @@ class ObservedReads:
 
     def __enter__(self) -> ObservedReads:
         self._outer, this_thread.observed = this_thread.observed, self
+        this_thread.latest = ""
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         this_thread.observed = self._outer
         self.thread.close()
         if error is not None:
-            note_path(error, next((a for a in reversed(self._asked) if isinstance(a, str)), ""))
+            note_path(error, this_thread.latest)

@@ -126,6 +126,7 @@ def test_those_that_are_found_while_reads_are_recorded_are_listed_later(
     """Below `creel.wrap` no daemon is asked before that, and no bad sample is read again."""
     given = {"daemon.name": served, "loader.direct": "never"}
     data = creel.wrap(OwnFiles(tmp_path))
+    (tmp_path / "17").write_text("")  # which is never cached
     loader: Any = creel.DataLoader(data, BATCH, on_error="skip", creel=given, **more)
     for _ in range(3):
         assert sum(len(batch) for batch in loader) == N - len(BAD)

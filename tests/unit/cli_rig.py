@@ -10,6 +10,7 @@ import pytest
 from creel.loader.client.client import Client
 
 STATUS: dict[str, Any] = {
+    "disk": {"path": "", "failure": ""},
     "name": "default",
     "pid": 7,
     "version": "0.1.0",

@@ -47,6 +47,7 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
         "state": node.state,
         "uptime_s": time.monotonic() - node.started,
         "memory": memory,
+        "disk": {"path": node.effective.disk.path, "failure": node.disk.failure},
         "clients": node.clients(),
         "sessions": len(node.registry.sessions),
         "datasets": len(node.registry.datasets),
@@ -147,12 +148,20 @@ def _all_named(node: Node, args: Args) -> list[DatasetRecord]:
     return found
 
 
+def _config(node: Node, _: Args) -> dict[str, Any]:
+    return {
+        "settings": node.config.flat(),
+        "effective": node.effective.flat(),
+        "disk_failure": node.disk.failure,
+    }
+
+
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "ping": lambda node, _: {"state": node.state},
     "status": lambda node, _: _status(node, stats.memory(node, node.core.snapshot())),
     "stats": _stats,
     "datasets": lambda node, _: {"datasets": stats.datasets(node, time.monotonic())},
-    "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
+    "config": _config,
     "warm": _warm,
     "drop": _drop,
     "bad_samples": _bad_samples,

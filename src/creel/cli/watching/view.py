@@ -143,10 +143,13 @@ def status_pairs(answer: Values) -> list[tuple[str, str]]:
     )
     in_use = {k: answer[k] for k in ("clients", "sessions", "datasets")}
     in_use["clients"] = max(in_use["clients"] - 1, 0)  # without the client that asks
+    disk = answer["disk"]
+    lost = [("disk", f"there is no disk tier in {disk['path']}: {disk['failure']}")]
     return [
         ("daemon", f"{answer['name']} (pid {answer['pid']}, creel {answer['version']}, {kind})"),
         ("state", f"{answer['state']}, up {format_seconds(answer['uptime_s'])}"),
         ("memory", memory_line(answer["memory"])),
+        *(lost if disk["failure"] else []),
         ("in use", ", ".join(f"{n} {word if n != 1 else word[:-1]}" for word, n in in_use.items())),
     ]
 
