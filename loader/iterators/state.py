@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, Gather, bind, nothing
-from creel.loader.binding.tree import declares, keepings_in, wrapped_in
-from creel.loader.binding.wrapped import configure
+from creel.loader.binding.tree import declares, keepings_in, keeps_samples, wrapped_in
+from creel.loader.binding.wrapped import configure, recording
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.groups.exchange import agreed, check_unchanged
@@ -263,14 +263,27 @@ class LoaderState:
         self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
 
     def own_files_may_be_awaited(self, loader: DataLoader[Any]) -> None:
-        """Begin an epoch of `own_files`: whether the dataset may have files of its own."""
-        seen = self.args.creel is False or self._bound[1] is not None or wrapped_in(loader.dataset)
+        """Begin an epoch of `own_files`: whether samples may read files that creel does not serve.
+
+        Below `creel.wrap` that is known once their reads were recorded. Samples that are kept are
+        read once in any case.
+        """
+        binding, wrapped = self._bound[1], wrapped_in(loader.dataset)
+        unserved = binding is None if not wrapped else not any(map(recording, wrapped))
+        if self.args.creel is False or keeps_samples(loader.dataset):
+            unserved = False
         try:
             batches = len(loader)
         except (TypeError, NotImplementedError):  # the sampler has no length
             batches = 0
         waited_s = self.meter.waited_s
-        self.own_files.epoch_begins(unseen=not seen, batches=batches, waited_s=waited_s)
+        self.own_files.epoch_begins(
+            unserved=unserved,
+            batches=batches,
+            waited_s=waited_s,
+            wrapped=bool(wrapped),
+            serves=None if binding is None else binding.serves,
+        )
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""

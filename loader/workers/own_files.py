@@ -1,25 +1,22 @@
-"""OwnFiles: notices that a loader waits for files that its dataset opens itself, past creel.
+"""OwnFiles: notices that a loader waits for files that its dataset reads itself, past creel.
 
-Such files are cached only below `creel.wrap`. Nothing is asked while batches come in time. Once
-training has waited long, a thread looks for a second or two at what the readers of the dataset are
-doing: the kernel says which descriptor a thread that sleeps in a read is reading. Nothing of the
-dataset is replaced, and no call of its costs more.
+Nothing is asked while batches come in time. Once training has waited long, a thread looks for a
+second or two at what the readers of the dataset wait for (`kernel_waits`). One line then names a
+file, and what would keep training from waiting for it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.reading.bad_samples import printable
+from creel.loader.workers.kernel_waits import Reader
+from creel.loader.workers.stages import READING
 from creel.system.forks import join, pause_before_fork
 
 _log = logging.getLogger("creel.loader")
@@ -29,67 +26,19 @@ _PART, _MOST_S, _LEAST_S = 0.1, 30.0, 1.0
 _LOOKS, _EVERY_S = 150, 0.01
 #: After looks that found nothing, waits must have grown by this factor before the next ones.
 _AGAIN = 2.0
-#: Numbers of system calls whose first argument is a descriptor that they read: read, pread64,
-#: readv, preadv.
-_READS = {"x86_64": {0, 17, 19, 295}, "aarch64": {63, 67, 65, 69}}
-#: Of those that wait for storage and name no descriptor that is read: open, openat, openat2, stat,
-#: fstat, lstat, newfstatat, statx.
-_OPENS = {"x86_64": {2, 257, 437, 4, 5, 6, 262, 332}, "aarch64": {56, 437, 79, 80, 291}}
-_FAULT = -1  # a page of a mapped file
-_OTHER = ("/dev/", "/proc/", "/sys/", "/memfd:")
-_CODE = (".py", ".pyc", ".so")
+
+_KEPT = "creel.kept(dataset, size) below the random transforms keeps its samples"
+_WRAP = f"creel.wrap(dataset) caches files that Python code opens for each sample; {_KEPT}"
 
 _said: set[str] = set()
 
 
-class Reader(NamedTuple):
-    """Who reads samples.
+class Awaited(NamedTuple):
+    """A file that readers waited for; `batches`: while they made these."""
 
-    Attributes:
-        pid: its process.
-        threads: returns the numbers of its threads that may read samples.
-        reads: whether it reads a batch at the moment.
-    """
-
-    pid: int
-    threads: Callable[[], Sequence[int]]
-    reads: Callable[[], bool]
-
-
-def process(pid: int, reads: Callable[[], bool]) -> Reader:
-    """Return the reader that is a whole process."""
-
-    def threads() -> list[int]:
-        with suppress(OSError):
-            return [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
-        return []
-
-    return Reader(pid, threads, reads)
-
-
-def this_thread(reads: Callable[[], bool]) -> Reader:
-    """Return the reader that is the present thread."""
-    threads = [threading.get_native_id()]
-    return Reader(os.getpid(), lambda: threads, reads)
-
-
-def awaited(pid: int, thread: int) -> tuple[bool, str]:
-    """Return whether a thread waits for storage at the moment, and for which file.
-
-    The file is "" where the kernel does not say: in an open, in a fault, without the right to look.
-    """
-    try:
-        words = Path(f"/proc/{pid}/task/{thread}/syscall").read_text(encoding="ascii").split()
-        if words[0] == "running":
-            return False, ""
-        call, machine = int(words[0]), platform.machine()
-        if call in _READS.get(machine, ()):
-            path = os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")  # noqa: PTH115  may be no path
-            is_file = path.startswith("/") and not path.startswith(_OTHER)
-            return is_file, path if is_file and not path.endswith(_CODE) else ""
-    except (OSError, ValueError, IndexError):  # it has ended, or we may not look
-        return False, ""
-    return call == _FAULT or call in _OPENS.get(machine, ()), ""
+    path: str
+    mapped: bool
+    batches: frozenset[int]
 
 
 class Looks:
@@ -97,12 +46,15 @@ class Looks:
 
     Attributes:
         over: whether all looks are done.
-        path: a file that was waited for; "": none was seen.
+        file: one that was waited for; None: none was seen.
     """
 
-    def __init__(self, readers: Sequence[Reader]) -> None:
-        self.over, self.path = False, ""
-        self._readers = readers
+    def __init__(self, readers: Sequence[Reader], serves: Callable[[str], bool]) -> None:
+        """`serves`: whether creel serves a file, so that it needs no word."""
+        self.over = False
+        self.file: Awaited | None = None
+        self._readers, self._serves = readers, serves
+        self._seen: dict[tuple[str, bool], set[int]] = {}
         self._looked = self._waits = 0
         self._stop = threading.Event()
         pause_before_fork(self)
@@ -127,40 +79,61 @@ class Looks:
             if self._stop.wait(_EVERY_S):
                 break
             for reader in self._readers:
-                if reader.reads():
-                    self._look(reader)
+                stage, batch = reader.stage()
+                if stage == READING:
+                    self._look(reader, batch)
+        # The file of most batches: a container that many samples read, if there is one.
+        for (path, mapped), batches in sorted(self._seen.items(), key=lambda one: -len(one[1])):
+            if not path or not self._serves(path):
+                self.file = Awaited(path, mapped, frozenset(batches))
+                break
         self.over = True
 
-    def _look(self, reader: Reader) -> None:
-        found = [awaited(reader.pid, thread) for thread in reader.threads()]
+    def _look(self, reader: Reader, batch: int) -> None:
+        wait = reader.waits()
         self._looked += 1
-        self._waits += any(waits for waits, _ in found)
-        self.path = next((path for _, path in found if path), self.path)
+        if wait.storage:
+            self._waits += 1
+        if wait.path or wait.mapped:
+            self._seen.setdefault((wait.path, wait.mapped), set()).add(batch)
 
 
 class OwnFiles:
-    """What is known of the files that one loader's dataset opens itself.
+    """What is known of the files that one loader's dataset reads itself.
 
     Attributes:
         path: one that training waited for; "" if none is known.
+        remedy: what would help.
     """
 
     def __init__(self) -> None:
-        self.path = ""
-        self._unseen = False
+        self.path = self.remedy = ""
+        self._unserved = self._wrapped = False
+        self._serves: Callable[[str], bool] = _serves_none
         self._batches = 0
         self._began = self._waited = self._next = 0.0
         self._looks: Looks | None = None
 
-    def epoch_begins(self, *, unseen: bool, batches: int, waited_s: float) -> None:
+    def epoch_begins(
+        self,
+        *,
+        unserved: bool,
+        batches: int,
+        waited_s: float,
+        wrapped: bool = False,
+        serves: Callable[[str], bool] | None = None,
+    ) -> None:
         """Begin an epoch.
 
         Args:
-            unseen: whether creel knows no object of the dataset.
+            unserved: whether samples may read files that creel does not serve.
             batches: of the epoch; 0 if unknown.
             waited_s: what training has waited for samples so far.
+            wrapped: whether `creel.wrap` has been tried.
+            serves: whether creel serves a file; None: it serves none.
         """
-        self._unseen, self._batches = unseen and not self.path, batches
+        self._unserved, self._batches = unserved and not self.path, batches
+        self._wrapped, self._serves = wrapped, serves or _serves_none
         self._began, self._waited = time.monotonic(), waited_s
         self._next = 0.0
 
@@ -171,16 +144,16 @@ class OwnFiles:
             batches: delivered in this epoch.
             waited_s: as above.
         """
-        if not self._unseen:
+        if not self._unserved:
             return
         waited, looks = waited_s - self._waited, self._looks
         if looks is None:
             if waited >= max(self._long_s(batches), self._next):
-                self._looks = Looks(readers)
+                self._looks = Looks(readers, self._serves)
         elif looks.over:
             self._looks, self._next = None, _AGAIN * waited
-            if looks.path and looks.share * waited >= self._long_s(batches):
-                self._found(looks.path)
+            if looks.file is not None and looks.share * waited >= self._long_s(batches):
+                self._tell(looks.file)
 
     def ends(self) -> None:
         """End the looks with the readers."""
@@ -194,9 +167,30 @@ class OwnFiles:
         epoch_s = (time.monotonic() - self._began) * self._batches / batches
         return max(min(_PART * epoch_s, _MOST_S), _LEAST_S)
 
-    def _found(self, path: str) -> None:
-        self.path, self._unseen = printable(path), False
-        text = "this dataset opens files itself; creel.wrap(dataset) caches them"
-        if text not in _said and rank_and_world()[0] == 0:  # the others have the same dataset
-            _said.add(text)
-            _log.warning("%s (training waits for %s)", text, self.path)
+    def _tell(self, file: Awaited) -> None:
+        self.path, self._unserved = printable(file.path) or "a file mapped into memory", False
+        reason, self.remedy = _reason(file), _KEPT
+        if self._wrapped:
+            text = f"creel.wrap cannot serve {self.path}: {reason}; {_KEPT}"
+        elif file.mapped or len(file.batches) > 1:
+            text = f"this dataset reads {self.path} itself, and {reason}; {_KEPT}"
+        else:
+            self.remedy = _WRAP
+            text = f"this dataset opens files itself ({self.path}): {_WRAP}"
+        kind = text.replace(self.path, "")
+        if kind not in _said and rank_and_world()[0] == 0:  # the others have the same dataset
+            _said.add(kind)
+            _log.warning("training waits for storage: %s", text)
+
+
+def _serves_none(_: str) -> bool:
+    return False
+
+
+def _reason(file: Awaited) -> str:
+    """Return why `creel.wrap` does not serve a file."""
+    if file.mapped:
+        return "it is mapped into memory, where creel cannot see what is read"
+    if len(file.batches) > 1:
+        return "many samples read parts of it, or keep it open"
+    return "a library in C, C++ or Rust opens it, or a thread, or it is kept open"
