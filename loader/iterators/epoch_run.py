@@ -16,7 +16,6 @@ from creel.loader.binding.tree import wrapped_in
 from creel.loader.binding.wrapped import Wrapped, recorded
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.iterators.overdue import Awaited, Overdue, watch
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.returned import Returned
 from creel.loader.order.epoch_order import (
@@ -34,6 +33,7 @@ from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, printable
 from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
+from creel.loader.waits.overdue import Awaited, Overdue, watch
 from creel.loader.workers.kernel_waits import Reader, this_thread
 from creel.loader.workers.stages import BatchTimes, recorded_moments
 

@@ -44,7 +44,7 @@ from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.streams.stream import Stream
 from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
-from creel.loader.workers.own_files import OwnFiles
+from creel.loader.waits.own_files import OwnFiles
 from creel.policies.direct import DirectReads
 from creel.policies.order.remap import Exchange
 

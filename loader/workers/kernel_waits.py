@@ -36,7 +36,7 @@ _NO_DATA = (*_OTHER, "/usr/", "/lib", "/etc/")
 _MAX_PATH = 4096
 
 
-class Wait(NamedTuple):
+class KernelWait(NamedTuple):
     """What a thread waits for at the moment.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wait(NamedTuple):
     mapped: bool = False
 
 
-_NOTHING = Wait(storage=False)
+_NOTHING = KernelWait(storage=False)
 
 
 class Reader(NamedTuple):
@@ -66,7 +66,7 @@ class Reader(NamedTuple):
     threads: Callable[[], Sequence[int]]
     stage: Callable[[], tuple[int, int]]
 
-    def waits(self) -> Wait:
+    def waits(self) -> KernelWait:
         """Return what it waits for: for storage if any of its threads does."""
         waits = [awaited(self.pid, thread) for thread in self.threads()]
         waits = [one for one in waits if one.storage]
@@ -97,14 +97,14 @@ def this_thread(batch: Callable[[], int | None]) -> Reader:
     return Reader(pid, threads, stage)
 
 
-def awaited(pid: int, thread: int) -> Wait:
+def awaited(pid: int, thread: int) -> KernelWait:
     """Return what a thread waits for; nothing if it is not for storage, or we may not look."""
     try:
         call, machine = _call(pid, thread), platform.machine()
         if not call:
             return _NOTHING
         if call[0] == _FAULT:
-            return Wait(storage=True, path=_mapped_file(pid), mapped=True)
+            return KernelWait(storage=True, path=_mapped_file(pid), mapped=True)
         if call[0] in _READS.get(machine, ()):
             return _of_file(_link(pid, f"fd/{call[1]}"))
         argument = _BY_PATH.get(machine, {}).get(call[0])
@@ -133,11 +133,11 @@ def _call(pid: int, thread: int) -> list[int]:
         return []
 
 
-def _of_file(path: str, *, opens: bool = False) -> Wait:
+def _of_file(path: str, *, opens: bool = False) -> KernelWait:
     """Return the wait for a file by its path; `opens`: for an open, of any path."""
     if not path.startswith("/") or path.startswith(_OTHER):
-        return Wait(storage=opens and not path)
-    return Wait(storage=True, path="" if path.endswith(_CODE) else path)
+        return KernelWait(storage=opens and not path)
+    return KernelWait(storage=True, path="" if path.endswith(_CODE) else path)
 
 
 def _link(pid: int, name: str) -> str:
@@ -168,7 +168,8 @@ def _absolute(pid: int, path: str, at: int | None) -> str:
 
 def _mapped_file(pid: int) -> str:
     """Return the only data file that a process maps; "" if there are none or several."""
-    data, code = set(), set()
+    data: set[str] = set()
+    code: set[str] = set()
     with Path(f"/proc/{pid}/maps").open("rb") as maps:
         for line in maps:
             _, rights, _, _, _, *path = os.fsdecode(line.rstrip(b"\n")).split(None, 5)

@@ -271,7 +271,7 @@ def test_a_wait_that_has_not_ended_is_told_while_storage_hangs(
         training = threading.Thread(target=epoch, args=(loader,))
         training.start()
         try:
-            until(lambda: overdue(node).get("overdue_file"), 60, what="the file is named")
+            until(lambda: bool(overdue(node).get("overdue_file")), 60, what="the file is named")
             told = overdue(node)
             assert main.main(["--name", node.name, "stats", "--why"]) == 0
         finally:

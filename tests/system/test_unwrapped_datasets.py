@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import creel
 from creel.cli import main
-from creel.loader.workers import own_files
+from creel.loader.waits import own_files
 from kit import until
 from testbed.same import needs_fuse
 from testbed.slowfs import SlowFS
@@ -65,7 +65,7 @@ def files(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def slow(files: SlowFS) -> Path:
+def slow(files: Any) -> Path:
     """Their folder."""
     return Path(files.mountpoint)
 
@@ -198,7 +198,7 @@ def test_an_unwrapped_dataset_is_not_told_of_what_would_not_serve_it(
 @pytest.mark.parametrize("kind", [KeptOpen, Mapped, ByThreads, ByC])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_kept_samples_are_read_in_the_first_epoch_only_whoever_reads_them(
-    kind: type[Files], workers: int, files: SlowFS, served: str
+    kind: type[Files], workers: int, files: Any, served: str
 ) -> None:
     files.set(read_latency=0)
     dataset, kept = kind(Path(files.mountpoint)), creel.kept(kind(Path(files.mountpoint)), "64MiB")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from creel.loader.workers import own_files
-from creel.loader.workers.kernel_waits import Reader, Wait, awaited, this_thread
-from creel.loader.workers.own_files import Awaited, Looks, OwnFiles
+from creel.loader.waits import own_files
+from creel.loader.waits.own_files import AwaitedFile, Looks, OwnFiles
+from creel.loader.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
 from creel.loader.workers.stages import READING
 from kit import until
 
-NOTHING = Wait(storage=False)
+NOTHING = KernelWait(storage=False)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_file_that_a_thread_waits_for_is_the_one_it_reads(
     )
     looks = looks_at(thread)
     until(lambda: looks.over, what="all looks are done")
-    assert (looks.file, looks.share) == (Awaited(str(path), False, frozenset({7})), 1.0)
+    assert (looks.file, looks.share) == (AwaitedFile(str(path), False, frozenset({7})), 1.0)
 
 
 def looks_at(thread: threading.Thread, serves: bool = False) -> Looks:
@@ -64,7 +64,10 @@ def test_the_file_whose_open_a_thread_waits_for_is_named(
     os.mkfifo(path)
     thread = threading.Thread(target=Path(path.name if relative else path).read_bytes)
     thread.start()
-    until(lambda: awaited(os.getpid(), thread.native_id or 0) == Wait(True, str(path)), what="open")
+    until(
+        lambda: awaited(os.getpid(), thread.native_id or 0) == KernelWait(True, str(path)),
+        what="open",
+    )
     path.write_bytes(b"")
     thread.join()
 
@@ -114,7 +117,7 @@ class Sight(Looks):
     def __init__(self, *_: object) -> None:
         self.over, self.file = True, None
         if self.of[0]:
-            self.file = Awaited(self.of[0], self.mapped, frozenset(range(self.batches)))
+            self.file = AwaitedFile(self.of[0], self.mapped, frozenset(range(self.batches)))
 
     @property
     def share(self) -> float:

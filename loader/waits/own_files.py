@@ -33,7 +33,7 @@ _WRAP = f"creel.wrap(dataset) caches files that Python code opens for each sampl
 _said: set[str] = set()
 
 
-class Awaited(NamedTuple):
+class AwaitedFile(NamedTuple):
     """A file that readers waited for; `batches`: while they made these."""
 
     path: str
@@ -52,7 +52,7 @@ class Looks:
     def __init__(self, readers: Sequence[Reader], serves: Callable[[str], bool]) -> None:
         """`serves`: whether creel serves a file, so that it needs no word."""
         self.over = False
-        self.file: Awaited | None = None
+        self.file: AwaitedFile | None = None
         self._readers, self._serves = readers, serves
         self._seen: dict[tuple[str, bool], set[int]] = {}
         self._looked = self._waits = 0
@@ -85,7 +85,7 @@ class Looks:
         # The file of most batches: a container that many samples read, if there is one.
         for (path, mapped), batches in sorted(self._seen.items(), key=lambda one: -len(one[1])):
             if not path or not self._serves(path):
-                self.file = Awaited(path, mapped, frozenset(batches))
+                self.file = AwaitedFile(path, mapped, frozenset(batches))
                 break
         self.over = True
 
@@ -94,7 +94,7 @@ class Looks:
         self._looked += 1
         if wait.storage:
             self._waits += 1
-        if wait.path or wait.mapped:
+        if (wait.path or wait.mapped) and reader.stage()[1] == batch:
             self._seen.setdefault((wait.path, wait.mapped), set()).add(batch)
 
 
@@ -167,7 +167,7 @@ class OwnFiles:
         epoch_s = (time.monotonic() - self._began) * self._batches / batches
         return max(min(_PART * epoch_s, _MOST_S), _LEAST_S)
 
-    def _tell(self, file: Awaited) -> None:
+    def _tell(self, file: AwaitedFile) -> None:
         self.path, self._unserved = printable(file.path) or "a file mapped into memory", False
         reason, self.remedy = _reason(file), _KEPT
         if self._wrapped:
@@ -187,7 +187,7 @@ def _serves_none(_: str) -> bool:
     return False
 
 
-def _reason(file: Awaited) -> str:
+def _reason(file: AwaitedFile) -> str:
     """Return why `creel.wrap` does not serve a file."""
     if file.mapped:
         return "it is mapped into memory, where creel cannot see what is read"
