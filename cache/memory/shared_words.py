@@ -45,6 +45,7 @@ EARLY_STEPS = 64
 DONE = 64  # all steps < DONE have released their bytes
 WANTED = 65  # highest step + 1 for which a reader stalls; the daemon serves it first
 RECORDED = batch_log.RECORDED  # batches in the log so far
+OVERDUE = 67  # since when (ns) a batch is awaited that is overdue (`creel stats`); 0: none is
 #: Word of each counter by name, see `creel.counters`: those of the daemon from 32 on, those of the
 #: trainer from 128 on.
 COUNTER = {

@@ -10,6 +10,7 @@ other datasets in the tree have no objects, and read directly.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 #: Samples or files that `Binding.in_objects` and `in_page_cache` check.
 _PROBED = 64
+#: Rows of a manifest whose addresses `Binding.serves` has as text at a time.
+_LOOKED_UP = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,17 @@ class Binding:
             return False
         some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
         return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))
+
+    def serves(self, path: str) -> bool:
+        """Whether a local file, named by its real path, is one of those that objects lie in."""
+        name, rows = os.path.basename(path), len(self.manifest.table)  # noqa: PTH119  text
+        for first in range(0, rows, _LOOKED_UP):
+            for address in self.manifest.addresses(np.arange(first, min(first + _LOOKED_UP, rows))):
+                if address.endswith(name) and (
+                    address == path or os.path.realpath(address) == path
+                ):
+                    return True
+        return False
 
     def kept(self) -> bool:
         """Whether all that samples read is kept decoded."""

@@ -93,6 +93,15 @@ def keepings_in(dataset: object) -> list[Keeping]:
     return below if mine is None else [mine, *below]
 
 
+def keeps_samples(dataset: object) -> bool:
+    """Whether `creel.kept` keeps samples of which those of the dataset are made."""
+    below = inside(dataset)
+    if below is None:  # a class of the person's may hold it
+        held = getattr(dataset, "__dict__", {}).values()
+        return any(isinstance(one, KeptDataset) for one in held)
+    return isinstance(dataset, KeptDataset) or any(map(keeps_samples, below))
+
+
 def kept_on_top(dataset: object) -> bool:
     """Whether each sample is made of one that `creel.kept` has kept."""
     while type(dataset) is Transformed:

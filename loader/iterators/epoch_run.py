@@ -33,7 +33,8 @@ from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, Key, printable
 from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
-from creel.loader.workers.own_files import Reader, this_thread
+from creel.loader.waits.overdue import Awaited, Overdue, watch
+from creel.loader.workers.kernel_waits import Reader, this_thread
 from creel.loader.workers.stages import BatchTimes, recorded_moments
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class EpochRun:
         self._workers = 0
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
         pulled = self._pulled  # in place of a reference to this
-        self._readers: Sequence[Reader] = (this_thread(lambda: bool(pulled)),)
+        self._readers: Sequence[Reader] = (this_thread(lambda: min(pulled, default=None)),)
+        self.overdue = Overdue(self._awaited)
         self._set_served()
 
     def _set_served(self) -> None:
@@ -171,6 +173,7 @@ class EpochRun:
             self.stream.skip()
         if self.skipped:
             order.skip(self.skipped)
+        watch.add(self.overdue)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 
@@ -251,7 +254,8 @@ class EpochRun:
         Earlier batches that are still being read are read directly: their steps belong to the lost
         session.
         """
-        found = None if self._search is None else self._search.take()
+        search = self._search
+        found = None if search is None else search.take()
         if found is None or self.order is None:
             return
         self._search = None
@@ -352,11 +356,30 @@ class EpochRun:
         stream, due = self.stream, now - self._counted_at >= COUNT_S
         if due:
             self._count()
+            watch.add(self.overdue)  # a fork may have ended its thread
         if self._search is not None or stream is None or not (due or stream.session.gone):
             return
         if not stream.session.client.alive:
             # The daemon has ended. A daemon that is only stopped may go on.
             self._search = self._loader_state.search(self.binding)
+
+    def _awaited(self) -> Awaited:
+        """Return what the iterator waits with; called by the thread that looks at long waits."""
+        batch = min(self._pulled, default=None)
+        stream, served = self.stream, self._served
+        if stream is None and self.binding is None:
+            self._find_counting()
+        absent = "" if served is None or batch is None else served.absent(self.skipped + batch)
+        return Awaited(stream, batch, absent, self._readers)
+
+    def _find_counting(self) -> None:
+        """Find a session for statistics, as `deliver` does, while the first batch is awaited."""
+        search = self._search
+        if search is None and self._uncounted_from:
+            self._uncounted_from = self._loader_state.uncounted_s = 0.0
+            self._search = self._loader_state.search(None)
+        elif search is not None and (stream := search.take()) is not None:
+            self.stream, self._search = stream, None
 
     def lost(self, i: int) -> None:
         """Forget the i-th batch after those skipped: it raised, and will not be delivered."""
@@ -396,9 +419,9 @@ class EpochRun:
         state.uncounted += np.array([len(sizes), sum(sizes)])
         if self.stream is None:
             return
-        self.stream.report_own_file(state.own_files.path)
+        self.stream.report_own_file(state.own_files.path, state.own_files.remedy)
         state.note_kept()
-        more = state.meter.unreported()
+        more = self.overdue.settle(state.meter.unreported())
         if state.uncounted.any():
             more |= dict(zip(("batches", "samples"), state.uncounted.tolist(), strict=True))
             state.uncounted[:] = 0
@@ -407,9 +430,11 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
+        watch.discard(self.overdue)
         self._loader_state.own_files.ends()
-        if self._search is not None and self.stream is None and not deleted:
-            self.stream = self._search.take()
+        search = self._search
+        if search is not None and self.stream is None and not deleted:
+            self.stream = search.take()
         self._count()
         self._new_counts = None
         self._end_search()
@@ -422,9 +447,9 @@ class EpochRun:
             self.order.close()
 
     def _end_search(self) -> None:
-        if self._search is not None:
-            self._search.leave()
-            self._search = None
+        search, self._search = self._search, None
+        if search is not None:
+            search.leave()
         if self._uncounted_from:
             self._loader_state.uncounted_s = time.monotonic() - self._uncounted_from
             self._uncounted_from = 0.0

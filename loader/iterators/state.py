@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 from creel.config import Config
 from creel.errors import ConfigError, CreelError
 from creel.loader.binding.bind import Binding, Gather, bind, nothing
-from creel.loader.binding.tree import declares, keepings_in, wrapped_in
-from creel.loader.binding.wrapped import configure
+from creel.loader.binding.tree import declares, keepings_in, keeps_samples, wrapped_in
+from creel.loader.binding.wrapped import configure, recording
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.groups.exchange import agreed, check_unchanged
@@ -47,7 +47,7 @@ from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
 from creel.loader.user_code.protected import length
 from creel.loader.user_code.values import whole, wrong
-from creel.loader.workers.own_files import OwnFiles
+from creel.loader.waits.own_files import OwnFiles
 from creel.policies.direct import DirectReads
 from creel.policies.order.remap import Exchange
 
@@ -262,14 +262,25 @@ class LoaderState:
         self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
 
     def own_files_may_be_awaited(self, loader: DataLoader[Any], *, known: bool) -> None:
-        """Begin an epoch of `own_files`: whether the dataset may have files of its own.
+        """Begin an epoch of `own_files`: whether samples may read files that creel does not serve.
+
+        Below `creel.wrap` that is known once their reads were recorded. Samples that are kept are
+        read once in any case.
 
         known: whether the order is torch's own: else the loader's length is the person's to count.
         """
-        seen = self.args.creel is False or self._bound[1] is not None or wrapped_in(loader.dataset)
+        binding, wrapped = self._bound[1], wrapped_in(loader.dataset)
+        unserved = binding is None if not wrapped else not any(map(recording, wrapped))
+        if self.args.creel is False or keeps_samples(loader.dataset):
+            unserved = False
         batches = length(loader) if known else None
-        waited_s = self.meter.waited_s
-        self.own_files.epoch_begins(unseen=not seen, batches=batches or 0, waited_s=waited_s)
+        self.own_files.epoch_begins(
+            unserved=unserved,
+            batches=batches or 0,
+            waited_s=self.meter.waited_s,
+            wrapped=bool(wrapped),
+            serves=None if binding is None else binding.serves,
+        )
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""

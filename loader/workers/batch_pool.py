@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from creel.loader.reading.bad_samples import BadSample
     from creel.loader.seeding.by_sample import BatchSeeds
     from creel.loader.workers.events import BatchResult, WorkerEvent
-    from creel.loader.workers.own_files import Reader
+    from creel.loader.workers.kernel_waits import Reader
     from creel.loader.workers.pinner import Pinner
 
 

@@ -114,12 +114,28 @@ def _stats(node: Node, args: Args) -> dict[str, Any]:
 
 
 def _own_file(node: Node, args: Args) -> dict[str, Any]:
-    """Note a file that a session's dataset opens itself, while its training waits for it."""
-    path = args.get("path")
-    if not isinstance(path, str):
-        raise ConfigError("a file needs a path")
-    _session_of(node, args).own_file = path[:_MAX_PATH]
+    """Note a file that a session's dataset reads itself, while its training waits for it."""
+    session = _session_of(node, args)
+    session.own_file = _text(args, "path")
+    session.own_remedy = _text({"remedy": "", **args}, "remedy")
     return {}
+
+
+def _overdue(node: Node, args: Args) -> dict[str, Any]:
+    """Note for what a session's training waits, since its word OVERDUE has that moment."""
+    since_ns = args.get("since_ns")
+    if not isinstance(since_ns, int):
+        raise ConfigError("since which moment, in ns?")
+    told = since_ns, _text(args, "cause"), _text(args, "path")
+    _session_of(node, args).overdue = told
+    return {}
+
+
+def _text(args: Args, name: str) -> str:
+    text = args.get(name)
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}: a text is needed")
+    return text[:_MAX_PATH]
 
 
 def _named(node: Node, args: Args) -> DatasetRecord:
@@ -169,5 +185,6 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "reuse": lambda node, args: stats.reuse(node, _session_of(node, args)),
     "fetches": lambda node, _: {"parts": [*map(list, node.fetcher.recent.copy())]},
     "own_file": _own_file,
+    "overdue": _overdue,
     "stop": _stop,
 }

@@ -67,7 +67,10 @@ class Forecasts:
         rows = []
         self.waits_s = {}
         for job, group in groupby(sessions, key=job_key):
-            ranks = [s for s in group if _news(s, before) >= BATCHES]
+            members = list(group)
+            if any(s.get("overdue_s") for s in members):
+                continue  # nobody knows when its next step comes
+            ranks = [s for s in members if _news(s, before) >= BATCHES]
             windows = [window(s, *before[s["session"]]) for s in ranks]
             told = forecast(windows, self._cores)
             if told:

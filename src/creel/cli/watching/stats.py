@@ -26,14 +26,17 @@ class Stats(dict[str, Any]):
     """The answer of `creel stats --json`; shown as tables at a prompt and in a notebook."""
 
     def __repr__(self) -> str:
-        lines = [f"{name:<20} {value}" for name, value in view.summary_pairs(self)]
+        lines = [f"{name:<20} {value}" for name, value in self._pairs()]
         return "\n".join([*lines, *view.columns(*self._rows())])
 
     def _repr_html_(self) -> str:
         from creel.loader.notebook import html, rows_html
 
         header, rows = self._rows()
-        return html("creel", view.summary_pairs(self)) + rows_html(header, rows)
+        return html("creel", self._pairs()) + rows_html(header, rows)
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        return [*view.summary_pairs(self), *view.overdue_pairs(self)]
 
     def _rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return header and rows of the open streams of batches; without any, of ranks so far."""
@@ -140,7 +143,7 @@ def counters(answer: Values, *, as_json: bool, line: bool) -> None:
     if as_json:
         view.print_json(answer, line=line)
         return
-    view.pairs(view.summary_pairs(answer))
+    view.pairs([*view.summary_pairs(answer), *view.overdue_pairs(answer)])
     if answer["sessions"]:
         rows = [view.session_row(s) for s in answer["sessions"]]
         view.table(view.SESSION_HEADER, rows, drop=view.DROP)
