@@ -297,8 +297,8 @@ def test_a_task_that_comes_back_reads_nothing(
 ) -> None:
     """As a new dataset of the same files, which the memory knows by the old one."""
     tasks = [files(tmp_path / f"task-{number}", 30) for number in range(3)]
-    for number in (1, 0):
-        tasks.append(creel.FileDataset(tmp_path / f"task-{number}", "*.bin", decode=bytes))
+    again = [tmp_path / "task-1", tmp_path / "task-0"]
+    tasks += [creel.FileDataset(folder, "*.bin", decode=bytes) for folder in again]
     assert sum(reads(tasks, daemon, num_workers=workers)) == 3 * 30
 
 
