@@ -26,7 +26,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable, kept_on_top
 from creel.loader.binding.wrapped import Trace
-from creel.loader.datasets.base import CreelDataset, Raw, Sample
+from creel.loader.datasets.base import Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
 from creel.loader.page_cache import in_page_cache
 from creel.loader.reading.lease import Lease
@@ -117,22 +117,21 @@ class Gather:
 class Binding:
     """A dataset whose objects are known. Made by `bind`; pickled together with its dataset."""
 
-    def __init__(self, root: TreeNode, leaves: list[CreelDataset]) -> None:
+    def __init__(self, root: TreeNode, tree: Tree) -> None:
+        """`root`: the node that was built by `tree`."""
         self._root = root
-        self.leaves = leaves
+        self.leaves, self._firsts = tree.leaves, tree.bases
         self._index_leaves()
 
     def _index_leaves(self) -> None:
-        self._bases: dict[int, int] = {}
-        total = 0
-        for leaf in self.leaves:
-            self._bases[id(leaf)] = total
-            total += leaf.object_count
-        self._named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
+        self._bases = {id(leaf): base for leaf, base in zip(self.leaves, self._firsts, strict=True)}
+        named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
+        #: Of leaves that share a file, the last says in which version it may be served.
+        self._named = sorted(named, key=lambda leaf: leaf.versions is not None)
         self._among: SampleObjects | None = None  # the object of each sample, once asked for
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_root": self._root, "leaves": self.leaves}
+        return {"_root": self._root, "leaves": self.leaves, "_firsts": self._firsts}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -146,8 +145,14 @@ class Binding:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The objects of all leaves, each leaf once."""
-        return Manifest.concat([leaf.manifest for leaf in self.leaves])
+        """The objects of all leaves, those of the same objects once."""
+        parts: list[Manifest] = []
+        total = 0
+        for leaf, base in zip(self.leaves, self._firsts, strict=True):
+            if base == total:
+                parts.append(leaf.manifest)
+                total += leaf.object_count
+        return Manifest.concat(parts)
 
     def still(self, indices: Ints | None = None) -> bool:
         """Whether `bind` would still give the same for these (n,) samples, None for all."""
@@ -256,7 +261,7 @@ class Binding:
         """Return a binding of a private copy of the dataset. Requires a `gather`."""
         tree = Tree()
         root = tree.build(self._root.frozen({}))
-        return Binding(root, tree.leaves)
+        return Binding(root, tree)
 
     def labels(self) -> list[object]:
         """Return the `labels` of all leaves, whose identity changes if the user assigns others."""
@@ -293,16 +298,16 @@ def bind(dataset: object) -> Binding | None:
     root = tree.build(dataset)
     if not tree.leaves:
         return None
-    return Binding(root, tree.leaves)
+    return Binding(root, tree)
 
 
 @cache
 def nothing() -> Binding:
     """Return the binding of a dataset without any objects, for sessions that only count."""
-    return Binding(TreeNode(None), [])
+    return Binding(TreeNode(None), Tree())
 
 
 def bound(dataset: Dataset[Sample], trace: Trace) -> Binding:
     """Bind a dataset that declares nothing by its trace."""
     tree = Tree()
-    return Binding(tree.traced(dataset, trace), tree.leaves)
+    return Binding(tree.traced(dataset, trace), tree)

@@ -389,12 +389,21 @@ def stretches(begin: Ints, counts: Ints) -> Ints:
 
 
 class Tree:
-    """Builds the nodes of a dataset and collects its leaves, each only once."""
+    """Builds the nodes of a dataset and collects its leaves, each only once.
+
+    Attributes:
+        leaves: in the order in which their objects have ids.
+        bases: of each leaf, the id of its first object. Leaves of the same objects share it: a task
+            that comes back is often a new dataset over the files of an old one.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[CreelDataset] = []
+        self.bases: list[int] = []
         self._nodes: dict[int, LeafNode] = {}
-        self._bases: dict[int, int] = {}
+        self._known: dict[int, int] = {}  # base of each leaf, by its id
+        self._first: dict[int, CreelDataset] = {}  # the first leaf with so many objects
+        self._by_key: dict[str, int] = {}  # bases of leaves that have as many objects as others
         self._total = 0
 
     def build(self, dataset: Any) -> TreeNode:
@@ -425,12 +434,25 @@ class Tree:
 
     def place(self, leaf: CreelDataset) -> int:
         """Add a leaf to the tree, if it is new, and return its first object id."""
-        base = self._bases.get(id(leaf))
+        base = self._known.get(id(leaf))
         if base is None:
-            base = self._bases[id(leaf)] = self._total
-            self._total += leaf.object_count
+            base = self._known[id(leaf)] = self._base_of_same(leaf)
             self.leaves.append(leaf)
+            self.bases.append(base)
+            if base == self._total:
+                self._total += leaf.object_count
         return base
+
+    def _base_of_same(self, leaf: CreelDataset) -> int:
+        """Return the base of an earlier leaf with the same objects, else the next free id.
+
+        Builds manifests only of leaves that have equally many.
+        """
+        first = self._first.setdefault(leaf.object_count, leaf)
+        if first is leaf:
+            return self._total
+        self._by_key.setdefault(first.manifest.key, self._known[id(first)])
+        return self._by_key.setdefault(leaf.manifest.key, self._total)
 
     def _leaf(self, dataset: Any) -> TreeNode:
         if id(dataset) in self._nodes:

@@ -87,6 +87,20 @@ def open_local(path: str) -> IO[bytes]:
     return file
 
 
+def open_for_library(path: str) -> IO[bytes]:
+    """`open_local` for a library that would open the path itself, and reads what it needs.
+
+    Each `read` asks the system once for just these bytes, as the library would: Python's usual
+    buffer asks twice, and for more. A buffer of one byte keeps nothing, and reads on after the
+    system has returned less than was asked for, as FileIO does not.
+    """
+    raw, waited_ns = timed(lambda: _python_open(path, "rb", 0))
+    file: IO[bytes] = observed_file(
+        io.BufferedReader(raw, 1), path, waited_ns=waited_ns, buffering=1
+    )
+    return file
+
+
 def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -1) -> Any:
     """Wrap a file just opened so that its reads are counted, if this thread is being recorded.
 

@@ -22,7 +22,7 @@ from creel.loader.reading.opened import (
     Look,
     local_address,
     look,
-    open_local,
+    open_for_library,
     opened_part,
 )
 from creel.loader.reading.this_thread import this_thread
@@ -108,7 +108,7 @@ def parquet(original: Call, at: int) -> Call:
             return original(*args[:at], pa.BufferReader(data), **more)
         if this_thread.observed is None or not os.path.isfile(address):  # noqa: PTH113
             return original(*args, **more)
-        file = open_local(address)  # it counts the bytes read
+        file = open_for_library(address)  # it counts the bytes read
         if not at:
             with file:
                 return original(file, **more)

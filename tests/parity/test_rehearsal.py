@@ -357,6 +357,17 @@ def test_four_folders_read_each_file_once(
     assert reads(tasks, daemon, num_workers=workers) == 4 * [30]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_task_that_comes_back_reads_nothing(
+    tmp_path: Path, daemon: dict[str, Any], workers: int
+) -> None:
+    """As a new dataset of the same files, which the memory knows by the old one."""
+    tasks = [files(tmp_path / f"task-{number}", 30) for number in range(3)]
+    again = [tmp_path / "task-1", tmp_path / "task-0"]
+    tasks += [creel.FileDataset(folder, "*.bin", decode=bytes) for folder in again]
+    assert sum(reads(tasks, daemon, num_workers=workers)) == 3 * 30
+
+
 @pytest.mark.parametrize("at_once", [10, 1 << 18])
 def test_the_daemon_knows_in_the_first_epoch_that_a_job_rehearses(
     tmp_path: Path, daemon: dict[str, Any], monkeypatch: pytest.MonkeyPatch, at_once: int
