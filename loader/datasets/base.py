@@ -200,15 +200,19 @@ class CreelDataset(Dataset[Sample]):
         """Describes the state of the files in which the objects were found; "" if none is known."""
         return ""
 
-    def _keep_decoded(self, limit: str | int | None) -> None:
+    def _keep_decoded(self, limit: str | int | None, shared_as: str | None) -> None:
         """Keep what `decoded` returns, in `limit` bytes of the node's memory; None: do not.
 
+        `shared_as`: as for `creel.kept`.
+
         Raises:
-            ConfigError: it is not a size, or there is no decoder.
+            ConfigError: one is not what it should be, or there is no decoder.
         """
+        if limit is None and shared_as is not None:
+            raise ConfigError("shared_as names what keep_decoded= keeps: give that, too")
         if limit is not None and not self.decoders:
             raise ConfigError("keep_decoded keeps what decode= returns: give decode=")
-        self._keeping = None if limit is None else ObjectKeeping(limit).of(self)
+        self._keeping = None if limit is None else ObjectKeeping(limit, shared_as).of(self)
 
     @property
     def keeping(self) -> Keeping | None:

@@ -83,6 +83,7 @@ class FileDataset(WholeFiles, Labelled):
         keep_decoded: memory of the node for what `decode` returned (docs/datasets.md): a size
             ("64GiB" or bytes), or "auto", what others do not need. Each file is then decoded once
             in a job on a node. `decode` must draw no random numbers.
+        shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
     Raises:
         ConfigError: no files, or labels or sizes whose number or type does not fit; `keep_decoded`
@@ -101,6 +102,7 @@ class FileDataset(WholeFiles, Labelled):
         nbytes: Sequence[int] | bool = False,
         storage_options: Options = None,
         keep_decoded: str | int | None = None,
+        shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options
         if isinstance(paths, (str, os.PathLike)):
@@ -109,7 +111,7 @@ class FileDataset(WholeFiles, Labelled):
             self._root, self._names, known = "", _each(paths), None
         check_callable(decode=decode, transform=transform)
         self.decode = decode
-        self._keep_decoded(keep_decoded)
+        self._keep_decoded(keep_decoded, shared_as)
         self.transform = transform
         self.labels = labels
         sizes = self._nbytes = self._sizes(nbytes, known)
