@@ -204,8 +204,7 @@ def candidates(batch: Sequence[Any], place: int, dataset: Any) -> Iterator[Any]:
     ['c', 'a']
     """
     key = key_of(batch[place])
-    span = span_of(dataset, key) if isinstance(key, int) else None
-    if span is not None:
+    if isinstance(key, int) and (span := span_of(dataset, key)) is not None:
         yield from (replacement(key, attempt, *span) for attempt in range(_MAX_REPLACEMENTS))
         return
     yield from (*batch[place + 1 :], *batch[:place])
