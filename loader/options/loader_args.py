@@ -40,7 +40,7 @@ def args_of(loader: object) -> LoaderArgs:
     return args
 
 
-def without_taken(args: LoaderArgs, taken: Mapping[str, Any] | None) -> LoaderArgs:
+def without_taken(args: LoaderArgs, taken: object) -> LoaderArgs:
     """Return the arguments, with those of `creel_args` in place of what attributes hold.
 
     Raises:

@@ -210,8 +210,7 @@ def candidates(batch: Sequence[Any], place: int, dataset: Any) -> Iterator[Any]:
         others = beside([key_of(sample) for sample in batch])
         yield from islice((*mates, *others), _MAX_REPLACEMENTS)
         return
-    span = span_of(dataset, key) if isinstance(key, int) else None
-    if span is not None:
+    if isinstance(key, int) and (span := span_of(dataset, key)) is not None:
         yield from (replacement(key, attempt, *span) for attempt in range(_MAX_REPLACEMENTS))
         return
     yield from mates

@@ -29,6 +29,7 @@ from torch.utils.data import (
 from creel.loader.binding.tree import inside, unchanged
 from creel.loader.datasets.records import RecordDataset
 from creel.loader.order.epoch_order import inner_of
+from creel.loader.user_code.protected import attribute
 
 _MASK = (1 << 64) - 1
 #: In place of a sample's number: of what has none, and of a batch.
@@ -122,7 +123,7 @@ def reads_singly(dataset: object) -> bool:
     if below is not None:
         return all(map(reads_singly, below))
     rows = isinstance(dataset, RecordDataset) and dataset.batch_transform is None
-    return rows or not getattr(dataset, "__getitems__", None)  # as torch: it may be None
+    return rows or not attribute(dataset, "__getitems__")  # as torch: it may be None
 
 
 class Seeded(Dataset[Any]):

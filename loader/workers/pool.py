@@ -21,7 +21,7 @@ from pickle import PicklingError
 from typing import Protocol, TypeAlias, cast
 
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
-from creel.loader.reading.bad_samples import BadSample
+from creel.loader.reading.bad_samples import BadSample, Key
 from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.unpacking import discard
@@ -200,7 +200,7 @@ class WorkerPool(BatchPool):
 
     # --- sending --------------------------------------------------------------------------
 
-    def again(self, bad: Mapping[int, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> int:
         """Begin another epoch in all workers, which keep their state; return its tag.
 
         bad: the samples known to be bad.

@@ -88,7 +88,11 @@ ARGUMENTS = ["remap", "replicate", "on_error", "max_bad_samples", "rehearsal", "
 
 @pytest.mark.parametrize("name", [*ARGUMENTS, "creel", "creel_args", "num_workers"])
 def test_a_value_of_a_wrong_type_gets_one_sentence_that_names_the_argument(name: str) -> None:
-    right = {"replicate": {int}, "max_bad_samples": {int}, "creel": {str, dict, bool}}
+    right: dict[str, set[type]] = {
+        "replicate": {int},
+        "max_bad_samples": {int},
+        "creel": {str, dict, bool},
+    }
     right["num_workers"] = set(map(type, WRONG)) - {str}  # torch's own errors
     for value in WRONG:
         if type(value) in right.get(name, set()):

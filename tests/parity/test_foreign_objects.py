@@ -30,8 +30,8 @@ class Untouchable:
     def _raises(self, *_: object) -> NoReturn:
         raise self.error("torch does not call this")
 
-    __len__ = __bool__ = __eq__ = __hash__ = __repr__ = __str__ = _raises  # type: ignore[assignment]
-    __copy__ = __deepcopy__ = __reduce_ex__ = __length_hint__ = __call__ = _raises  # type: ignore[assignment]
+    __len__ = __bool__ = __eq__ = __hash__ = __repr__ = __str__ = _raises
+    __copy__ = __deepcopy__ = __reduce_ex__ = __length_hint__ = __call__ = _raises
     epoch = sampler = batch_size = drop_last = generator = data_source = property(_raises)
     set_epoch = state_dict = load_state_dict = foreseeable = rank = property(_raises)
     num_replicas = num_processes = batch_sampler = dataset = datasets = property(_raises)
@@ -60,7 +60,7 @@ class Batch(list[int]):
     def _raises(self, *_: object) -> NoReturn:
         raise RuntimeError("torch does not call this")
 
-    __len__ = __eq__ = __repr__ = __getitem__ = _raises  # type: ignore[assignment]
+    __len__ = __eq__ = __repr__ = __getitem__ = _raises
 
 
 def batches_of(cls: Any, dataset: Any, **arguments: Any) -> list[list[Any]]:
@@ -120,6 +120,7 @@ CLASSES = (DataLoader, creel.DataLoader)
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_may_be_one_of_torch_s_in_name_only(workers: int) -> None:
+    data: Any = range(9)
     given: Any = {"sampler": OfOnesOwn(range(9)), "batch_size": 2, "num_workers": workers}
-    wanted, found = ([b.tolist() for b in cls(range(9), **given)] for cls in CLASSES)
+    wanted, found = ([b.tolist() for b in cls(data, **given)] for cls in CLASSES)
     assert found == wanted

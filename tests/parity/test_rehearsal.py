@@ -179,7 +179,7 @@ def test_the_dataset_shows_the_new_data_and_may_be_given_back() -> None:
     again = creel.DataLoader(shown, 8, sampler=sampler, rehearsal=rows, creel=False)
     assert new_data(again.dataset) is data
     shown.new = shown.kept = shown._mine = 3
-    assert (data.new, data.kept, data._mine) == (3, 3, 3)  # type: ignore[attr-defined]  # as assigned
+    assert (data.new, data.kept, data._mine) == (3, 3, 3)
     del shown._mine
     assert not hasattr(data, "_mine")
     assert not hasattr(shown, "_mine")

@@ -132,7 +132,7 @@ class Whole(creel.DataLoader[int]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_was_used_is_copied_by_methods_of_a_subclass(workers: int) -> None:
-    loader = Whole(DATA, 4, num_workers=workers)  # type: ignore[arg-type]  # torch takes lists
+    loader = Whole(DATA, 4, num_workers=workers)
     wanted = [batch.tolist() for batch in loader]
     for twin in (pickle.loads(pickle.dumps(loader)), copy.copy(loader), copy.deepcopy(loader)):
         assert [batch.tolist() for batch in twin] == wanted
