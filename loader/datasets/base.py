@@ -251,7 +251,7 @@ class CreelDataset(Dataset[Sample]):
         except SourceError as e:
             # The error has the path; the number finds the sample among a million files.
             reason = f"{e.strerror} (object {object_id} of this {type(self).__name__})"
-            raise type(e)(e.errno or 0, reason, e.uri) from e
+            raise type(e)(e.errno or 0, reason, e.uri) from None
 
     def _tensor(self, object_id: int) -> torch.Tensor:
         """Return the bytes of one object as (nbytes,) uint8, in memory of its own."""

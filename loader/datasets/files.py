@@ -21,6 +21,7 @@ from creel.loader.reading.listing import files_below, glob_pattern
 from creel.loader.reading.storage import (
     Options,
     absolute,
+    check_installed,
     escape,
     is_folder,
     nbytes_of,
@@ -185,4 +186,6 @@ def _each(paths: Paths | pa.Array) -> pa.Array:
         paths = several(paths)
     if not len(paths):
         raise ConfigError("a FileDataset needs at least one file")
-    return addresses(paths)
+    names = addresses(paths)
+    check_installed(str(names[0].as_py()))  # here, not at the first read
+    return names

@@ -163,7 +163,10 @@ class ImageFolder(WholeFiles):
         listed = self._listed
         classes = _subfolders(directory) if listed is None else sorted(listed)
         if not classes:
-            raise NotFoundError(f"Couldn't find any class folder in {public(directory)}.")
+            raise NotFoundError(
+                f"Couldn't find any class folder in {public(directory)}. An ImageFolder has a folder"
+                " for each class; a folder of files is creel.FileDataset(folder, decode=...)"
+            )
         return classes, {name: i for i, name in enumerate(classes)}
 
     @property

@@ -388,6 +388,12 @@ def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[s
         ConfigError: an unknown key or a value of the wrong type.
     """
     if isinstance(given, str):
+        key, is_setting, value = given.partition("=")
+        if is_setting:
+            raise ConfigError(
+                f"creel={given!r}: a str is the name of a daemon; give settings as a dict, as"
+                f" creel={{{key.strip()!r}: {value.strip()!r}}}"
+            )
         given = {"daemon.name": given}
     if not isinstance(given, (dict, bool, type(None))):
         raise wrong("creel", given, "None, False, a daemon's name or a dict of settings")

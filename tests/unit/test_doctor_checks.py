@@ -212,6 +212,7 @@ def test_a_listing_that_does_not_end_in_time_is_no_answer() -> None:
         ("resolving region for bucket 'b': NETWORK_CONNECTION: curlCode 6", "proxies"),
         ("s3://region-1/denied: Connection refused", "proxies"),
         ("s3://us-region/there-is-no-skew/: ACCESS_DENIED for key 'region'", "AWS_ACCESS_KEY_ID"),
+        ("s3://b: access denied: check the credentials", "AWS_SECRET_ACCESS_KEY"),
         ("http needs aiohttp: pip install 'creel-data[http]'", "creel-data[all]"),
     ],
 )

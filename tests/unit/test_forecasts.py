@@ -77,6 +77,16 @@ def test_no_number_of_workers_is_named_where_cores_do_not_suffice() -> None:
     assert "num_workers" not in text
 
 
+def test_a_loader_keeps_its_workers_between_two_epochs() -> None:
+    """At that moment none run: it was told to take two, which it has."""
+    between = session(0, 50, 20.0, 5.0) | {"workers": 0}
+    assert rows(between) == [], "nobody knows how many they were"
+    told = Forecasts(2.0)
+    assert rows(session(0, 50, 20.0, 5.0), judged=told) == rows(between, judged=told)
+    ((_, text),) = rows(between, judged=told)
+    assert "num_workers" not in text
+
+
 def test_without_workers_one_is_named() -> None:
     ((_, text),) = rows(session(0, 100, 0.0, 4.0, workers=0))
     assert text == (
