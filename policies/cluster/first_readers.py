@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.arrays import Index, Ints, Mask, every
+from creel.policies.arrays import Ids, Index, Ints, Mask, every
 from creel.policies.cluster import placement
 from creel.policies.cluster.boundary import SOURCE, ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan, digest
-from creel.policies.eviction.sampling import Nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +64,7 @@ class FirstReaders:
         #: The latest epoch that reads objects first; of these, after what part of it.
         self._present: tuple[FirstReadsTask, NDArray[np.uint16]] | None = None
         self._samples: int | None = None  # a number by which nodes know what the job reads
+        self._reads: Ids | slice = slice(0)  # what that is
         self._unplanned: list[FirstReadsTask] = []  # the first of them is asked for
         self._asked = False
         self._astray = False
@@ -77,11 +77,15 @@ class FirstReaders:
         self.seen(view)
         among = order.among
         self._samples = 0 if among is None else among.digest
+        self._reads = slice(None) if among is None else among.objects
         new = slice(None) if among is None else among.objects[: order.samples]
-        if not every(self._known[new]):
-            task = FirstReadsTask(epoch, order._replace(replays=None), len(self._known), view)
-            if task.order not in [one.order for one in self._unplanned]:
-                self._unplanned.append(task)
+        task = FirstReadsTask(epoch, order._replace(replays=None), len(self._known), view)
+        present = self._present
+        if present is not None and present[0].epoch == epoch and present[0].order != task.order:
+            self._present = None  # that was of another loader
+        waiting = [other.order for other in self._unplanned]
+        if task.order not in waiting and not every(self._known[new]):
+            self._unplanned.append(task)
         if among is not None and order.replays is not None:
             known = self._known[new]
             self._known[among.objects[order.samples :]] = True
@@ -102,8 +106,8 @@ class FirstReaders:
             number = {name: node + 1 for node, name in enumerate(view.names)}
             now = np.array([0, *(number.get(name, 0) for name in before.names)], np.uint16)
             self._node = now[self._node]
-            self._unplanned, self._asked = [], False
-            self._present = self._digest = None
+            self._unplanned, self._asked, self._digest = [], False, None
+            self._present = None
 
     def task(self) -> FirstReadsTask | None:
         """Return what to find out next, or None."""
@@ -139,9 +143,9 @@ class FirstReaders:
         """
         if self.view is None:
             return home
-        found = np.where(self._elsewhere(ids), self.view.origin[self._reader(ids)], home)
-        found[self._here(ids) | ~self._known[ids]] = SOURCE
-        return found
+        elsewhere = self._elsewhere(ids)
+        home = np.where(elsewhere, self.view.origin[self._reader(ids)], home)
+        return np.where(self._here(ids) | ~self._known[ids], SOURCE, home)
 
     def asked(self, ids: NDArray[np.integer], home: Mask) -> Mask:
         """Return (k,) whether peers ask this node for each object; home: if it is home by hash."""
@@ -170,7 +174,8 @@ class FirstReaders:
 
     def _reader(self, ids: NDArray[np.integer]) -> Ints:
         """Return (k,) the first reader of each object, or -1."""
-        return self._node[ids].astype(np.int64) - 1
+        reader: Ints = self._node[ids].astype(np.int64) - 1
+        return reader
 
     def _here(self, ids: NDArray[np.integer]) -> Mask:
         assert self.view is not None  # noqa: S101  for mypy
@@ -210,10 +215,11 @@ class FirstReaders:
         if self.view is None or self.digest is None or seed != self._samples:
             return None
         nodes = len(self.view.names)
-        holder = np.full(len(self._node), np.iinfo(placement.node_type(nodes)).max)
+        dtype = placement.node_type(nodes)
+        holder = np.full(len(self._node), np.iinfo(dtype).max, dtype)
         known = self._node > 0
         holder[known] = self._node[known] - np.uint16(1)
-        return SharedPlan(seed, nodes, holder.astype(placement.node_type(nodes)))
+        return SharedPlan(seed, nodes, holder)
 
     def take_plan(self, plan: SharedPlan) -> None:
         """Take over the first readers that a peer knows, if this node lacks them."""
@@ -223,10 +229,10 @@ class FirstReaders:
         if plan.nodes != len(view.names) or len(holder) != len(self._node):
             return
         known = holder != placement.nobody(holder)
-        self._node[:] = 0
-        self._node[known] = holder[known].astype(np.uint16) + np.uint16(1)
-        self._digest = None
-        self.followed()  # whatever has no first reader has a home by hash
+        self._node = np.where(known, holder.astype(np.uint16) + np.uint16(1), np.uint16(0))
+        self._known |= known
+        self._known[self._reads] = True  # what has no first reader has its home by hash
+        self._unplanned, self._asked, self._digest = [], False, None
         self.insist()
 
     def insist(self) -> None:

@@ -66,6 +66,7 @@ class ClusterPlans:
         question, policy = self._questions.get(e.dataset), self._policy(e.dataset)
         if policy is not None and e.plan is not None:
             policy.take_plan(e.plan)
+            self._residencies[e.dataset].policy.stale = True
         if question is not None and question.seed == e.seed:
             question.pending = False
             question.vain += policy is None or policy.lacks == e.seed
