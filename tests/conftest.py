@@ -86,7 +86,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 #: Files of tests are in the page cache, so loaders would not ask a daemon for them. By default the
 #: daemon reads all files in tests.
-os.environ["CREEL_LOADER__DIRECT"] = "never"
+os.environ["CREEL_LOADER__DIRECT"] = os.environ.get("TEST_DIRECT", "never")
 os.environ.setdefault(
     "CREEL_MEMORY__RESERVE", "0"
 )  # a machine that is short of memory fails no test

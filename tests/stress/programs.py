@@ -28,8 +28,9 @@ LIMITS = ("'auto'", "'1MiB'", "'1MiB'", 4096 + 1500, "'9KiB'", 0)
 SETTINGS = ["settings.OFFSET = {k}", "settings.Settings.factor = {k}"]
 HOW = ("in place", "times put back", "renamed")
 OPTIONS = (
-    *({"loader.direct": "never"},) * 5,  # the files are in the page cache
-    *(None,) * 3,
+    *(None,) * 5,
+    {"loader.direct": "never"},
+    {"loader.direct": "auto"},
     {"loader.slots": 1},
     {"loader.max_leased": 1},
     {"loader.wait_s": 0.05},
@@ -107,7 +108,8 @@ class Program:
         self._lines: list[str] = []
         self._names = 0
         self._n = self._of(1, 6, 13, 24, 24, 40)
-        self._say(f"begin({seed}, {self._of('large', 'large', 'large', 'small', 'none')!r})")
+        daemon = self._of("large", "large", "large", "small", "none")
+        self._say(f"begin({seed}, {daemon!r}, {self._of('never', 'auto')!r})")
         data = self._tree()
         order = self._of(*ORDERS) if data.size else Order(resumable=False)
         manner = self._loader(data, order)

@@ -48,15 +48,15 @@ def with_creel() -> bool:
     return os.environ.get(WITH_CREEL) == "1"
 
 
-def begin(seed: int, daemon: str) -> None:
-    """Fix all random numbers, and choose the daemon."""
+def begin(seed: int, daemon: str, direct: str) -> None:
+    """Fix all random numbers, choose the daemon, and whether page-cached files go past it."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
     global content  # noqa: PLW0603  one program per process
     content = np.random.default_rng(seed)
     os.environ["CREEL_SOCKET"] = f"{os.environ['CREEL_SOCKET']}-{daemon}"
-    os.environ.update(DAEMONS[daemon])
+    os.environ.update(DAEMONS[daemon], CREEL_LOADER__DIRECT=direct)
 
 
 # --- loaders ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ USES = (
     *("{d} == copy.deepcopy({d})", "hash({d}) == hash(copy.copy({d}))", "[x for x in {d}][1]"),
     *("[{d}.sample(b'abc'), sizes({d}.paths)]", "len({d} + {d})", "({d} + {d})[{i}]"),
 )
-OPTIONS = ({"loader.direct": "never"}, {"loader.direct": "never"}, None, False)
+OPTIONS = (None, None, {"loader.direct": "never"}, {"loader.direct": "auto"}, False)
 
 
 class WrappedProgram:
@@ -57,7 +57,8 @@ class WrappedProgram:
         self._names = 0
         #: Variables of datasets by the class of these; "" for one of torch's around others.
         self._kinds: dict[str, str] = {}
-        self._say(f"begin({seed}, {self._of('large', 'large', 'small', 'none')!r})")
+        daemon = self._of("large", "large", "small", "none")
+        self._say(f"begin({seed}, {daemon!r}, {self._of('never', 'auto')!r})")
         sizes = self._of("[700] * 12", "range(5000, 5012)", "[70_000] * 12")
         self._say(f"files = make_files('files', {sizes})")
         self._leaf()

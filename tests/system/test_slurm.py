@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,9 @@ pytestmark = [
 ]
 
 FILES = 200
-SHOWN = f"{PROGRAMS}/creel --name $CREEL_SOCKET"
+#: As a shell reads it.
+BIN = shlex.quote(str(PROGRAMS))
+SHOWN = f"{BIN}/creel --name $CREEL_SOCKET"
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +65,11 @@ def ended(slurm: Slurm, job: str, state: str = "COMPLETED") -> str:
 
 def training(storage: Any, epochs: int, below: str = "") -> str:
     """Return the command of a training of one rank on each node, below torchrun, below another."""
-    words = f"{jobs.SCRIPT} {storage.mountpoint} 8 {','.join(['step'] * epochs)}"
+    script, folder = (shlex.quote(str(path)) for path in (jobs.SCRIPT, jobs.SCRIPT.parents[1]))
+    words = f"{script} {storage.mountpoint} 8 {','.join(['step'] * epochs)}"
     return (
-        f"export PYTHONPATH={jobs.SCRIPT.parents[1]} OMP_NUM_THREADS=1 CREEL_MEMORY__BUDGET=64MiB\n"
-        f"srun --output=rank-%j-%t {below} {PROGRAMS}/torchrun --nnodes 2 --nproc-per-node 1"
+        f"export PYTHONPATH={folder} OMP_NUM_THREADS=1 CREEL_MEMORY__BUDGET=64MiB\n"
+        f"srun --output=rank-%j-%t {below} {BIN}/torchrun --nnodes 2 --nproc-per-node 1"
         f" --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint n0:29500 {words}"
     )
 
@@ -144,7 +148,7 @@ def test_each_task_of_an_array_and_each_run_of_a_requeued_job_has_a_daemon(slurm
 
 def test_a_training_on_two_nodes_needs_no_administrator(slurm: Slurm, storage: Any) -> None:
     """`creel run` in the job: files that a node holds the other one does not read again."""
-    command = training(storage, 2, f"{PROGRAMS}/creel run --")
+    command = training(storage, 2, f"{BIN}/creel run --")
     job = slurm.submit(command, "-N2")
     ended(slurm, job)
     stats = check_ranks(slurm, job, 2)

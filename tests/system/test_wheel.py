@@ -45,12 +45,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of a new environment with the wheel in it.
+    """The folder of programs of a new environment with the wheel in it; its path has a space.
 
     What the wheel needs is seen in this interpreter's packages; creel is not, as it is there by an
     import hook or on a path that no other interpreter looks at.
     """
-    folder = tmp_path_factory.mktemp("environment")
+    folder = tmp_path_factory.mktemp("an environment")
     venv.create(folder, with_pip=False, symlinks=True)
     _pip("--python", str(folder / "bin/python"), "install", "--no-deps", "--no-index", str(wheel))
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -122,9 +122,9 @@ def test_shipped_files_are_written_out(installed: Path, tmp_path: Path) -> None:
         installed / "python", "-c", "import creel; print('creel', creel.__version__)", cwd=tmp_path
     )
     unit = _output(creel, "service", "show", cwd=tmp_path)
-    assert f"\nExecStart={installed / 'creeld'}\n" in unit
+    assert f'\nExecStart="{installed / "creeld"}"\n' in unit
     template = _output(creel, "service", "show", "--system", cwd=tmp_path)
-    assert f"\nExecStart={installed / 'creeld'}\n" in template
+    assert f'\nExecStart="{installed / "creeld"}"\n' in template
     own = {line for line in unit.splitlines() if "=" in line and line[0] != "#"}
     more = {line for line in template.splitlines() if "=" in line and line[0] != "#"} - own
     whose = {"User", "Description", "After", "Wants", "WantedBy"}  # else both are the same,
@@ -132,7 +132,7 @@ def test_shipped_files_are_written_out(installed: Path, tmp_path: Path) -> None:
     assert {line.partition("=")[0] for line in more} == whose | rights
     for name in ("prolog", "task-prolog", "epilog", "job"):
         script = _output(creel, "slurm", "show", name, cwd=tmp_path)
-        assert f"\nbin={installed}\n" in script
+        assert f"\nbin='{installed}'\n" in script
         subprocess.run(["sh", "-n"], input=script, text=True, check=True, timeout=60)
     for name in EXAMPLES:
         compile(_output(creel, "example", name, cwd=tmp_path), name, "exec")

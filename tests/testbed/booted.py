@@ -31,6 +31,12 @@ def unavailable() -> str:
     return ""
 
 
+def _hidden() -> list[str]:
+    """Return what the container would not see: it has a /run and a /tmp of its own."""
+    needed = {SCRIPT.parents[2], Path(sys.prefix), Path(sys.base_prefix)}
+    return [str(path) for path in needed if path.parts[1] in {"run", "tmp"}]
+
+
 class Booted:
     """The container; all that is written in it vanishes with it.
 
@@ -40,7 +46,7 @@ class Booted:
 
     def __init__(self) -> None:
         folder = SCRATCH_DIR / unique_name()
-        self._env = os.environ | {"SYSTEMD_TESTBED_DIR": str(folder), "BIND": ""}
+        self._env = os.environ | {"SYSTEMD_TESTBED_DIR": str(folder), "BIND": ":".join(_hidden())}
         done = self._script("up")
         self.failed = "" if done.returncode == 0 else done.stderr
         if not self.failed:

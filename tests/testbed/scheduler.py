@@ -45,6 +45,7 @@ class Slurm:
             **{hook: str(self._hook(name, settings)) for hook, name in hooks.items()},
         }
         self._script("up", str(len(NODES)))
+        self._before = {node: set(self._there(node)) for node in NODES}
 
     def _hook(self, name: str, settings: dict[str, str]) -> Path:
         shown = [str(PROGRAMS / "creel"), "slurm", "show", name]
@@ -102,11 +103,13 @@ class Slurm:
         return self.do("sh", "-c", wait, timeout_s=timeout_s).strip().removeprefix("JobState=")
 
     def left(self, node: str) -> list[str]:
-        """Return what jobs have left on a node: daemons, their sockets, files of the prolog."""
-        found = self.on(
-            node, "sh", "-c", "ps -ww -eo args; cat /proc/net/unix; ls -d /run/creel*/* || :"
-        )
-        return [line for line in found.splitlines() if "creel" in line and "ps -ww" not in line]
+        """Return what jobs have left on a node: processes, their sockets, files of the prolog."""
+        return [line for line in self._there(node) if line not in self._before[node]]
+
+    def _there(self, node: str) -> list[str]:
+        """Return the command lines, the sockets' addresses and creel's files of a node."""
+        shown = "ps -ww -eo args; awk '{print $8}' /proc/net/unix; ls -d /run/creel*/* || :"
+        return self.on(node, "sh", "-c", shown).splitlines()
 
     def __enter__(self) -> Slurm:
         return self

@@ -83,7 +83,9 @@ up() {
         slurmctld -c
         for ((i = 0; i < nodes; i++)); do slurmd -N "n$i"; done
     else
-        cluster up --hosts "$nodes" --host ctl ${rate:+--bandwidth "$rate"} >/dev/null
+        # The hosts see all of this checkout, wherever it lies.
+        cluster up --hosts "$nodes" --host ctl --keep "$(cd "$here/../.." && pwd)" \
+            ${rate:+--bandwidth "$rate"} >/dev/null
         cluster run ctl -- slurmctld -c
         for ((i = 0; i < nodes; i++)); do cluster run "n$i" -- slurmd; done
     fi

@@ -5,7 +5,9 @@ They are in the wheel (`creel/deploy`, `creel/examples`); in a checkout these fo
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import stat
 import sys
 import sysconfig
@@ -37,17 +39,26 @@ def read(name: str) -> str:
 def unit(*, system: bool = False) -> str:
     """Return the unit file of a user or of the system, with this environment's `creeld`."""
     text = read(f"deploy/{_TEMPLATE if system else _UNIT}")
-    return text.replace(f"{_BIN}creeld", str(_programs() / "creeld"))
+    return text.replace(f"{_BIN}creeld", _systemd_word(_programs() / "creeld"))
 
 
 def slurm(name: str) -> str:
     """Return a script for Slurm, with the folder of this environment's programs."""
-    return read(f"deploy/slurm/{name}.sh").replace(_SHELL_BIN, f"bin={_programs()}")
+    return read(f"deploy/slurm/{name}.sh").replace(
+        _SHELL_BIN, f"bin={shlex.quote(str(_programs()))}"
+    )
 
 
 def pbs() -> str:
     """Return the hook for PBS, with the folder of this environment's programs."""
-    return read("deploy/pbs/hook.py").replace(_HOOK_BIN, f'BIN = "{_programs()}"')
+    literal = json.dumps(str(_programs()), ensure_ascii=False)  # also a literal of Python's
+    return read("deploy/pbs/hook.py").replace(_HOOK_BIN, f"BIN = {literal}")
+
+
+def _systemd_word(path: Path) -> str:
+    """Return a path as one word of a unit's line (systemd.syntax, "Quoting")."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{text}"' if set(text) & set(" \t\"'\\") else text
 
 
 def _programs() -> Path:
