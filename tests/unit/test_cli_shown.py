@@ -119,6 +119,16 @@ def test_why_is_one_sentence_with_what_would_help(
     assert row["pid"] == 70
 
 
+@pytest.mark.usefixtures("daemon")
+def test_why_says_whose_batches_are_counted_if_there_are_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATS, "sessions", [])
+    monkeypatch.setitem(STATS, "ranks", [])
+    assert main.main(["stats", "--why"]) == 0
+    assert "creel.DataLoader counts its batches" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kept", [{"nbytes": 1}, {"nbytes": 0, "decoded_hits": 1}])
 def test_who_is_served_is_not_told_to_wrap(kept: dict[str, Any]) -> None:
     told = reason(SESSION | kept | {"stall_s": CAUSES | {"decode": 90.0}}, STATS)

@@ -19,6 +19,10 @@ from creel.system import limits
 if TYPE_CHECKING:
     from creel.loader.client.client import Client
 
+_NOTHING_COUNTED = (
+    "no batch has been counted yet: creel.DataLoader counts its batches, torch's own loader those of"
+    " a wrapped dataset that creel serves (what creel.wrap cannot serve, creel.kept does)"
+)
 ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
 
 
@@ -109,7 +113,7 @@ def reasons(client: Client, *, as_json: bool) -> None:
     for one in () if as_json else found:
         click.echo(f"{view.job_of(one)} rank {one['rank']}: {one['why']}")
     if not found and not as_json:
-        click.echo("no training has read through this daemon yet")
+        click.echo(_NOTHING_COUNTED)
 
 
 def recorded(
