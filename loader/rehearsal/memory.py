@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 
 from creel.errors import ConfigError
+from creel.loader.attributes import changed, snapshot
 from creel.loader.order.rehearsing import Content, RehearsedBatches
 from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed, length_of, new_data
 from creel.loader.user_code.protected import attribute
@@ -30,6 +32,10 @@ from creel.policies.rehearsal.growth import Growth
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
+
+_log = logging.getLogger("creel.loader")
+#: At most so many changed attributes of a dataset are named.
+_NAMES = 5
 
 
 class Rehearsal:
@@ -79,6 +85,8 @@ class Rehearsal:
         self._ordered: bool | None = None
         self._awaited: Any = None  # what a loader reads while nothing was added
         self._warned = False
+        #: Plain attributes and length of each dataset when it was added, by its id: rows hold it.
+        self._as_added: dict[int, tuple[dict[str, str], int]] = {}
 
     def add(
         self,
@@ -91,7 +99,8 @@ class Rehearsal:
 
         Args:
             dataset: map-style; it must stay as it is, since its samples are read when they are
-                replayed.
+                replayed. If its plain attributes or its length have changed when another loader is
+                made, the log names them.
             labels: (n,) numbers or texts: the memory is balanced over their values. None: all kept
                 samples are a random choice (a reservoir); so are those without labels, as a class
                 of their own, if others have some.
@@ -118,6 +127,8 @@ class Rehearsal:
         both = merged(self._kept, Offered(uids, classes, keys))
         chosen = kept(both, self.budget, self.seed + 1)
         self._dataset = _rows(self._dataset, dataset, n, chosen)
+        held = {id(one): one for one in self._dataset.datasets}
+        self._as_added = {i: self._as_added.get(i) or _state(one) for i, one in held.items()}
         self._kept = both.take(chosen)
         self._offered += n
         self._adds += 1
@@ -183,6 +194,7 @@ class Rehearsal:
         """
         dataset = new_data(dataset)
         self._warn_of_nothing(dataset, frames)
+        self._warn_of_changes()
         return Rehearsed(dataset, self._dataset) if len(self._dataset) else dataset
 
     def _warn_of_nothing(self, dataset: object, frames: int) -> None:
@@ -198,6 +210,29 @@ class Rehearsal:
                 " memory.add(task, labels=...) after each task",
                 stacklevel=frames + 3,
             )
+
+    def _warn_of_changes(self) -> None:
+        """Warn, once for each dataset, if one was changed since it was added."""
+        for one in self._dataset.datasets:
+            now, n_now = _state(one)
+            before, n = self._as_added.get(id(one), (now, n_now))  # none in a copy of this
+            names = [*changed(before, now), *([] if n == n_now else [f"{n} samples, now {n_now}"])]
+            if names:
+                self._as_added[id(one)] = now, n_now
+                _log.warning(
+                    "a %s was changed after it was added to the memory, which reads its rows from"
+                    " what it is now: add a dataset for each task (changed: %s)",
+                    type(one).__name__,
+                    ", ".join(names[:_NAMES]),
+                )
+
+
+def _state(dataset: Any) -> tuple[dict[str, str], int]:
+    """Return a dataset's plain attributes and length; nothing and 0 if they cannot be had."""
+    try:
+        return snapshot(dataset), len(dataset)
+    except Exception:  # noqa: BLE001  a user's object raises anything, such as keys of a mapping
+        return {}, 0
 
 
 def _rows(old: KeptRows, dataset: Any, n: int, chosen: NDArray[np.intp]) -> KeptRows:

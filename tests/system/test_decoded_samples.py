@@ -276,6 +276,36 @@ def test_ranks_that_decode_differently_share_nothing(
     assert ranks(read, tmp_path) == [True, True]
 
 
+FACTOR = 1
+
+
+@pytest.mark.usefixtures("daemon")
+def test_ranks_whose_globals_make_their_samples_differ_get_their_own(
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that creel knows of them differs; each compares a few samples of the other one."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def decode(data: bytes) -> int:
+        return data[0] * FACTOR
+
+    def read(rank: int) -> bool:
+        torch.set_num_threads(1)
+        globals()["FACTOR"] = rank + 1  # of this process
+        dataset = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
+        sampler: Any = DistributedSampler(dataset, 2, rank, seed=3)
+        loader = creel.DataLoader(dataset, 4, sampler=sampler, num_workers=1)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            expected = [Path(paths[i]).read_bytes()[0] * FACTOR for i in sampler]
+            if torch.cat(list(loader)).tolist() != expected:
+                return False
+            dist.barrier()
+        return True
+
+    assert ranks(read, tmp_path) == [True, True]
+
+
 @needs_fuse
 def test_an_epoch_with_all_samples_kept_fetches_nothing(
     slow: SlowFiles, daemon: Running, log: Path
@@ -360,4 +390,17 @@ def test_a_wrapped_dataset_may_keep_decoded_samples(paths: list[str], log: Path)
     options = {"loader.direct": "never"}
     ours, theirs = loaders(dataset, paths, log, num_workers=2, creel=options)
     check_epochs(ours, theirs, 4)
+    assert calls(log) == ONCE
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", [creel.DataLoader, DataLoader])
+def test_a_dataset_keeps_its_samples_when_it_is_wrapped_itself(
+    paths: list[str], log: Path, kind: Any
+) -> None:
+    """Without anything between: the wrapped dataset and the one inside have one state."""
+    dataset = creel.wrap(creel.kept(Plain(paths, Decode(log), as_it_is), "64MiB"))
+    for _ in range(3):
+        list(kind(dataset, 4, num_workers=2))
+        list(kind(dataset, 4))
     assert calls(log) == ONCE
