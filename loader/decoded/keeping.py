@@ -21,10 +21,9 @@ from torch.utils.data import get_worker_info
 
 from creel.config import switched_off
 from creel.errors import ConfigError
-from creel.loader.attributes import changed, generators, snapshot
-from creel.loader.decoded.codec import UnkeptError
+from creel.loader.decoded.attributes import changed, generators, snapshot
+from creel.loader.decoded.codec import UnkeptError, difference
 from creel.loader.decoded.draws import Draws
-from creel.loader.decoded.repeated import difference
 from creel.loader.decoded.shared_store import name_in_group, open_store
 from creel.loader.decoded.store import DecodedStore, Stamp, Taken
 from creel.loader.reading.inputs import Inputs, SampleInputs
@@ -137,7 +136,7 @@ class Keeping:
         else:
             mine = self
         if other is None or mine is not self:
-            mine._belong_to(owner)  # noqa: SLF001  as above
+            mine._belong_to(owner)
         return mine
 
     def _belong_to(self, owner: Any) -> None:

@@ -1,9 +1,9 @@
 """One store for processes of this node that are known to make the same samples.
 
 They are ranks of one process group, or were given one name (`shared_as=`). The first process makes
-a memfd, and binds an abstract unix address that is derived from the name of the store. The others ask the kernel which process listens there, and open its memfd through
-/proc. Nobody waits for another, and nothing is left behind. On any failure a process has a store of
-its own.
+a memfd, and binds an abstract unix address that is derived from the name of the store. The others
+ask the kernel which process listens there, and open its memfd through /proc. Nobody waits for
+another, and nothing is left behind. On any failure a process has a store of its own.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class SampleInputs:
         own = any(name == one or name.startswith(f"{one}/") for one in self._own)
         return None if own else name
 
-    # --- and what is known of it afterwards ---------------------------------------------------------
+    # --- and what is known of it afterwards -----------------------------------------------------
 
     def known(self, loaders: int, made_ns: int) -> Inputs | None:
         """Return the inputs of the finished sample; None if one may have changed meanwhile.
@@ -191,7 +191,7 @@ def _version(path: str, before_ns: int | None = None, *, follows: bool = True) -
     return of_stat(status, now_ns if before_ns is None else min(now_ns, before_ns)), status.st_mode
 
 
-# --- what Python tells ------------------------------------------------------------------------------
+# --- what Python tells --------------------------------------------------------------------------
 
 
 def _opened(records: list[SampleInputs], path: Any, mode: str | None, flags: int) -> None:
@@ -200,7 +200,7 @@ def _opened(records: list[SampleInputs], path: Any, mode: str | None, flags: int
         path = _path_of(path)
         if path is None:
             return
-    elif mode is None and not os.path.isabs(path):
+    elif mode is None and os.fsdecode(path)[:1] != "/":
         path = _below(this_thread.folder_fd, os.fsdecode(path))
     reads = flags & os.O_ACCMODE != os.O_WRONLY if mode is None else set(mode) & set("r+")
     anew = flags & (os.O_TRUNC | os.O_EXCL) if mode is None else set(mode) & set("wx")
@@ -275,7 +275,7 @@ def _path_of(fd: int) -> str | None:
     status = os.fstat(fd)
     if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)) or not status.st_nlink:
         return None
-    path = os.readlink(f"/proc/self/fd/{fd}")
+    path = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115  cheap: called for each open
     if not os.path.samestat(status, os_stat(path)):
         raise OSError("the file has moved")
     return path
@@ -287,11 +287,11 @@ def _below(folder_fd: int | None, path: str) -> str:
     Raises:
         ValueError: that folder is not known.
     """
-    if folder_fd == AT_CWD or os.path.isabs(path):
+    if folder_fd == AT_CWD or path[:1] == "/":
         return path
     if folder_fd is None:
         raise ValueError("a path in an unknown folder")
-    return os.path.join(os.readlink(f"/proc/self/fd/{folder_fd}"), path)  # noqa: PTH118
+    return f"{os.readlink(f'/proc/self/fd/{folder_fd}')}/{path}"  # noqa: PTH115  as above
 
 
 _hears = False

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import logging
+import os
 import pickle
 import random
+import resource
 import tarfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from creel.errors import ConfigError
 from creel.loader.binding.bind import bind
 from creel.loader.binding.tree import keepings_in, kept_on_top
 from creel.loader.datasets.base import CreelDataset, Transformed
+from creel.loader.decoded import shared_store
 from kit import until
 
 N = 6
@@ -200,7 +201,7 @@ class Sized(Dataset[Any]):
     def __len__(self) -> int:
         return N
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         return index + self.size * 10 + self.transform.scale * 100 + SIZE * 1000
 
 
@@ -263,10 +264,8 @@ def test_a_dataset_that_draws_from_a_generator_of_its_own_is_not_kept(
         def __getitem__(self, index: int) -> float:
             return float((getattr(self.draws, "random", None) or self.draws.rand)())
 
-    samples = []
-    for data in (Own(), creel.kept(Own(), "1MiB")):
-        samples.append([data[i] for _ in range(2) for i in range(N)])
-    assert samples[0] == samples[1]
+    plain, kept = Own(), creel.kept(Own(), "1MiB")
+    assert [kept[i % N] for i in range(2 * N)] == [plain[i % N] for i in range(2 * N)]
     assert caplog.text.count("random numbers") == 1
     assert "creel.datasets.Transformed" in caplog.text
 
@@ -305,6 +304,27 @@ def test_a_limit_of_nothing_and_creel_disabled_keep_nothing(
     check(dataset, paths)
     check(dataset, paths)
     assert decode.calls == 4 * N
+
+
+def test_where_descriptors_run_out_further_datasets_keep_nothing(
+    paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of them are left to the person's own files."""
+    shared_store._say_once.cache_clear()
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * descriptor + 8, before[1]))
+    try:
+        datasets = [creel.kept(Files(paths), "1MiB") for _ in range(2 * descriptor + 20)]
+        for dataset in datasets:
+            assert dataset[0].tolist() == fresh(Path(paths[0]).read_bytes())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    stores = [dataset.keeping.store for dataset in datasets]
+    assert stores[0] is not None
+    assert stores[-1] is None
+    assert caplog.text.count("few descriptors are left") == 1
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, "much", True, b"1"])

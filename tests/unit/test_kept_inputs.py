@@ -1,3 +1,4 @@
+# ruff: noqa: PTH123, SIM115  (as users do)
 """What a kept sample depends on: however a file was opened or looked for, its change is noticed."""
 
 from __future__ import annotations
@@ -148,9 +149,9 @@ def write(data: Ways, value: int) -> None:
         in_database(path + ".db", create, insert)
 
 
-def settled(data: Ways) -> None:
-    for path in (*data.paths, data.paths[-1] + ".db", data.paths[-1] + ".d"):
-        until(lambda path=path: version_at(path) != -1)
+def settle(*paths: str | Path) -> None:
+    """Wait until the versions of these files would show another change."""
+    until(lambda: all(version_at(str(path)) > 0 for path in paths))
 
 
 @pytest.fixture(params=["/tmp", "/dev/shm"])
@@ -176,7 +177,7 @@ def test_a_changed_file_is_noticed_however_it_was_opened(folder: Path) -> None:
 
     for value in (1, 2, 3):
         write(data, value)
-        settled(data)
+        settle(*(path + end for path in data.paths for end in ("", ".db", ".d")))
         for _ in range(2):
             assert same() == []
         store = kept.keeping.store
@@ -197,7 +198,7 @@ def test_a_relative_path_is_one_of_the_folder_that_is_current(
         monkeypatch.chdir(tmp_path / name)
         if not Path("x").exists():
             Path("x").write_bytes(name.encode())
-            until(lambda: version_at("x") > 0)
+            settle("x")
         for _ in range(2):
             assert kept[0] == (name.encode(), name.encode())
 
@@ -205,7 +206,7 @@ def test_a_relative_path_is_one_of_the_folder_that_is_current(
 def test_what_decode_opens_itself_is_checked(tmp_path: Path) -> None:
     for name in ("x", "table"):
         (tmp_path / name).write_bytes(b"1")
-        until(lambda name=name: version_at(str(tmp_path / name)) > 0)
+    settle(tmp_path / "x", tmp_path / "table")
 
     def decode(data: bytes) -> Any:
         calls.append(data)
@@ -215,7 +216,7 @@ def test_what_decode_opens_itself_is_checked(tmp_path: Path) -> None:
     dataset = creel.FileDataset([str(tmp_path / "x")], decode=decode, keep_decoded="1MiB")
     for table in (b"1", b"2"):
         (tmp_path / "table").write_bytes(table)
-        until(lambda: version_at(str(tmp_path / "table")) > 0)
+        settle(tmp_path / "table")
         for _ in range(3):
             assert dataset[0] == (b"1", table)
     assert len(calls) == 3  # the first sample is made twice

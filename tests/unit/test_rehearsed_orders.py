@@ -387,7 +387,8 @@ def test_a_dataset_that_is_changed_after_it_was_added_is_named(
         task = 0
 
     memory = creel.Rehearsal(per_batch=1)
-    switched, other = Switched(range(8)), Switched(range(8))
+    switched: Any = Switched(range(8))
+    other: Any = Switched(range(8))
     memory.add(switched)
     memory.add(other)
     creel.DataLoader(other, 4, rehearsal=memory)

@@ -40,8 +40,8 @@ _SINGLE, _NONE = "= ", "= None"
 def snapshot(value: object) -> dict[str, str]:
     """Return what is plain in a value: {name: text}; the texts differ if the values do.
 
-    >>> snapshot({"size": 2, "means": [1, 2]})
-    {"['size']": '= 2', "['means']": '# list 2', "['means'][0]": '= 1', "['means'][1]": '= 2'}
+    >>> snapshot([2, "a"])
+    {'': '# list 2', '[0]': '= 2', '[1]': "= 'a'"}
     """
     found = _inside("", value, _DEPTH, set())
     return {name.removeprefix("."): text for name, leaf in found if (text := _text(leaf))}
@@ -119,19 +119,18 @@ def _text(leaf: Any) -> str:
     if isinstance(leaf, _Listed):
         return f"# {type(leaf.value).__name__} {len(leaf.value)}{_entries(leaf.value)}"
     if isinstance(leaf, torch.Tensor):
-        if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-            return f"# tensor {tuple(leaf.shape)}"
-        some = leaf.detach().reshape(-1)[:: _step(leaf.numel())].contiguous()
-        return (
-            f"# tensor {leaf.dtype} {tuple(leaf.shape)} {_digest(some.view(torch.uint8).numpy())}"
-        )
+        plain = leaf.device.type == "cpu" and leaf.layout is torch.strided
+        some = leaf.detach().reshape(-1)[:: _step(leaf.numel())].contiguous() if plain else None
+        digest = "" if some is None else _digest(some.view(torch.uint8).numpy())
+        return f"# tensor {leaf.dtype} {tuple(leaf.shape)} {digest}"
     if isinstance(leaf, np.ndarray):
-        some = np.ascontiguousarray(leaf.reshape(-1)[:: _step(leaf.size)])
-        digest = "" if leaf.dtype.hasobject else _digest(some.view(np.uint8))
+        entries = np.ascontiguousarray(leaf.reshape(-1)[:: _step(leaf.size)])
+        digest = "" if leaf.dtype.hasobject else _digest(entries.view(np.uint8))
         return f"# array {leaf.dtype} {leaf.shape} {digest}"
     if isinstance(leaf, (str, bytes)) and len(leaf) > _LONG:
-        some = leaf[:: _step(len(leaf))]
-        return f"# {len(leaf)} {_digest(some.encode(errors='replace') if isinstance(some, str) else some)}"
+        part = leaf[:: _step(len(leaf))]
+        data = part.encode(errors="backslashreplace") if isinstance(part, str) else part
+        return f"# {type(leaf).__name__} {len(leaf)} {_digest(data)}"
     return "" if isinstance(leaf, _GENERATORS) else f"{_SINGLE}{leaf!r}"
 
 
