@@ -152,8 +152,6 @@ class SessionRecord:
     among: SampleObjects | None = None  # the same, once all are known
     own_file: str = ""  # one that the dataset reads itself, past creel
     own_remedy: str = ""  # what would help
-    #: Since when (ns) a batch is overdue, by which cause, and for which file.
-    overdue: tuple[int, str, str] = (0, "", "")
     rehearses: bool = False  # whether its job replays earlier data
 
     def forget_samples(self) -> None:

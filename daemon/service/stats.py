@@ -16,7 +16,7 @@ import numpy as np
 
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.batch_log import PACKED, TAKEN, WAIT_BEGAN
-from creel.cache.memory.shared_words import DONE, OVERDUE, READY
+from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
 from creel.counters import CAUSES, GAUGES, report
@@ -213,22 +213,21 @@ class RecordedStream(NamedTuple):
         timeline, wait = table, overdue(one, now_ns)
         if wait["overdue_s"]:
             row = np.zeros((1, table.shape[1]), np.int64)
-            row[0, WAIT_BEGAN], row[0, TAKEN] = one.words[OVERDUE], now_ns
+            row[0, WAIT_BEGAN], row[0, TAKEN] = now_ns - int(1e9 * wait["overdue_s"]), now_ns
             timeline = np.concatenate([table, row])
         return cls(table, timeline, fed([timeline]), wait)
 
 
 def overdue(one: SessionRecord, now_ns: int) -> dict[str, Any]:
     """Return how long training has waited for its next batch if that is overdue, and for what."""
-    since = one.words[OVERDUE]
-    told, cause, path = one.overdue
+    since, cause, path = one.words.overdue()
     if not 0 < since <= now_ns:
         return dict(_IN_TIME)
-    known = told == since and cause in CAUSES
+    known = cause in CAUSES
     return {
         "overdue_s": (now_ns - since) / 1e9,
-        "overdue_cause": cause if known else "",
-        "overdue_file": path if known else "",
+        "overdue_cause": cause * known,
+        "overdue_file": path * known,
     }
 
 

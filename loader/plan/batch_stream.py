@@ -66,7 +66,7 @@ class BatchStream:
         self._next = 0  # first step that was not given out
         self._claimed: deque[tuple[int, Claim]] = deque()  # (batch, claim) if not yet arrived
         self._counted_at = time.monotonic_ns()
-        self._reports: dict[str, tuple[object, ...]] = {}  # of waits, as the daemon knows them
+        self._own_file = ""  # as the daemon knows it
 
     @property
     def alive(self) -> bool:
@@ -259,13 +259,11 @@ class BatchStream:
         self._tell("bad_samples", rows=rows)
 
     def report_own_file(self, path: str, remedy: str) -> None:
-        """Tell the daemon of a file that the dataset reads itself (`creel stats --why`)."""
-        if path:
-            self._report("own_file", path=path, remedy=remedy)
-
-    def report_overdue(self, since_ns: int, cause: str, path: str) -> None:
-        """Tell the daemon for what the batch is awaited that is overdue since then."""
-        self._report("overdue", since_ns=since_ns, cause=cause, path=path)
+        """Tell the daemon of a file that the dataset reads itself, once (`creel stats --why`)."""
+        if not path or path == self._own_file:
+            return
+        self._own_file = path
+        self._tell("own_file", path=path, remedy=remedy)
 
     def absent(self, i: int) -> str:
         """Return the address of an object of claimed batch i that is not there; "" if all are."""
@@ -277,12 +275,6 @@ class BatchStream:
         if not len(absent):
             return ""
         return printable(public(self.binding.manifest.location(int(absent[0]))[0]))
-
-    def _report(self, what: str, **args: Any) -> None:
-        """Tell the daemon once of what is the same as long as nothing changes."""
-        if self._reports.get(what) != tuple(args.values()):
-            self._reports[what] = tuple(args.values())
-            self._tell(what, **args)
 
     def _tell(self, what: str, **args: Any) -> None:
         """Have the daemon note something of this session; it is no loss if it does not."""

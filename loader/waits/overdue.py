@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from creel.cache.memory.shared_words import HEARTBEAT, OVERDUE
+from creel.cache.memory.shared_words import HEARTBEAT
 from creel.counters import CAUSES
 from creel.loader.plan.batch_stream import BatchStream
 from creel.loader.reading.bad_samples import printable
@@ -85,7 +85,7 @@ class Overdue:
         self._since = 0
         if self._told is not None:
             with self._lock:
-                self._told.session.words[OVERDUE] = 0
+                self._told.session.words.set_overdue(0)
                 self._told = None
 
     def look(self) -> None:
@@ -107,11 +107,10 @@ class Overdue:
                 self._told = None
                 return
             words = stream.session.words
-            words[OVERDUE] = since
+            words.set_overdue(since, cause, path)
             counted, self._counted = max(self._counted, since), now
             self._ahead[cause] += now - counted
             words.add(f"stall_{cause}_ns", now - counted)
-        stream.report_overdue(since, cause, path)
 
     def settle(self, counts: dict[str, int]) -> dict[str, int]:
         """Return what is to be counted of a wait that is over, less what was counted before.

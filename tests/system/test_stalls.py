@@ -271,15 +271,13 @@ def test_a_wait_that_has_not_ended_is_told_while_storage_hangs(
         training = threading.Thread(target=epoch, args=(loader,))
         training.start()
         try:
-            until(lambda: bool(overdue(node).get("overdue_file")), 60, what="the file is named")
+            until(lambda: awaits_storage(overdue(node)), 60, what="the file is named")
             told = overdue(node)
             assert main.main(["--name", node.name, "stats", "--why"]) == 0
         finally:
             slow.set(stall=0)
             training.join()
     assert told["overdue_file"] in paths
-    assert told["overdue_cause"] == "source" == worst(told["stall_s"])
-    assert told["stall_s"]["source"] > 0.9
     assert f"storage has not delivered {mount}/" in capsys.readouterr().out
     with node.client("cli") as client:
         (rank,) = client.ask("stats")["ranks"]
@@ -293,6 +291,12 @@ def overdue(node: Running) -> dict[str, Any]:
     """Return the session of the only loader, once it has one."""
     with node.client("cli") as client:
         return next(iter(client.ask("stats")["sessions"]), {})
+
+
+def awaits_storage(session: dict[str, Any]) -> bool:
+    """Whether a session has a wait that is counted, of this cause and with its file."""
+    told = session.get("overdue_cause"), bool(session.get("overdue_file"))
+    return told == ("source", True) and session["stall_s"]["source"] > 1
 
 
 @WORKERS

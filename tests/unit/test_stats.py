@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from creel.cache.memory.memfd import sealed_memfd
-from creel.cache.memory.shared_words import OVERDUE, WORDS_NBYTES, SharedWords
+from creel.cache.memory.shared_words import WORDS_NBYTES, SharedWords
 from creel.daemon.reporting.prometheus import serve_page
 from creel.daemon.service.stats import Ranks
 from creel.messages import Open
@@ -74,7 +74,6 @@ class Session:
     words: SharedWords
     own_file: str = ""
     own_remedy: str = ""
-    overdue: tuple[int, str, str] = (0, "", "")
 
     def count(self, **counters: int) -> None:
         """Count as a trainer does."""
@@ -152,17 +151,24 @@ def test_a_wait_that_has_not_ended_counts_as_one(session: Callable[..., Any]) ->
     for i in range(40):
         one.words.log.add(0, 0, 0, 0, *[now - (80 - i) * 10**9] * 2, 0)
     assert Ranks().reports([one])[0]["overdue_s"] == 0
-    one.words[OVERDUE] = now - 40 * 10**9
-    one.overdue = (now - 40 * 10**9, "source", "/data/1")
+    one.words.set_overdue(now - 40 * 10**9, "source", "/data/1")
     (told,) = Ranks().reports([session("a", 0), one])
     assert told["overdue_s"] >= 40
     assert (told["overdue_cause"], told["overdue_file"]) == ("source", "/data/1")
     assert told["utilisation"] < 0.5
-    one.overdue = (now - 50 * 10**9, "source", "/data/0")  # of an earlier wait
-    (told,) = Ranks().reports([one])
-    assert (told["overdue_cause"], told["overdue_file"]) == ("", "")
-    one.words[OVERDUE] = now + 10**12  # clients may write anything
+    one.words.set_overdue(now - 40 * 10**9, "source", "/long" * 1000 + "/1")
+    assert Ranks().reports([one])[0]["overdue_file"].endswith("/long/1")
+    one.words.set_overdue(0)
     assert Ranks().reports([one])[0]["overdue_s"] == 0
+
+
+@pytest.mark.parametrize("since", [-1, 2**63 - 1])
+def test_a_client_that_lies_of_its_wait_has_none(since: int, session: Callable[..., Any]) -> None:
+    one = session("a", 0)
+    one.words.set_overdue(since, "\udcff", "\x1b[2J")
+    assert Ranks().reports([one])[0]["overdue_s"] == 0
+    one.words.set_overdue(1, "\udcff", "\x1b[2J")
+    assert Ranks().reports([one])[0]["overdue_file"] == ""
 
 
 @pytest.mark.parametrize("seed", seeds(5))

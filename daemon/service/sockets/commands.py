@@ -121,16 +121,6 @@ def _own_file(node: Node, args: Args) -> dict[str, Any]:
     return {}
 
 
-def _overdue(node: Node, args: Args) -> dict[str, Any]:
-    """Note for what a session's training waits, since its word OVERDUE has that moment."""
-    since_ns = args.get("since_ns")
-    if not isinstance(since_ns, int):
-        raise ConfigError("since which moment, in ns?")
-    told = since_ns, _text(args, "cause"), _text(args, "path")
-    _session_of(node, args).overdue = told
-    return {}
-
-
 def _text(args: Args, name: str) -> str:
     text = args.get(name)
     if not isinstance(text, str):
@@ -185,6 +175,5 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "reuse": lambda node, args: stats.reuse(node, _session_of(node, args)),
     "fetches": lambda node, _: {"parts": [*map(list, node.fetcher.recent.copy())]},
     "own_file": _own_file,
-    "overdue": _overdue,
     "stop": _stop,
 }

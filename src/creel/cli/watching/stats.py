@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from creel.loader.client.client import Client
 
 _NOTHING_COUNTED = (
-    "no batch has been counted yet: creel.DataLoader counts its batches, torch's own loader those of"
-    " a wrapped dataset that creel serves (what creel.wrap cannot serve, creel.kept does)"
+    "no batch has been counted yet: creel.DataLoader counts its batches, torch's own loader those"
+    " of a wrapped dataset that creel serves (what creel.wrap cannot serve, creel.kept does)"
 )
 ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
 
