@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from creel.loader.order.epoch_order import may_repeat
 from creel.loader.seeding.by_sample import (
     BatchSeeds,
     Numbered,
     Seeded,
     kept_generators,
-    may_repeat,
     next_epoch,
 )
 from creel.loader.torch_private import (
