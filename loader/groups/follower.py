@@ -24,7 +24,7 @@ from creel.loader.workers.stages import IDLE, StallWarning
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.plan.publish import Claim
+    from creel.loader.client.claim import Claim
     from creel.loader.workers.pool import Slots, WorkerProcess
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.

@@ -21,7 +21,6 @@ from creel.loader.cluster.ranks import of_process_group
 from creel.loader.groups.follower import Follower
 from creel.loader.groups.leader import Leader
 from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
-from creel.loader.order.epoch_order import rehearsed_batches
 from creel.loader.torch_private import default_store
 from creel.loader.transport.channel import Channel
 from creel.loader.user_code.protected import attribute, length
@@ -97,7 +96,7 @@ def check(replicate: Any) -> None:
         raise wrong("replicate", replicate, "a number of ranks, a process group or a DeviceMesh")
 
 
-def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
+def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool, memory: str = "") -> Role:
     """Return this rank's role on its node; waits for the group's ranks.
 
     The group's first rank of each node leads. All ranks begin the loader's first epoch together.
@@ -106,6 +105,7 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
         replicate: as for `group_of`.
         plain: a batch is only copied from the arena. Then no rank has a role, since mapping a
             leader's batch would take as long as copying one.
+        memory: digest of the rehearsal memory whose rows batches hold; empty: none.
 
     Raises:
         ConfigError: a job without a process group, ranks that differ, or one that does not come.
@@ -118,7 +118,7 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
     with _socket() as listener:
         listener.bind(_address(name))
         listener.listen(len(ranks))
-        terms = Terms(name, me, node_name(), _alike(loader, plain=plain))
+        terms = Terms(name, me, node_name(), _alike(loader, plain=plain, memory=memory))
         topic = Topic("replicate", _ALIKE, "/" + ",".join(map(str, ranks)))
         decision = negotiated(topic, me, len(ranks), terms, default_store())
         here = [i for i, node in enumerate(decision.node_of) if node == decision.node_of[me]]
@@ -129,7 +129,7 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
     return Follower(_connected(decision.names[here[0]], name), ranks[here[0]])
 
 
-def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
+def _alike(loader: DataLoader[Any], *, plain: bool, memory: str) -> tuple[int, ...]:
     """Return what must be equal on all ranks so that their iterators yield the same batches."""
     samples = length(loader.dataset)  # not all datasets have one
     numbers = (
@@ -139,9 +139,7 @@ def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
         loader.prefetch_factor or 0,
     )
     flags = plain, loader.persistent_workers, loader.in_order, loader.drop_last
-    rehearsed = rehearsed_batches(loader)
-    memory = 0 if rehearsed is None else int(rehearsed.digest, 16) >> 1  # 63 bits
-    return (*numbers, *map(int, flags), memory)
+    return (*numbers, *map(int, flags), int(memory or "0", 16) >> 1)  # 63 bits
 
 
 def _address(name: str) -> str:

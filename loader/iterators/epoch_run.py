@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler
 from creel.cache.storage.stores.retry import public
 from creel.loader.binding.tree import wrapped_in
 from creel.loader.binding.wrapped import Wrapped, recorded
+from creel.loader.client.claim import DIRECT, Claim
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.reattach import StreamSearch
@@ -25,13 +26,13 @@ from creel.loader.order.epoch_order import (
     Progress,
     StateBefore,
     index_sampler,
+    may_repeat,
     not_begun,
 )
 from creel.loader.order.samplers import take_over
 from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_predict
-from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import BadSample, Key, printable
-from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
+from creel.loader.seeding.by_sample import BatchSeeds, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
 from creel.loader.waits.overdue import Awaited, Overdue, watch
 from creel.loader.workers.kernel_waits import Reader, this_thread
@@ -63,10 +64,10 @@ class EpochRun:
         self.stream = loader_state.take_stream(binding, wait=not self._page_cached)
         #: The binding that the epoch's readers use; None: they read without creel.
         self.binding = None if self.stream is None and not self._page_cached else binding
-        #: A stream whose batches this process builds from its files, and how; None: it does not.
+        #: How this process builds batches from files, and the dataset that does; None: it does not.
         self.direct = None
         if binding is not None and self._page_cached:
-            self.direct = loader_state.stream_in(loader, binding)
+            self.direct = loader_state.direct_in(loader, binding)
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # delivered batches that the daemon's statistics include

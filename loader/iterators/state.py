@@ -21,6 +21,7 @@ from creel.loader.binding.tree import declares, keepings_in, keeps_samples, wrap
 from creel.loader.binding.wrapped import configure, recording
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.datasets.base import CreelDataset
 from creel.loader.groups.exchange import agreed, check_unchanged
 from creel.loader.groups.replicate import Role, join_group
 from creel.loader.iterators.advice import Advice
@@ -33,6 +34,7 @@ from creel.loader.order.epoch_order import (
     Progress,
     StateBefore,
     index_sampler,
+    rehearsed_batches,
 )
 from creel.loader.order.samplers import before, resharded, resized, resume, without_batches
 from creel.loader.plan.batch_stream import (
@@ -42,7 +44,6 @@ from creel.loader.plan.batch_stream import (
 )
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import Tolerance
-from creel.loader.streams.stream import Stream
 from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
 from creel.loader.user_code.protected import length
@@ -157,7 +158,9 @@ class LoaderState:
         if self.args.replicate is not None and not self._joined:
             binding = self.binding(loader)
             plain = binding is not None and self.only_copies(loader, binding)
-            self._role = join_group(loader, self.args.replicate, plain=plain)
+            rows = rehearsed_batches(loader)
+            memory = "" if rows is None else rows.digest
+            self._role = join_group(loader, self.args.replicate, plain=plain, memory=memory)
             self._joined = True
         return self._role
 
@@ -227,10 +230,14 @@ class LoaderState:
         many = client is not None and len(client.sessions) >= _MANY_SESSIONS
         return alone and (many or not self.only_copies(loader, binding)) and binding.in_page_cache()
 
-    def stream_in(self, loader: DataLoader[Any], binding: Binding) -> tuple[Gather, Stream] | None:
-        """Return a loader's stream, and how its batches are built; None if user code makes them."""
+    def direct_in(
+        self, loader: DataLoader[Any], binding: Binding
+    ) -> tuple[Gather, CreelDataset] | None:
+        """Return a dataset that builds whole batches itself, and how; None if user code does."""
         leaf = binding.leaves[0]
-        if not isinstance(leaf, Stream) or binding.dataset is not leaf:
+        if binding.dataset is not leaf or not isinstance(leaf, CreelDataset):
+            return None
+        if not leaf.builds_batches:
             return None
         gather = binding.gather() if self.only_copies(loader, binding) else None
         return None if gather is None else (gather, leaf)

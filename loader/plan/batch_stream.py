@@ -25,11 +25,12 @@ from creel.cache.storage.stores.retry import public
 from creel.config import Config
 from creel.errors import ConfigError, UnavailableError
 from creel.loader.binding.bind import nothing
+from creel.loader.client.claim import DIRECT, Claim
 from creel.loader.client.connections import open_session, running_client
 from creel.loader.client.session import SAMPLES, Session
 from creel.loader.cluster.join import join_cluster
 from creel.loader.cluster.ranks import job_name, rank_and_world
-from creel.loader.plan.publish import DIRECT, Claim, PlanPublisher, PublishedEpoch
+from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
 from creel.loader.reading.bad_samples import printable
 from creel.loader.rehearsal.rehearsed import numbers_of
 

@@ -19,16 +19,12 @@ import xxhash
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
     default_collate,
     default_convert,
 )
 
 from creel.loader.binding.tree import inside, unchanged
 from creel.loader.datasets.records import RecordDataset
-from creel.loader.order.epoch_order import inner_of
 from creel.loader.user_code.protected import attribute
 
 _MASK = (1 << 64) - 1
@@ -99,18 +95,6 @@ def kept_generators() -> Iterator[None]:
         random.setstate(ours)
         np.random.set_state(numpys)  # noqa: NPY002
         torch.default_generator.set_state(torchs)
-
-
-def may_repeat(sampler: object) -> bool:
-    """Whether an epoch of a loader's index sampler may read a sample twice.
-
-    Not one of torch's samplers that read each sample once; DistributedSampler counts as one,
-    though it fills the last batch up with the epoch's first samples.
-    """
-    inner = inner_of(sampler)
-    if type(inner) is RandomSampler:
-        return inner.replacement or inner.num_samples > len(inner.data_source)
-    return type(inner) not in {SequentialSampler, DistributedSampler}
 
 
 def reads_singly(dataset: object) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from creel.loader.order.epoch_order import may_repeat
 from creel.loader.seeding.by_sample import (
     BatchSeeds,
     Numbered,
     Seeded,
     kept_generators,
-    may_repeat,
     next_epoch,
 )
 from creel.loader.seeding.init_fn import init_of

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,7 @@ from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
+from creel.loader.streams.direct import DirectBatches
 from creel.loader.streams.fields import Fields, Then
 from creel.loader.streams.share import Share
 from creel.policies.arrays import Ids, Ints
@@ -38,6 +39,9 @@ from creel.streams import cursors
 from creel.streams.arrivals import behind
 from creel.streams.log import ABSENT, Log
 from creel.streams.redis_stream import shown
+
+if TYPE_CHECKING:
+    from creel.loader.binding.bind import Gather
 
 _log = logging.getLogger("creel.stream")
 
@@ -120,6 +124,15 @@ class Stream(RecordDataset):
         records = self.log.about.records
         self._chunks = max(min(min(capacity, MAX_OBJECTS) // records, _MAX_CHUNKS), 1)
         self._size = (1 << 62) // records * records  # for numbers of samples beyond the capacity
+
+    #: A batch's records are read from the chunks' files.
+    builds_batches = True
+
+    def batch_builder(
+        self, gather: Gather, memory: Callable[[int], torch.Tensor], frozen: bool
+    ) -> DirectBatches:
+        """Return what reads records from files to their places in a batch."""
+        return DirectBatches(gather, self, memory, frozen)
 
     def __len__(self) -> int:
         raise TypeError(

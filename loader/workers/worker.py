@@ -45,8 +45,8 @@ import torch
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.client.claim import Claim
 from creel.loader.decoded import worth
-from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.seeding.by_sample import BatchSeeds, Seeded
