@@ -116,10 +116,16 @@ class FirstReaders:
         self._asked = True
         return self._unplanned[0]
 
-    def planned(self, task: FirstReadsTask, uses: placement.Uses) -> None:
-        """Take the answer to the latest task."""
-        if not self._unplanned or task is not self._unplanned[0]:
-            return
+    def planned(self, task: object, uses: object) -> bool:
+        """Take the answer to the latest task; False if the task is a policy's."""
+        if not isinstance(task, FirstReadsTask):
+            return False
+        latest = self._unplanned[0] if self._unplanned else None
+        if task is latest and isinstance(uses, placement.Uses):
+            self._take(task, uses)
+        return True
+
+    def _take(self, task: FirstReadsTask, uses: placement.Uses) -> None:
         del self._unplanned[0]
         self._asked = False
         first = (uses.owner != placement.nobody(uses.owner)) & ~self._known

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from creel.loader.client.claim import DIRECT
-from creel.loader.groups.follower import Follower, ReplicaPool
-from creel.loader.groups.leader import Leader, SentBatches
-from creel.loader.transport.batch_message import Inbox, Outbox
-from creel.loader.transport.channel import Channel, pair
-from creel.loader.transport.unpacking import unpack
-from creel.loader.workers.batch_pool import BatchTask
-from creel.loader.workers.events import BatchResult, LeaderLoss
+from creel.loader.making.groups.follower import Follower, ReplicaPool
+from creel.loader.making.groups.leader import Leader, SentBatches
+from creel.loader.making.transport.batch_message import Inbox, Outbox
+from creel.loader.making.transport.channel import Channel, pair
+from creel.loader.making.transport.unpacking import unpack
+from creel.loader.making.workers.batch_pool import BatchTask
+from creel.loader.making.workers.events import BatchResult, LeaderLoss
 from kit import seeds
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
