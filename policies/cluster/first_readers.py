@@ -47,7 +47,7 @@ class FirstReadsTask:
 
 
 class FirstReaders:
-    """The first readers of a dataset's objects; five bytes for each, once a job rehearses.
+    """The first readers of a dataset's objects; takes five bytes for each.
 
     Attributes:
         view: the nodes, as this one sees them; None before a job is known.
@@ -58,7 +58,6 @@ class FirstReaders:
         self.view: ClusterView | None = None
         self.waits = False
         self._dataset = dataset
-        # Pages of zeros take no memory until they are written to.
         self._known = np.zeros(objects, np.bool_)  # whether the home of each object is known
         self._node = np.zeros(objects, np.uint16)  # its first reader + 1; 0: its home is by hash
         #: The latest epoch that reads objects first; of these, after what part of it.
@@ -132,7 +131,6 @@ class FirstReaders:
         """Take over what is known of a dataset with which this one begins."""
         n = len(old._known)
         self._known[:n], self._node[:n], self.view = old._known, old._node, old.view
-        self._digest = None
 
     # --- where objects are -----------------------------------------------------------------------
 

@@ -149,8 +149,20 @@ class DatasetReaders:
     def dealt(self, session: RankStream, epoch: int, order: JobOrder, view: ClusterView) -> None:
         """Note how an epoch of a session's job is dealt to all ranks."""
         if session.rehearsed is not None:
-            self._residency.first_readers.dealt(epoch, order, view)
+            self._first_readers().dealt(epoch, order, view)
         self.choose_policy()
+
+    def followed(self, session: RankStream) -> None:
+        """Note that not all nodes know the order of a session's job."""
+        if session.rehearsed is not None:
+            self._first_readers().followed()
+        self.choose_policy()
+
+    def _first_readers(self) -> FirstReaders:
+        residency = self._residency
+        if residency.first_readers is None:
+            residency.first_readers = FirstReaders(residency.name, len(residency))
+        return residency.first_readers
 
     def shared_with_others(self, cluster: str) -> bool:
         """Return whether this node reads the dataset for this cluster and for a job elsewhere."""
@@ -163,8 +175,9 @@ class DatasetReaders:
         """Return the retention plan to compute outside the loop, if the policy wants one."""
         if not self.groups:
             return None
-        if (first := self._residency.first_readers.task()) is not None:
-            return first
+        first = self._residency.first_readers
+        if first is not None and (task := first.task()) is not None:
+            return task
         job = PlannedJob(self._residency, self.groups[0], admission, window)
         return self._residency.policy.planning_task(job)
 
@@ -172,7 +185,7 @@ class DatasetReaders:
         """Take the answer to a planning task."""
         if isinstance(task, FirstReadsTask):
             if isinstance(plan, Uses):
-                self._residency.first_readers.planned(task, plan)
+                self._first_readers().planned(task, plan)
                 self._residency.policy.stale = True
         else:
             self._residency.policy.retention_planned(task, plan)
