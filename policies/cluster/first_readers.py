@@ -21,6 +21,7 @@ from creel.policies.cluster import placement
 from creel.policies.cluster.boundary import SOURCE, ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan, digest
+from creel.policies.eviction.context import PlanningTask
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,17 +116,20 @@ class FirstReaders:
         self._asked = True
         return self._unplanned[0]
 
-    def planned(self, task: FirstReadsTask, uses: placement.Uses) -> None:
-        """Take the answer to the latest task."""
+    def planned(self, task: PlanningTask, uses: object) -> bool:
+        """Take the answer to a planning task; return whether it was the latest one from here."""
         if not self._unplanned or task is not self._unplanned[0]:
-            return
-        del self._unplanned[0]
+            return False
+        if not isinstance(uses, placement.Uses):
+            return False
+        asked = self._unplanned.pop(0)
         self._asked = False
         first = (uses.owner != placement.nobody(uses.owner)) & ~self._known
         self._node[first] = uses.owner[first].astype(np.uint16) + np.uint16(1)
         self._known |= first
-        self._present = task, np.where(first, uses.when, np.uint16(0))
+        self._present = asked, np.where(first, uses.when, np.uint16(0))
         self._digest = None
+        return True
 
     def inherit(self, old: FirstReaders) -> None:
         """Take over what is known of a dataset with which this one begins."""

@@ -13,11 +13,10 @@ from creel.daemon.core.readers.sessions import JobGroup, RankStream
 from creel.daemon.core.residency import ONE, Residency
 from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.first_readers import FirstReaders, FirstReadsTask
+from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.cluster.homes import Homes, memory_of
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.policies.cluster.jobs import DealtJob
-from creel.policies.cluster.placement import Uses
 from creel.policies.cluster.scheme import scheme_of
 from creel.policies.eviction.context import PlanningTask
 from creel.policies.eviction.policy import NoEviction
@@ -183,12 +182,11 @@ class DatasetReaders:
 
     def planned(self, task: PlanningTask, plan: object) -> None:
         """Take the answer to a planning task."""
-        if isinstance(task, FirstReadsTask):
-            if isinstance(plan, Uses):
-                self._first_readers().planned(task, plan)
-                self._residency.policy.stale = True
+        first, policy = self._residency.first_readers, self._residency.policy
+        if first is not None and first.planned(task, plan):
+            policy.stale = True
         else:
-            self._residency.policy.retention_planned(task, plan)
+            policy.retention_planned(task, plan)
 
     def pins(self) -> NDArray[np.int32]:
         """Return (n,) how many pins the sessions have on each object."""
