@@ -144,7 +144,8 @@ def test_nodes_that_were_told_of_other_epochs_first_find_out_and_agree() -> None
 
 
 def test_a_dataset_that_begins_with_another_one_knows_its_first_readers() -> None:
-    old, grown = planned(0), FirstReaders("e", 2 * N)
+    old = planned(0)
+    grown = FirstReaders("e", 2 * N)
     grown.inherit(old)
     homes = Homes([view_of(0)], grown)
     assert (homes.origins(IDS) == Homes([view_of(0)], old).origins(IDS)).all()
