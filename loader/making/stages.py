@@ -47,6 +47,19 @@ class BatchTimes(NamedTuple):
 NO_TIMES = BatchTimes()
 
 
+def busy(times: BatchTimes) -> dict[str, int]:
+    """Return how long a worker was busy with a batch before it was packed, by counter.
+
+    >>> busy(BatchTimes(10, 20, 60, 70, direct_ns=30))
+    {'busy_source_ns': 40, 'busy_decode_ns': 10, 'busy_collate_ns': 10}
+    """
+    return {
+        "busy_source_ns": times.ready - times.began + times.direct_ns,
+        "busy_decode_ns": max(times.collating - times.ready - times.direct_ns, 0),
+        "busy_collate_ns": times.packed - times.collating,
+    }
+
+
 def recorded_moments(times: BatchTimes) -> tuple[int, int, int, int]:
     """Return when a batch began, was ready, began to collate and was packed, for the recorder.
 

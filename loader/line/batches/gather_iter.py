@@ -11,22 +11,22 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
-from creel.counters import OF_WORKERS
+from creel.loader.client.claim import DIRECT
 from creel.loader.line.batches.epoch_run import EpochRun
-from creel.loader.line.batches.inline_iter import BatchReader
+from creel.loader.line.batches.in_process import Here, maker_in_process
 from creel.loader.line.batches.state import LoaderState
 from creel.loader.line.batches.unprofiled import AheadIter
-from creel.loader.line.observers.meter import Meter
-from creel.loader.making.stages import BATCH_CAUSES, BatchTimes
+from creel.loader.making.stages import NO_TIMES
+from creel.loader.making.task import Made, Task
 from creel.loader.making.transport.pinning import Pinning
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
-    DatasetKind,
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
     raise_failure,
@@ -39,64 +39,47 @@ from creel.system.limits import cores
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from creel.loader.client.claim import Claim
+    from creel.loader.client.session import Session
     from creel.loader.line.steps.batch_stream import BatchStream
+    from creel.loader.making.maker import BatchMaker
 
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.
 INLINE_NBYTES = 4 << 20
 
 
-class Task(NamedTuple):
-    """A batch to read: torch's choice of worker, the sampler's index, a stream and its claim."""
+class Asked(NamedTuple):
+    """A batch to be made, the stream of its claim, and the worker that torch would choose."""
 
-    worker: int
-    index: Any
+    task: Task
     stream: BatchStream | None
-    claim: Claim
+    worker: int
 
 
-@dataclass(frozen=True)
-class ReadBatch:
-    """A batch or an ExceptionWrapper, its stage times, and what its reader has counted."""
-
-    data: Any
-    times: BatchTimes
-    counts: dict[str, int]
-
-
-Batch: TypeAlias = "Future[ReadBatch]"
+Batch: TypeAlias = "Future[Made]"
 
 
 class ReaderThreads:
-    """Threads of this process that read batches ahead of use, in the order of requests.
+    """Threads of this process that make batches ahead of use, in the order of requests.
 
     Copying releases the GIL; nothing is forked, sent or mapped. The threads end with `stop`, or
     when this object is deleted.
     """
 
-    def __init__(
-        self, readers: list[BatchReader], meters: list[Meter], pinning: Pinning | None
-    ) -> None:
-        """Start one thread per reader.
-
-        Args:
-            readers: one for each thread.
-            meters: the meter of each reader.
-            pinning: how batches are pinned; None: they are not.
-        """
-        self._tasks: queue.SimpleQueue[tuple[Task, Batch] | None] = queue.SimpleQueue()
+    def __init__(self, makers: list[BatchMaker], run: EpochRun, pinning: Pinning | None) -> None:
+        """Start one thread per maker; `pinning`: how batches are pinned, None: they are not."""
+        self._tasks: queue.SimpleQueue[tuple[Asked, Batch] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        for i, (reader, meter) in enumerate(zip(readers, meters, strict=True)):
-            args = (self._tasks, reader, meter, pinning)
+        for i, maker in enumerate(makers):
+            args = (self._tasks, maker, run, pinning)
             name = f"creel-read-{i}"
             self._threads.append(threading.Thread(target=_serve, args=args, daemon=True, name=name))
             self._threads[-1].start()
 
-    def read(self, task: Task) -> Batch:
+    def read(self, asked: Asked) -> Batch:
         """Queue a batch; cancelling the result before a thread takes it skips the read."""
         batch: Batch = Future()
-        self._tasks.put((task, batch))
+        self._tasks.put((asked, batch))
         return batch
 
     def stop(self) -> None:
@@ -111,44 +94,37 @@ class ReaderThreads:
 
 
 def _serve(
-    tasks: queue.SimpleQueue[tuple[Task, Batch] | None],
-    reader: BatchReader,
-    meter: Meter,
+    tasks: queue.SimpleQueue[tuple[Asked, Batch] | None],
+    maker: BatchMaker,
+    run: EpochRun,
     pinning: Pinning | None,
 ) -> None:
     torch.set_num_threads(1)  # as in a worker
     if pinning is not None:
         pinning.use_device()
     while (given := tasks.get()) is not None:
-        task, batch = given
+        asked, batch = given
         if batch.set_running_or_notify_cancel():
-            batch.set_result(_read(task, reader, meter, pinning))
-        del given, task, batch  # otherwise the last batch would live until the next one comes
+            batch.set_result(_made(asked, maker.made, run, pinning))
+        del given, asked, batch  # otherwise the last batch would live until the next one comes
 
 
-def _read(task: Task, reader: BatchReader, meter: Meter, pinning: Pinning | None) -> ReadBatch:
-    began, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
-    meter.unreported()  # count from here on
-    data = _data(task, reader, pinning)
-    cpu_ns = time.thread_time_ns() - cpu_ns
-    spent = meter.unreported()
-    source, decode, collate, lost = (spent.get(f"stall_{cause}_ns", 0) for cause in BATCH_CAUSES)
-    ready = began + source + lost
-    times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
-    counts = {name: spent[name] for name in OF_WORKERS if name in spent}
-    counts |= {"busy_source_ns": source, "busy_decode_ns": decode, "busy_collate_ns": collate}
-    counts["cpu_ns"] = cpu_ns
-    return ReadBatch(data, times, counts)
-
-
-def _data(task: Task, reader: BatchReader, pinning: Pinning | None) -> Any:
-    """Return the batch, or an ExceptionWrapper as a worker would send it."""
+def _made(
+    asked: Asked,
+    make: Callable[[Task, Session | None], Made],
+    run: EpochRun,
+    pinning: Pinning | None,
+) -> Made:
+    """Return the batch, with an ExceptionWrapper as a worker would send it in place of its data."""
+    task, stream = asked.task, run.stream
+    if asked.stream is not stream:  # replaced since: its steps are gone
+        task = task._replace(claim=DIRECT)
     try:
-        data = reader.read(task.index, task.claim, task.stream)
-        return data if pinning is None else pinning.pin(data)
+        made = make(task, None if stream is None else stream.session)
+        return made if pinning is None else made._replace(data=pinning.pin(made.data))
     except Exception:  # noqa: BLE001  see torch's note on reference cycles
-        where = f"in DataLoader worker process {task.worker}"
-        return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+        where = f"in DataLoader worker process {asked.worker}"
+        return Made(ExceptionWrapper(where=where), NO_TIMES, {})  # type: ignore[no-untyped-call]
 
 
 class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
@@ -166,38 +142,24 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
         self._loader_state = loader_state
         self._moment = loader_state.before(loader)
         BaseDataLoaderIter.__init__(self, loader)
-        self._queue: deque[Task | Batch] = deque()
+        self._queue: deque[Asked | Batch] = deque()
         self._ahead = require_prefetch_factor(loader.prefetch_factor) * self._num_workers
         self._meter = loader_state.meter
         self._workers: list[Any] = []
         self._run = run
-        frozen = None if run.stream is None else run.stream.binding.frozen()
-
         pinning = self._pinning = Pinning.of(self)
-
-        def reader(meter: Meter | None, direct: DirectReads | None) -> BatchReader:
-            fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
-                DatasetKind.Map, loader.dataset, True, self._collate_fn, self._drop_last
-            )
-            return BatchReader(
-                *(loader, loader_state, run, fetcher),
-                frozen=frozen,
-                as_worker=True,
-                meter=meter,
-                direct=direct,
-                pinning=pinning,
-            )
-
+        frozen = None if run.stream is None else run.stream.binding.frozen()
+        how: Any = {"frozen": frozen, "as_worker": True, "pinning": pinning}
+        maker = partial(maker_in_process, loader, loader_state, run, **how)
         if _is_large(loader, run):
-            meters = [Meter() for _ in range(min(self._num_workers, math.ceil(cores())))]
             # Threads do not read directly: large objects fill fresh memory, so that would only cost
             # CPU time.
-            waits = DirectReads(allowed=False)
-            readers = [reader(meter, waits) for meter in meters]
-            self._threads = ReaderThreads(readers, meters, pinning)
-            run.note_workers(len(readers))
+            waits, count = DirectReads(allowed=False), min(self._num_workers, math.ceil(cores()))
+            makers = [maker(direct=waits) for _ in range(count)]
+            self._threads = ReaderThreads(makers, run, pinning)
+            run.note_workers(count)
         else:
-            self._reader = reader(None, None)
+            self._here = Here(maker(), self._meter)
         self._reset(loader, first_iter=True)
 
     @staticmethod
@@ -225,8 +187,9 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
             return
         run, i = self._run, self._pulled
         claim = run.claim(i, index)  # may find another stream
-        task = Task(i % self._num_workers, index, run.stream, claim)
-        self._queue.append(task if self._threads is None else self._threads.read(task))
+        task = Task(0, i, index, claim, run.slices and isinstance(index, np.ndarray))
+        asked = Asked(task, run.stream, i % self._num_workers)
+        self._queue.append(asked if self._threads is None else self._threads.read(asked))
         self._pulled += 1
 
     def _next_data(self) -> Any:
@@ -239,12 +202,11 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
                 self._shutdown_workers()
             raise StopIteration
         asked = self._queue[0]  # stays first if Ctrl-C or a timeout ends the wait
-        times, worker = None, -1
-        if isinstance(asked, Task):
-            data = _data(asked, self._reader, self._pinning)
+        if isinstance(asked, Asked):
+            worker, made = -1, _made(asked, self._here.read, run, self._pinning)
         else:
-            read = self._awaited(asked)
-            data, times, worker = read.data, read.times, self._taken % self._num_workers
+            worker, made = self._taken % self._num_workers, self._awaited(asked)
+        data = made.data
         self._queue.popleft()
         self._taken += 1
         run.done(self._taken)
@@ -252,10 +214,10 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
         if isinstance(data, ExceptionWrapper):
             run.lost(self._taken - 1)
             raise_failure(data)
-        run.deliver(self._taken, times, worker)
+        run.deliver(self._taken, made.times, worker)
         return data
 
-    def _awaited(self, batch: Batch) -> ReadBatch:
+    def _awaited(self, batch: Batch) -> Made:
         """Wait for a thread's batch and return it.
 
         Raises:
@@ -263,13 +225,13 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
         """
         since = 0 if batch.done() else time.monotonic_ns()
         try:
-            read = batch.result(self._timeout or None)
+            made = batch.result(self._timeout or None)
         except FutureTimeoutError:  # before Python 3.11 not the builtin one
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         if since:
-            self._meter.awaited(read.times, since, time.monotonic_ns())
-        self._meter.add(read.counts)
-        return read
+            self._meter.awaited(made.times, since, time.monotonic_ns())
+        self._meter.add(made.counts)
+        return made
 
     def _drop_queue(self) -> None:
         for batch in self._queue:

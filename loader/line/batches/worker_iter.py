@@ -24,8 +24,8 @@ from creel.loader.making.groups.follower import Follower, ReplicaPool
 from creel.loader.making.seeding.by_sample import reads_singly
 from creel.loader.making.seeding.init_fn import init_of
 from creel.loader.making.stages import StallWarning
+from creel.loader.making.task import Task
 from creel.loader.making.transport.pinning import Lender, Pinning
-from creel.loader.making.workers.batch_pool import BatchTask
 from creel.loader.making.workers.events import BatchResult, LeaderLoss, ReadyBatch
 from creel.loader.making.workers.pinner import Pinner
 from creel.loader.making.workers.pool import WorkerPool
@@ -238,7 +238,7 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
             self._join()  # another session, after a daemon was lost
         many = self._run.slices and isinstance(index, np.ndarray)
         seeds = self._run.seeds(self._send_idx)
-        self._pool.task(worker, BatchTask(self._tag, self._send_idx, index, claim, many, seeds))
+        self._pool.task(worker, Task(self._tag, self._send_idx, index, claim, many, seeds))
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1

@@ -9,22 +9,23 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from creel.loader.client.log_lines import with_rank
 from creel.loader.client.packets import close_all
 from creel.loader.data.reading.bad_samples import Key
 from creel.loader.making.groups.leader import SentBatch, checksum
 from creel.loader.making.stages import IDLE, StallWarning
+from creel.loader.making.task import Made, Task
 from creel.loader.making.transport.batch_message import Inbox
 from creel.loader.making.transport.channel import Channel
-from creel.loader.making.workers.batch_pool import BatchPool, BatchTask
+from creel.loader.making.workers.batch_pool import BatchPool
 from creel.loader.making.workers.events import BatchResult, LeaderLoss, WorkerEvent
 from creel.loader.torch_private import ExceptionWrapper, raise_failure
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.client.claim import Claim
+    from creel.loader.client.session import Session
     from creel.loader.making.workers.pool import Slots, WorkerProcess
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
@@ -160,7 +161,7 @@ class ReplicaPool(BatchPool):
     def join(self, ticket: tuple[str, str, int]) -> None:
         """Do nothing: this rank reads nothing."""
 
-    def task(self, worker: int, task: BatchTask) -> None:  # noqa: ARG002  the leader chooses one
+    def task(self, worker: int, task: Task) -> None:  # noqa: ARG002  the leader chooses one
         """Note the samples expected in a batch, and return slots to the leader."""
         self._ours[task.batch] = checksum(task.index)
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
@@ -251,18 +252,16 @@ class ReplicaReader:
     def __init__(self, follower: Follower, max_leased: int, warn_after_s: float) -> None:
         """`warn_after_s`: length of a wait, in seconds, that causes a warning."""
         self._pool = ReplicaPool(follower, max_leased)
-        self._asked = 0  # batches
         self._warn_after_s = warn_after_s
 
-    def read(self, index: Any, claim: Claim) -> Any:
+    def read(self, task: Task, session: Session | None) -> Made:  # noqa: ARG002  the leader reads
         """Wait for the next batch.
 
         Raises:
             RuntimeError: the leader is lost, or reads other samples.
             Exception: what the leader raised when it read the batch.
         """
-        self._pool.task(0, BatchTask(0, self._asked, index, claim))
-        self._asked += 1
+        self._pool.task(0, task)
         event = self._pool.next_event(self._warn_after_s)
         if event is None:
             what = self._pool.describe(0)
@@ -275,7 +274,7 @@ class ReplicaReader:
         data = self._pool.open(event)
         if isinstance(data, ExceptionWrapper):
             raise_failure(data)
-        return data
+        return Made(data, event.times, {})
 
     def close(self) -> None:
         self._pool.close()

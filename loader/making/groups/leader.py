@@ -20,7 +20,7 @@ import select
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,8 @@ from creel.loader.torch_private import ExceptionWrapper
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.client.claim import Claim
+    from creel.loader.client.session import Session
+    from creel.loader.making.task import Made, Task
 
 _log = logging.getLogger("creel.loader")
 
@@ -225,40 +226,41 @@ class SentBatches:
         self._leader.end(self._number)
 
 
-class ReadsBatches(Protocol):
-    """What makes the leader's batches (`creel.loader.line.batches.inline_iter`)."""
+class MakesBatches(Protocol):
+    """Where the leader's batches are made (`creel.loader.line.batches.in_process`)."""
 
-    def read(self, index: Any, claim: Claim) -> Any:
-        """Return the batch of `index`, what the sampler yielded."""
+    def read(self, task: Task, session: Session | None) -> Made:
+        """Return a batch; `session`: of its claim."""
         ...
 
 
 class LeaderReader:
-    """Reads batches in the leader itself (`num_workers=0`), and sends each to the followers."""
+    """Has batches made in the leader itself (`num_workers=0`), and sends each to the followers."""
 
-    def __init__(self, reader: ReadsBatches, leader: Leader, slots: int) -> None:
-        self._reader = reader
+    def __init__(self, place: MakesBatches, leader: Leader, slots: int) -> None:
+        self._place = place
         self._outbox = Outbox(slots)
         self._sent = leader.open(0)
-        self._begun = 0  # batches
 
-    def read(self, index: Any, claim: Claim) -> Any:
-        """Read the next batch. Raises what the reader raises; all followers raise it too."""
-        i, self._begun = self._begun, self._begun + 1
-        self._sent.expect(0, i, index)
+    def read(self, task: Task, session: Session | None) -> Made:
+        """Make the next batch. Raises what that raises; all followers raise it too."""
+        i = task.batch
+        self._sent.expect(0, i, task.index)
         try:
-            data = self._reader.read(index, claim)
-            packed = self._outbox.pack(data)
+            made = self._place.read(task, session)
+            packed = self._outbox.pack(made.data)
         except Exception:
             where = "in the rank that makes this one's batches"
             failure = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
             self._send(i, *self._outbox.pack(portable(failure)))
             raise
-        self._send(i, *packed)
-        return data
+        self._send(i, *packed, made.times)
+        return made
 
-    def _send(self, i: int, message: BatchMessage, fds: list[int]) -> None:
-        self._sent.send(0, i, 0, message, fds)
+    def _send(
+        self, i: int, message: BatchMessage, fds: list[int], times: BatchTimes = NO_TIMES
+    ) -> None:
+        self._sent.send(0, i, 0, message, fds, times)
         own = [slot for slot, once in message.packed.slots if not once]
         self._outbox.give_back(self._sent.returned(0, own))
 

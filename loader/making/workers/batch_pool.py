@@ -5,45 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from creel.loader.client.claim import Claim
     from creel.loader.data.reading.bad_samples import BadSample
-    from creel.loader.making.seeding.by_sample import BatchSeeds
+    from creel.loader.making.task import Task
     from creel.loader.making.workers.events import BatchResult, WorkerEvent
     from creel.loader.making.workers.kernel_waits import Reader
     from creel.loader.making.workers.pinner import Pinner
-
-
-class BatchTask(NamedTuple):
-    """A batch that an iterator asks for.
-
-    Attributes:
-        tag: of the iterator's epoch.
-        batch: its number among those that are not skipped.
-        index: what the sampler yielded.
-        claim: how it is read.
-        many: whether the index is an array to be used as a list of ints.
-        seeds: of its samples; None: workers have torch's.
-    """
-
-    tag: int
-    batch: int
-    index: Any
-    claim: Claim
-    many: bool = False
-    seeds: BatchSeeds | None = None
-
-    def message(self, freed: Sequence[int]) -> tuple[object, ...]:
-        """Return what a worker is sent; `freed`: slots that it may use again."""
-        kind, index = "task", self.index
-        if self.many:  # bytes pickle in a fifth of the time of an array
-            kind, index = "tasks", np.asarray(index, np.int64).tobytes()
-        claim = self.claim.step, self.claim.ids.tobytes()
-        return (kind, self.tag, self.batch, index, freed, *claim, self.seeds)
 
 
 class BatchPool(ABC):
@@ -54,7 +23,7 @@ class BatchPool(ABC):
         self.bad: deque[BadSample] = deque()  # new ones that workers found, until `take_bad`
 
     @abstractmethod
-    def task(self, worker: int, task: BatchTask) -> None:
+    def task(self, worker: int, task: Task) -> None:
         """Ask for a batch, of this worker if the pool does not choose one.
 
         Raises:

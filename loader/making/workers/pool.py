@@ -23,10 +23,11 @@ from typing import Protocol, TypeAlias, cast
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.loader.data.reading.bad_samples import BadSample, Key
 from creel.loader.making.stages import NO_TIMES, STAGE_NAMES, STARTING, BatchTimes
+from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import BatchMessage, Inbox
 from creel.loader.making.transport.channel import Channel, pair
 from creel.loader.making.transport.unpacking import discard
-from creel.loader.making.workers.batch_pool import BatchPool, BatchTask
+from creel.loader.making.workers.batch_pool import BatchPool
 from creel.loader.making.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.making.workers.kernel_waits import Reader, process
 from creel.loader.making.workers.worker import WorkerArgs, worker_main
@@ -222,7 +223,7 @@ class WorkerPool(BatchPool):
                 member.ticket = ticket
                 self._post(member, ("join", *ticket))
 
-    def task(self, worker: int, task: BatchTask) -> None:
+    def task(self, worker: int, task: Task) -> None:
         if self._followers is not None:
             self._followers.expect(task.tag, task.batch, task.index)
         self._post(self.members[worker], task.message(self._freed(worker)))

@@ -21,19 +21,20 @@ import torch
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.data.reading.bad_samples import Key
 from creel.loader.making.stages import IDLE, STARTING, BatchTimes, merged
+from creel.loader.making.task import WHOLE
 from creel.loader.making.transport.batch_message import BatchMessage
 from creel.loader.making.transport.channel import Channel, pair
 from creel.loader.making.transport.parts import UnevenPartsError, joined
 from creel.loader.making.transport.unpacking import unpack
 from creel.loader.making.workers.events import ReadyBatch, WorkerDeath
 from creel.loader.making.workers.pool import WorkerPool, until_forked
-from creel.loader.making.workers.worker_words import BATCH, PART, STAGE, TAG, WHOLE
+from creel.loader.making.workers.worker_words import BATCH, PART, STAGE, TAG
 from creel.policies.concurrency import SampleTimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from creel.loader.making.workers.batch_pool import BatchTask
+    from creel.loader.making.task import Task
     from creel.loader.making.workers.pool import Slots
 
 _log = logging.getLogger("creel.loader")
@@ -110,7 +111,7 @@ class SharedPool(WorkerPool):
             self._orders += 1
             super().join(ticket)
 
-    def task(self, worker: int, task: BatchTask) -> None:
+    def task(self, worker: int, task: Task) -> None:
         """Send a batch to whichever worker is idle first; `worker` is not used."""
         del worker
         if self._followers is not None:
@@ -118,7 +119,7 @@ class SharedPool(WorkerPool):
         for number, member in enumerate(self.members):
             if freed := self._freed(number):
                 self._post(member, ("freed", freed))
-        whole = "any", self._orders, task.message([])
+        whole = "any", self._orders, task.message()
         cuttable = type(task.index) in {list, tuple, np.ndarray}  # a subclass slices in its own way
         made = _OpenTask(whole, {WHOLE: whole}, rows=len(task.index) if cuttable else 1)
         count = self._parts(made.rows, task.batch)
@@ -262,10 +263,10 @@ class SharedPool(WorkerPool):
         return spare
 
 
-def _cut(task: BatchTask, count: int) -> list[tuple[object, ...]]:
+def _cut(task: Task, count: int) -> list[tuple[object, ...]]:
     """Return the messages that ask for `count` parts of a batch, even in their number of rows."""
     ends = [len(task.index) * part // count for part in range(count + 1)]
     return [
-        ("part", part, first, task._replace(index=task.index[first:end]).message([]))
+        task._replace(index=task.index[first:end], part=part, first=first).message()
         for part, (first, end) in enumerate(itertools.pairwise(ends))
     ]

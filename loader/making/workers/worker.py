@@ -7,16 +7,12 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "bind", digest             the dataset's objects are known now, and have this `digest`
     T "join", daemon's name, token, session
                                  read through the daemon from now on
-    T "task", tag, index of batch, sampler's index, freed slots, its `Claim`: step, ids as bytes,
-              its `BatchSeeds`, or None
-    T "tasks"                    the same, with bytes of int64, to be used as a list of ints
+    T "task", freed slots, ...   make a batch, or a part of one (`Task.message`)
     W "batch", tag, index of batch, packed batch, its times, new bad samples [+ fds of new slots]
     T "freed", slots             slots that it may use again, if tasks do not bring them
     T "quit"
 With `SharedPool`, tasks come over one socket that all workers read:
     T "any", how many "again", "bind" and "join" came before, task as above
-    T "any", the same, ("part", number of the part, its first row in the batch, task as above with
-             the indices of its samples, and the `Claim` of the whole batch)
     W "part", tag, index of batch, number of the part, packed part or None if it raised, its times,
               new bad samples, `kind_of` its first sample [+ fds of new slots]
 A tag identifies one epoch of one iterator. Tasks with a tag below `WorkerWords.void` are
@@ -34,7 +30,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,15 +39,13 @@ import numpy as np
 import torch
 
 from creel.errors import UnavailableError
-from creel.loader.client.claim import Claim
 from creel.loader.data.binding.bind import Binding, bind
-from creel.loader.data.binding.gather import Gatherer, StepReader
 from creel.loader.data.buffers import keep_freed_memory
-from creel.loader.data.decoded import worth
-from creel.loader.data.reading.bad_samples import Tolerance, Tolerant, without_skipped
-from creel.loader.data.reading.lease import Lease
-from creel.loader.making.seeding.by_sample import BatchSeeds, Seeded
-from creel.loader.making.stages import COLLATING, IDLE, READING, SENDING, WAITING, BatchTimes
+from creel.loader.data.reading.bad_samples import Tolerance
+from creel.loader.making.maker import BatchMaker, StageClock, Waits
+from creel.loader.making.seeding.by_sample import Seeded
+from creel.loader.making.stages import IDLE, SENDING, busy
+from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import BatchMessage, Collate, Outbox
 from creel.loader.making.transport.channel import Channel
 from creel.loader.making.transport.parts import kind_of
@@ -62,12 +56,10 @@ from creel.loader.making.workers.worker_words import (
     SINCE_NS,
     STAGE,
     TAG,
-    WHOLE,
     WorkerWords,
 )
 from creel.loader.torch_private import (
     MP_STATUS_CHECK_INTERVAL,
-    DatasetKind,
     ExceptionWrapper,
     WorkerInfo,
     generate_state,
@@ -124,79 +116,125 @@ def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
         pass
 
 
-class _Worker(StepReader):
+class _Inlet:
+    """Where a worker's messages come from: its own socket, and one that all workers read."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.shared: Channel | None = None  # tasks that any worker may take
+        self.early: deque[tuple[tuple[object, ...], list[int]]] = deque()  # messages read ahead
+        self._parent = os.getppid()
+        self._poll: select.epoll | None = None
+
+    def share(self, tasks: int) -> None:
+        """Also take tasks from the socket `tasks`, a descriptor, that all workers read."""
+        self.shared, self._poll = Channel(socket.socket(fileno=tasks)), select.epoll()
+        # A task wakes one of the idle workers, not all.
+        self._poll.register(self.shared, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._poll.register(self.channel, select.EPOLLIN)
+
+    def get(self) -> tuple[tuple[object, ...], list[int]]:
+        """Return the next message, or a task of all workers if this one has none of its own."""
+        while self.shared is not None and self._poll is not None:
+            if (got := self._private(0)) is not None or (got := self.shared.get(0)) is not None:
+                return got
+            if not self._poll.poll(MP_STATUS_CHECK_INTERVAL):
+                self._check_trainer()
+        return self.next_private()
+
+    def next_private(self) -> tuple[tuple[object, ...], list[int]]:
+        """Wait for a message to this worker; raises EOFError when the trainer has ended."""
+        while (got := self._private(MP_STATUS_CHECK_INTERVAL)) is None:
+            self._check_trainer()
+        return got
+
+    def _private(self, timeout_s: float) -> tuple[tuple[object, ...], list[int]] | None:
+        return self.early.popleft() if self.early else self.channel.get(timeout_s)
+
+    def _check_trainer(self) -> None:
+        # A process that the trainer forked may still hold its end of the socket.
+        if os.getppid() != self._parent:
+            raise EOFError("the training process has ended")
+
+
+class _WorkerClock(StageClock):
+    """Shows the stages of the task that a worker has in its shared words."""
+
+    def __init__(self, row: memoryview) -> None:
+        super().__init__()
+        self.row = row
+        self.task: Task | None = None  # at work
+
+    def enter(self, stage: int) -> int:
+        now, row = time.monotonic_ns(), self.row
+        if self.task is not None:
+            row[TAG], row[BATCH], row[PART] = self.task.tag, self.task.batch, self.task.part
+        row[SINCE_NS], row[STAGE] = now, stage
+        return now
+
+
+class _Worker:
     """The state of a worker between messages."""
 
     def __init__(self, channel: Channel, args: WorkerArgs) -> None:
-        self._channel = channel
-        self._id = args.worker_id
-        self._num_workers = args.num_workers
-        self._flags = (args.auto_collation, args.drop_last)
-        self._parent = os.getppid()
+        self._args = args
+        self._inlet = _Inlet(channel)
         self._outbox = Outbox(args.slots, args.inherited)
         self._outbox.look = self._look_ahead
-        self._early: deque[tuple[tuple[object, ...], list[int]]] = deque()  # messages read ahead
-        self._plain = args.plain
-        self._wait_s = args.wait_s
         self._session: Session | None = None
         self._client: Client | None = None
-        self._gatherer: Gatherer | None = None
         self._init_failure: ExceptionWrapper | None = None
-        self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
-        self._lost = False
         self._cpu_ns = time.process_time_ns()
-        self._tasks: Channel | None = None  # that all workers read
         self._obeyed = 0  # "again", "bind" and "join"
-        self._tag, self._part, self._kind = 0, WHOLE, ""
-        (_, (words, *shared)) = self._get()
-        self._words = WorkerWords(words, self._num_workers)
+        self._kind = ""  # of a part's first sample
+        (_, (words, *shared)) = self._inlet.get()
+        self._words = WorkerWords(words, args.num_workers)
         os.close(words)
         if shared:
-            self._tasks = Channel(socket.socket(fileno=shared[0]))
-            self._poll = select.epoll()
-            # A task wakes one of the idle workers, not all.
-            self._poll.register(self._tasks, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-            self._poll.register(self._channel, select.EPOLLIN)
-        self._row = self._words.rows[self._id]
-        self._dataset, self._collate = args.dataset, args.collate_fn
-        self._binding = args.binding
-        self._tolerance = args.tolerance
-        self._seeded = Seeded(args.dataset) if args.seeded else None
+            self._inlet.share(shared[0])
+        self._clock = _WorkerClock(self._words.rows[args.worker_id])
         self._seed(args.base_seed)
-        self._new_fetcher()
+        self._maker = BatchMaker(
+            args.dataset,
+            self._collate(seeded := Seeded(args.dataset) if args.seeded else None),
+            torch_flags=(args.auto_collation, args.drop_last),
+            tolerance=args.tolerance,
+            seeded=seeded,
+            binding=args.binding,
+            plain=args.plain,
+            live=False,
+            memory=self._outbox.memory,
+            waits=Waits(args.wait_s),
+            clock=self._clock,
+        )
 
     def _seed(self, base_seed: int) -> None:
         """Set seeds and WorkerInfo, as at the start of torch's `_worker_loop`."""
         torch.set_num_threads(1)
-        seed = base_seed + self._id
+        worker, args = self._args.worker_id, self._args
+        seed = base_seed + worker
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(generate_state(base_seed, self._id))  # type: ignore[no-untyped-call]  # noqa: NPY002  torch's contract
+        np.random.seed(generate_state(base_seed, worker))  # type: ignore[no-untyped-call]  # noqa: NPY002  torch's contract
         torch_worker._worker_info = WorkerInfo(  # noqa: SLF001  get_worker_info() reads it
-            id=self._id, num_workers=self._num_workers, seed=seed, dataset=self._dataset
+            id=worker, num_workers=args.num_workers, seed=seed, dataset=args.dataset
         )
 
-    def _new_fetcher(self) -> None:
-        auto_collation, drop_last = self._flags
-        dataset, seeded = self._dataset, self._seeded
-        user = self._collate if seeded is None else seeded.collating(self._collate)
-        collate = self._timed(self._outbox.collate(user))
-        if self._tolerance.wanted:
-            dataset = Tolerant(dataset, self._tolerance, reads=seeded)
-            collate = without_skipped(collate) if auto_collation else collate
-        elif seeded is not None:
-            dataset = seeded
-        self._fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
-            DatasetKind.Map, dataset, auto_collation, collate, drop_last
-        )
+    def _collate(self, seeded: Seeded | None) -> Collate:
+        """Return the person's collation, into a slot where it is torch's."""
+        user = self._args.collate_fn
+        collate = self._outbox.collate(user if seeded is None else seeded.collating(user))
 
-    def _timed(self, collate: Collate) -> Collate:
-        def timed(samples: Sequence[object]) -> object:
-            self._collating = self._enter(COLLATING)
-            self._kind = kind_of(samples[0]) if self._part != WHOLE else ""
+        def noting_kind(samples: Sequence[object]) -> object:
+            task = self._clock.task
+            self._kind = kind_of(samples[0]) if task is not None and task.part != WHOLE else ""
             return collate(samples)
 
-        return timed
+        return noting_kind
+
+    def _stage(self) -> None:
+        """Put the maker's stages around the dataset anew: the person's code may have changed it."""
+        self._maker.stage(self._args.dataset, self._collate(self._maker.seeded))
 
     def run_init_fn(self, init_fn: Callable[[int], object] | None) -> None:
         """Call the user's `worker_init_fn`; its exception becomes the result of every batch.
@@ -206,67 +244,44 @@ class _Worker(StepReader):
         if init_fn is None:
             return
         try:
-            init_fn(self._id)
-            self._new_fetcher()
+            init_fn(self._args.worker_id)
+            self._stage()
         except Exception:  # noqa: BLE001  the user's exceptions go to the trainer
             self._init_failure = portable(self._failure())
 
     def _failure(self) -> ExceptionWrapper:
-        where = f"in DataLoader worker process {self._id}"
+        where = f"in DataLoader worker process {self._args.worker_id}"
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-
-    def _get(self) -> tuple[tuple[object, ...], list[int]]:
-        """Return the next message, or a task of all workers if this one has none of its own."""
-        while self._tasks is not None:
-            if (got := self._own(0)) is not None or (got := self._tasks.get(0)) is not None:
-                return got
-            if not self._poll.poll(MP_STATUS_CHECK_INTERVAL):
-                self._check_trainer()
-        return self._own_next()
-
-    def _own_next(self) -> tuple[tuple[object, ...], list[int]]:
-        """Wait for a message to this worker; raises EOFError when the trainer has ended."""
-        while (got := self._own(MP_STATUS_CHECK_INTERVAL)) is None:
-            self._check_trainer()
-        return got
-
-    def _own(self, timeout_s: float) -> tuple[tuple[object, ...], list[int]] | None:
-        return self._early.popleft() if self._early else self._channel.get(timeout_s)
-
-    def _check_trainer(self) -> None:
-        # A process that the trainer forked may still hold its end of the socket.
-        if os.getppid() != self._parent:
-            raise EOFError("the training process has ended")
 
     def _look_ahead(self) -> None:
         """Read the tasks that wait, as they give slots back, which then need not be made anew."""
-        with suppress(EOFError):  # the next `_get` raises it again
-            while (got := self._channel.get(0)) is not None:
+        with suppress(EOFError):  # the next `get` raises it again
+            while (got := self._inlet.channel.get(0)) is not None:
                 message, fds = got
                 match message:
-                    case ("task" | "tasks", tag, batch, index, list(freed), *claim):
+                    case ("task", list(freed), *task):
                         self._outbox.give_back(freed)
-                        message = (message[0], tag, batch, index, [], *claim)
+                        message = ("task", [], *task)
                     case ("freed", list(freed)):
                         self._outbox.give_back(freed)
                         continue
-                self._early.append((message, fds))
+                self._inlet.early.append((message, fds))
 
     def serve(self) -> None:
         """Handle messages; raises EOFError at the end."""
         while True:
-            self._handle(self._get()[0])
+            self._handle(self._inlet.get()[0])
 
     def _handle(self, message: tuple[object, ...]) -> None:
         match message:
             case ("any", int(before), tuple(task)):
                 while self._obeyed < before:
-                    self._handle(self._own_next()[0])
+                    self._handle(self._inlet.next_private()[0])
                 self._handle(task)
-            case ("part", int(part), int(first), tuple(task)):
-                self._asked(task, part, first)
-            case ("task" | "tasks", *_):
-                self._asked(message)
+            case ("task", list(freed), int(tag), *_):
+                self._outbox.give_back(freed)
+                if tag >= self._words.void:  # else nobody waits for it any more
+                    self._make(Task.received(message))
             case ("freed", list(freed)):
                 self._outbox.give_back(freed)
             case ("quit",):
@@ -275,20 +290,6 @@ class _Worker(StepReader):
                 self._obey(message)
                 self._obeyed += 1
 
-    def _asked(self, task: tuple[object, ...], part: int = WHOLE, first: int = 0) -> None:
-        """Make a batch, or a part from its row `first` on, unless nobody waits for it any more."""
-        match task:
-            case (kind, int(tag), int(batch), index, list(freed), int(step), bytes(ids), seeds):
-                self._outbox.give_back(freed)
-                if tag < self._words.void:
-                    return
-                if kind == "tasks" and isinstance(index, bytes):
-                    index = np.frombuffer(index, np.int64).tolist()
-                if self._seeded is not None and isinstance(seeds, BatchSeeds):
-                    self._seeded.begin(seeds, first)
-                self._part = part
-                self._task(tag, batch, index, Claim(step, np.frombuffer(ids, np.int32)))
-
     def _obey(self, message: tuple[object, ...]) -> None:
         match message:
             case ("bind", str(digest)):
@@ -296,154 +297,88 @@ class _Worker(StepReader):
             case ("join", str(name), str(token), int(session)):
                 self._join(name, token, session)
             case ("again", _, dict(bad)):
-                self._tolerance.known.update(bad)
-                self._new_fetcher()
+                self._args.tolerance.known.update(bad)
+                self._stage()
 
     def _bind(self, digest: str) -> None:
         """Bind the dataset from its trace, if its objects are the trainer's."""
         try:
-            binding = bind(self._dataset)
+            binding = bind(self._args.dataset)
             if binding is not None and binding.digest() == digest:
-                self._binding = binding
+                self._maker.binding = binding
+                self._maker.inspect()
         except Exception:  # noqa: BLE001  user code may run here; on failure, reads are direct
-            _log.debug("worker %d does not bind its dataset", self._id, exc_info=True)
+            _log.debug("worker does not bind its dataset", exc_info=True)
 
     def _join(self, name: str, token: str, session: int) -> None:
         """Attach to the trainer's session; on failure, reads are direct."""
         from creel.loader.client.client import Client
 
-        self._session = self._gatherer = None
+        self._session = None
         try:
             if self._client is None or not self._client.alive:
                 # Short: the trainer saw the daemon's heartbeat, so one that is silent has just
                 # stopped.
                 self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
             self._session = self._client.attach(session)
-            self._gather()
+            self._maker.inspect()
         except (UnavailableError, OSError) as e:  # no descriptor, or no memory for a mapping
-            _log.info("worker %d reads directly: %s", self._id, e)
+            _log.info("worker %d reads directly: %s", self._args.worker_id, e)
 
-    def _gather(self) -> None:
-        """Set how batches are made from bytes, if the dataset as it is now allows that."""
-        binding, session = self._binding, self._session
-        gather = binding.gather() if binding is not None and self._plain else None
-        self._gatherer = None
-        if gather is not None and gather.has_code and self._seeded is not None:
-            return  # samples are seeded one by one
-        if gather is not None and session is not None:
-            how = self._outbox.memory, self._fetcher.collate_fn
-            self._gatherer = Gatherer(gather, session, *how)
-
-    def _task(self, tag: int, batch: int, index: object, claim: Claim) -> None:
-        self._tag, self._batch, self._direct_ns, self._lost = tag, batch, 0, False
-        self._began = self._ready = self._enter(READING)
-        self._collating = 0  # 0 until collation begins: reading may fail before
+    def _make(self, task: Task) -> None:
+        clock, maker = self._clock, self._maker
+        clock.task = task
         data: object = self._init_failure
         if data is None:
             try:
-                data = self._read(index, claim)
+                data = maker.make(task, self._session)
             except Exception:  # noqa: BLE001  the user's exceptions go to the trainer
                 # The exception must not outlive this line: see torch's NOTE [ Python Traceback
                 # Reference Cycle Problem ].
                 data = portable(self._failure())
-        sending = self._enter(SENDING)
-        collating = self._collating or sending
+        else:
+            clock.begin()
+        sending = clock.enter(SENDING)
         # Before sending, so that the counters include each batch that was received.
-        self._count(
-            busy_source_ns=self._ready - self._began + self._direct_ns,
-            busy_decode_ns=max(collating - self._ready - self._direct_ns, 0),
-            busy_collate_ns=sending - collating,
-        )
-        self._send(tag, batch, data)
+        self._count(busy(maker.times(sending)) | maker.counts)
+        self._send(task, data)
         before, self._cpu_ns = self._cpu_ns, time.process_time_ns()
-        self._count(busy_handover_ns=self._enter(IDLE) - sending, cpu_ns=self._cpu_ns - before)
+        idle = clock.enter(IDLE)
+        self._count({"busy_handover_ns": idle - sending, "cpu_ns": self._cpu_ns - before})
 
-    def _count(self, **counts: int) -> None:
+    def _count(self, counts: Mapping[str, int]) -> None:
         """Add to this worker's counters, by their names in `creel.counters`."""
         for name, more in counts.items():
-            self._row[COUNTER[name]] += more
+            self._clock.row[COUNTER[name]] += more
 
-    def _read(self, index: object, claim: Claim) -> object:
-        session, binding = self._session, self._binding
-        if binding is None:
-            return self._fetcher.fetch(index)
-        if session is None:
-            return self.fetch(index, Lease())
-        made = self._gatherer if self._part == WHOLE else None
-        if made is not None and made.gather.has_code and not binding.gathers(made.gather):
-            self._gather()  # user code in this process has assigned another transform
-            made = self._gatherer
-        return self.read_step(binding, session, *claim, index, made)
-
-    def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
-        """Wait until a step's objects are pinned; on False the location table may be outdated."""
-        self._enter(WAITING)
-        ready = session.wait(step, self._wait_s)
-        self._lost = not ready and not session.alive
-        self._ready = self._enter(READING)
-        return ready
-
-    def fetch(self, index: object, lease: Lease) -> object:
-        """Fetch as torch does, and count direct reads in the shared words."""
+    def _send(self, task: Task, data: object) -> None:
         try:
-            with lease:
-                return self._fetcher.fetch(index)
-        finally:
-            self._direct_ns = lease.direct_ns
-            self._count(
-                direct_reads=lease.direct_reads,
-                direct_nbytes=lease.direct_nbytes,
-                decoded_hits=lease.decoded_hits,
-                decoded_misses=lease.decoded_misses,
-                **worth.counts(lease),
-            )
-
-    def copying(self, *, decodes: bool) -> None:
-        """Note that rows are being copied, which counts as collation if a batch is made of them."""
-        if not decodes:
-            self._collating = self._enter(COLLATING)
-
-    def copied(self, *, done: bool) -> None:
-        """Note the end of copying; if it gave no batch, samples are read one by one."""
-        if not done:
-            self._enter(READING)
-            self._collating = 0
-
-    def _enter(self, stage: int) -> int:
-        now, row = time.monotonic_ns(), self._row
-        row[TAG], row[BATCH], row[PART] = self._tag, self._batch, self._part
-        row[SINCE_NS], row[STAGE] = now, stage
-        return now
-
-    def _send(self, tag: int, batch: int, data: object) -> None:
-        try:
-            self._put(tag, batch, data)
+            self._put(task, data)
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001  e.g. an unpicklable batch; torch would hang
-            self._put(tag, batch, portable(self._failure()))
+            self._put(task, portable(self._failure()))
 
-    def _put(self, tag: int, batch: int, data: object) -> None:
-        message: BatchMessage | None = None
+    def _put(self, task: Task, data: object) -> None:
+        packed: BatchMessage | None = None
         fds: list[int] = []
-        if self._part != WHOLE and isinstance(data, ExceptionWrapper):
+        if task.part != WHOLE and isinstance(data, ExceptionWrapper):
             self._outbox.abandon()  # the batch is made as a whole, and raises there
         else:
-            message, fds = self._outbox.pack(data)
-        now = time.monotonic_ns()
-        when = self._began, self._ready, self._collating or now, now
-        times = BatchTimes(*when, self._direct_ns, int(self._lost))
-        rest = times, self._tolerance.take_new()
+            packed, fds = self._outbox.pack(data)
+        times = self._maker.times(time.monotonic_ns())
+        bad = self._args.tolerance.take_new()
 
-        def wrapped(packed: BatchMessage | None) -> tuple[object, ...]:
-            if self._part == WHOLE:
-                return ("batch", tag, batch, packed, *rest)
-            return ("part", tag, batch, self._part, packed, *rest, self._kind)
+        def message(packed: BatchMessage | None) -> tuple[object, ...]:
+            made = packed, times, bad
+            if task.part == WHOLE:
+                return ("batch", task.tag, task.batch, *made)
+            return ("part", task.tag, task.batch, task.part, *made, self._kind)
 
         def without() -> tuple[object, ...]:
-            return wrapped(message and self._outbox.without_slots(data, message))
+            return message(packed and self._outbox.without_slots(data, packed))
 
-        self._channel.put(wrapped(message), fds, without)
+        self._inlet.channel.put(message(packed), fds, without)
 
 
 def portable(failure: ExceptionWrapper) -> ExceptionWrapper:

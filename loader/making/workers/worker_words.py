@@ -12,8 +12,6 @@ from creel.counters import OF_WORKERS
 #: The word of a row that says what a worker does (`stages`), for which batch, since when (ns), and
 #: the tag of that batch, and which part of it.
 STAGE, BATCH, SINCE_NS, TAG, PART = range(5)
-#: In place of the number of a part.
-WHOLE = -1
 #: The word of each counter by name.
 COUNTER = {name: PART + 1 + i for i, name in enumerate(OF_WORKERS)}
 _ROW = 32
