@@ -1,1 +1,1 @@
-"""What training waits for, told while it waits."""
+"""Observers of the line: what counts, remembers, advises and tells waits, and changes no batch."""
