@@ -324,7 +324,7 @@ class EpochRun:
         self._workers, self._new_counts, self._readers = workers, counts, readers
 
     def deliver(
-        self, i: int, times: BatchTimes | None = None, worker: int = -1, batch: int | None = None
+        self, i: int, times: BatchTimes, worker: int = -1, batch: int | None = None
     ) -> None:
         """Count and record a batch about to be returned, before the i-th after those skipped.
 
@@ -332,8 +332,8 @@ class EpochRun:
         there.
 
         Args:
-            times: of the batch; None: the trainer made it.
-            worker: who made it, see `BatchRow`.
+            times: of the batch.
+            worker: who made it, see `BatchRow`; -1: the trainer.
             batch: its number after those skipped, if batches are not returned in order.
         """
         self._loader_state.meter["batches"] += 1
@@ -386,12 +386,12 @@ class EpochRun:
         """Forget the i-th batch after those skipped: it raised, and will not be delivered."""
         self._pulled.pop(i, None)
 
-    def _record(self, times: BatchTimes | None, worker: int, now_ns: int) -> None:
+    def _record(self, times: BatchTimes, worker: int, now_ns: int) -> None:
         """Write a batch into the session's flight recorder."""
         assert self.stream is not None  # noqa: S101  see `deliver`
         log = self.stream.session.words.log
         source, decode, collate, daemon, sampler = self._loader_state.meter.new_stalls()
-        if times is None:  # all that the trainer did for it counts as waiting
+        if worker < 0:  # all that the trainer did for it counts as waiting, without gaps
             collating = now_ns - collate
             ready = collating - decode
             began = ready - source - daemon

@@ -120,7 +120,7 @@ def maker_in_process(
     return maker
 
 
-class Place(Protocol):
+class MakerPlace(Protocol):
     """Where an iterator without workers has its batches made."""
 
     def read(self, task: Task, session: Session | None) -> Made:

@@ -10,7 +10,7 @@ import numpy as np
 
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.line.batches.epoch_run import EpochRun
-from creel.loader.line.batches.in_process import Here, Place, maker_in_process
+from creel.loader.line.batches.in_process import Here, MakerPlace, maker_in_process
 from creel.loader.line.batches.state import LoaderState
 from creel.loader.line.batches.unprofiled import UnprofiledIter
 from creel.loader.making.groups.follower import ReplicaReader
@@ -40,7 +40,7 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         maker = maker_in_process(loader, loader_state, run, pinning=self._pinning)
         self._dataset_fetcher = maker.fetcher
         options, role = loader_state.config.loader, loader_state.role(loader)
-        self._place: Place = Here(maker, self._meter)
+        self._place: MakerPlace = Here(maker, self._meter)
         if isinstance(role, Leader):
             self._place = LeaderReader(self._place, role, options.slots)
         elif role is not None:
