@@ -21,13 +21,13 @@ from torch.utils.data import get_worker_info
 
 from creel.config import switched_off
 from creel.errors import ConfigError
-from creel.loader.decoded.attributes import changed, generators, snapshot
 from creel.loader.decoded.codec import UnkeptError, difference
 from creel.loader.decoded.draws import Draws
 from creel.loader.decoded.shared_store import name_in_group, open_store
 from creel.loader.decoded.store import DecodedStore, Stamp, Taken
 from creel.loader.reading.inputs import Inputs, SampleInputs
 from creel.loader.reading.this_thread import this_thread
+from creel.loader.rehearsal.attributes import changed, generators, snapshot
 from creel.system.forks import at_fork
 from creel.units import parse_size
 

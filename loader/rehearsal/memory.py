@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 
 from creel.errors import ConfigError
-from creel.loader.decoded.attributes import changed, snapshot
 from creel.loader.order.rehearsing import Content, RehearsedBatches
+from creel.loader.rehearsal.attributes import changed, snapshot
 from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed, length_of, new_data
 from creel.policies.arrays import Ints
 from creel.policies.rehearsal.content import (
