@@ -21,13 +21,13 @@ from torch.utils.data import get_worker_info
 
 from creel.config import switched_off
 from creel.errors import ConfigError
-from creel.loader.data.decoded.attributes import changed, generators, snapshot
 from creel.loader.data.decoded.codec import UnkeptError, difference
 from creel.loader.data.decoded.draws import Draws
 from creel.loader.data.decoded.shared_store import name_in_group, open_store
 from creel.loader.data.decoded.store import DecodedStore, Stamp, Taken
 from creel.loader.data.reading.inputs import Inputs, SampleInputs
 from creel.loader.data.reading.this_thread import this_thread
+from creel.loader.data.user_code.attributes import changed, generators, snapshot
 from creel.system.forks import at_fork
 from creel.units import parse_size
 

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 
 from creel.errors import ConfigError
-from creel.loader.data.decoded.attributes import changed, snapshot
 from creel.loader.data.rehearsed import KeptRows, Rehearsed, length_of, new_data
+from creel.loader.data.user_code.attributes import changed, snapshot
 from creel.loader.data.user_code.protected import attribute
 from creel.loader.data.user_code.values import check_whole, shown
 from creel.loader.line.order.rehearsing import Content, RehearsedBatches
