@@ -162,7 +162,7 @@ class ImageFolder(WholeFiles):
         classes = _subfolders(directory) if listed is None else sorted(listed)
         if not classes:
             raise NotFoundError(
-                f"Couldn't find any class folder in {public(directory)}. An ImageFolder has a folder"
+                f"Couldn't find any class folder in {public(directory)}. It takes a folder"
                 " for each class; a folder of files is creel.FileDataset(folder, decode=...)"
             )
         return classes, {name: i for i, name in enumerate(classes)}
