@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
+from creel.loader.data import buffers
 from creel.loader.data.buffers import BufferPool
-from creel.loader.data.reading import buffers
 from programs import Program
 
 
