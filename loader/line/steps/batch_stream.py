@@ -182,6 +182,8 @@ class BatchStream:
             return
         if plan is not None and not plan.opened:
             return
+        if self._dealt < self._now.epoch < epoch.epoch:
+            self._deal(self._now)  # the nodes have joined since it was published
         self._dealt = epoch.epoch
         try:
             deal = None if plan is None else plan.deal
