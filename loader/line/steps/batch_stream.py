@@ -58,7 +58,9 @@ class BatchStream:
         # Weak: a cycle would keep the session's mappings until Python's cyclic collector runs.
         deal = weakref.WeakMethod(self._deal)
         self._publisher = PlanPublisher(
-            *(session, binding.objects, lambda epoch: (found := deal()) and found(epoch)),
+            session,
+            binding.objects,
+            lambda epoch: (found := deal()) and found(epoch),
             thread_safe=binding.thread_safe,
         )
         self._now = PublishedEpoch(-1, None)
