@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ import hypothesis
 import psutil
 import pytest
 
+import skips
 from creel.errors import CreelError
 from forks import make_forks_cheap
 from kit import daemon_of, descriptors, nothing_left, unique_name, until
@@ -82,6 +84,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(forked & set(getattr(item, "fixturenames", ())) for item in session.items):
         import daemons  # noqa: F401  starts a process that stays: before any test counts processes
     make_forks_cheap()
+
+
+def beyond_the_list(reporter: pytest.TerminalReporter) -> tuple[Counter[str], Counter[str]]:
+    """Return the reasons of skipped tests, and those of tests that CI does not expect to be."""
+    skipped = skips.reasons(reporter.stats.get("skipped", []))
+    return skipped, skips.excess(skipped, skips.permitted(skips.LIST.read_text()))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """After all else that pytest says: how many tests were skipped."""
+    yield
+    for line in skips.lines(*beyond_the_list(terminalreporter)):
+        terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of CI that skips what it should not; a process of pytest-xdist says nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and reporter is not None and beyond_the_list(reporter)[1]:
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 #: Files of tests are in the page cache, so loaders would not ask a daemon for them. By default the
