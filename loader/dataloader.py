@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -25,6 +25,15 @@ from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.returned import Returned, recorded, recording_iterator
 from creel.loader.log_lines import with_rank
 from creel.loader.notebook import cell
+from creel.loader.options.assignable import AssignableProperty
+from creel.loader.options.loader_args import (
+    NAMES,
+    LoaderArgs,
+    args_of,
+    keep,
+    take_name,
+    without_taken,
+)
 from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batches
 from creel.loader.order.rehearsing import RehearsedBatches
 from creel.loader.reading.bad_samples import OnError, Tolerance
@@ -33,6 +42,8 @@ from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
 from creel.loader.streams.batches import rehearsed_stream
 from creel.loader.streams.stream import Stream, stream_batches
 from creel.loader.torch_private import MISSING
+from creel.loader.user_code.protected import attribute
+from creel.loader.user_code.values import check_choice, shown, whole, wrong
 from creel.policies.concurrency import workers_auto
 from creel.system.limits import cores
 
@@ -43,9 +54,13 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
-    from creel.loader.iterators.state import LoaderArgs, LoaderState, config_of, prepare_resume
+    from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
-    from creel.loader.seeding.torch_iterators import seeded_iterator, seeded_view
+    from creel.loader.seeding.torch_iterators import (
+        initialised_view,
+        seeded_iterator,
+        seeded_view,
+    )
     from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:
@@ -101,6 +116,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             `num_workers`. Other workers make the batches of one that died; the third death at one
             batch raises torch's RuntimeError. `num_workers="auto"` then is twice this rank's share
             of the node's cores (docs/augmentation.md).
+        creel_args: for frameworks that make a loader again from its attributes, by name. A loader
+            has this one if attributes of a subclass have names of arguments above: they are the
+            subclass's, and these arguments are what was passed.
 
     Raises:
         ConfigError: (a ValueError) a wrong setting, or options that exclude each other.
@@ -108,6 +126,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     With `CREEL_DISABLE=1` in the environment, or `loader.disable`, it behaves exactly as torch's
     class.
     """
+
+    # What was passed, where no code of the person's uses the name: see `loader_args`.
+    creel: bool | str | dict[str, Any] | None = None
+    remap: Literal["global-batch"] | None = None
+    replicate: int | ProcessGroup | DeviceMesh | None = None
+    on_error: OnError = "raise"
+    max_bad_samples: int = 100
+    rehearsal: Rehearsal | None = None
+    seeding: Literal["sample"] | None = None
+    workers: Literal["own", "shared"] = "own"
+    _creel_state: LoaderState  # once it has begun
 
     def __init__(
         self,
@@ -137,27 +166,22 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         rehearsal: Rehearsal | None = None,
         seeding: Literal["sample"] | None = None,
         workers: Literal["own", "shared"] = "own",
+        creel_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
-        self.remap, self.replicate = remap, replicate
-        self.on_error, self.max_bad_samples = on_error, max_bad_samples
-        self.rehearsal, self.seeding, self.workers = rehearsal, seeding, workers
-        num_workers = _check_workers(self, num_workers)
-        _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
-        if isinstance(dataset, Stream):
-            if sampler is None and batch_sampler is None:
-                batch_sampler = stream_batches(
-                    dataset, batch_size, shuffle=shuffle, shared=replicate
-                )
-                batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
-            if rehearsal is not None:
-                batch_sampler = rehearsed_stream(batch_sampler, rehearsal.content())
-        elif rehearsal is not None:
-            dataset = rehearsal.behind(dataset)
-        elif type(dataset) is Rehearsed and type(batch_sampler) is not RehearsedBatches:
-            text = "nothing replays them: give rehearsal=, or the batch sampler of memory.over()"
-            warnings.warn(f"the dataset has rows of a memory, but {text}", stacklevel=2)
+        args = LoaderArgs(
+            creel, remap, replicate, on_error, max_bad_samples, rehearsal, seeding, workers
+        )
+        args = checked(without_taken(args, creel_args), dataset)
+        keep(self, args, DataLoader)
+        if isinstance(num_workers, str):
+            num_workers = _workers_auto(args, num_workers)
+        if isinstance(dataset, Stream) and sampler is None and batch_sampler is None:
+            batch_sampler = stream_batches(
+                dataset, batch_size, shuffle=shuffle, drop_last=drop_last, shared=args.replicate
+            )
+            batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
+        dataset, batch_sampler = _with_rows(dataset, batch_sampler, args.rehearsal)
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:
@@ -181,29 +205,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             **kwargs,
         )
-        if rehearsal is not None and not isinstance(dataset, Stream):
-            self._rehearse(rehearsal)
+        if args.rehearsal is not None and not isinstance(dataset, Stream):
+            _rehearse(self, args.rehearsal, args.replicate)
         _check_seeding(self)
         if not _may_take(self):
             return
         # A framework may still replace a sampler that torch has chosen by its DistributedSampler.
         chosen = batch_size is None or sampler is not None or batch_sampler is not None
-        if remap is not None and chosen:
+        if args.remap is not None and chosen:
             distributed_sampler(self._index_sampler)
-        self._loader_state().start_daemon_early(self)
+        _state_of(self).start_daemon_early(self)
 
-    def _rehearse(self, memory: Rehearsal) -> None:
-        """Add rows of the memory, as it is now, to each batch."""
-        if not self._auto_collation:
-            raise ConfigError("rehearsal needs batches: give batch_size or batch_sampler")
-        if type(self.batch_sampler) is RehearsedBatches:
-            raise ConfigError("batch_sampler has rows of a memory already: leave out rehearsal")
-        ranks = None if self.replicate is None else partial(place_of, self.replicate)
-        content = memory.content()
-        if content.kept or content.growth is not None:
-            first = length_of(self.dataset)
-            batches: Any = self.batch_sampler
-            self._creel_rehearsed = RehearsedBatches(batches, content, first, ranks)
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in NAMES:
+            take_name(self, name)
+        super().__setattr__(name, value)
 
     # --- torch's hooks ------------------------------------------------------------------------
 
@@ -224,12 +240,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             if MISSING is not None or isinstance(self.dataset, IterableDataset):
                 return super()._get_iterator()
             returned = Returned.of(self)
-            if self.seeding is None:
-                return recording_iterator(self, super()._get_iterator, returned)
+            if args_of(self).seeding is None:
+                view = initialised_view(self)
+                return recording_iterator(view, super(DataLoader, view)._get_iterator, returned)
             view = seeded_view(self, self._index_sampler)
             return recording_iterator(view, partial(seeded_iterator, view), returned)
-        loader_state = self._loader_state()
-        loader_state.args = self._own_args()  # others may have been assigned since
+        loader_state = _state_of(self)
         role = loader_state.role(self)
         if self.num_workers == 0:
             return InlineIter(self, loader_state)
@@ -244,29 +260,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             run.leave()
             raise
 
-    def _loader_state(self) -> LoaderState:
-        """Return the state that outlives iterators, one per loader and process."""
-        loader_state: LoaderState | None = self.__dict__.get("_creel_state")
-        if loader_state is None or loader_state.pid != os.getpid():
-            loader_state = self.__dict__["_creel_state"] = LoaderState(self._own_args())
-            weakref.finalize(self, loader_state.close).atexit = False
-        return loader_state
-
-    def _own_args(self) -> LoaderArgs:
-        """Return the arguments that torch's class has not, as they are now."""
-        return LoaderArgs(
-            self.creel,
-            self.remap,
-            self.replicate,
-            self.on_error,
-            self.max_bad_samples,
-            self.seeding,
-            self.workers,
-        )
-
     # --- beyond torch: what is in a batch, resuming and counters --------------------------------
 
-    @property
+    @AssignableProperty
     def indices(self) -> NDArray[np.int64]:
         """(n,) numbers of the samples in the batch that was returned last, in its order.
 
@@ -275,17 +271,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ConfigError: the samples have no numbers: those of an iterable dataset, or other keys.
         """
-        if isinstance(self.dataset, IterableDataset) or MISSING is not None:
-            raise ConfigError("the samples of an IterableDataset have no numbers")
-        return Returned.of(self).numbers()
+        return _numbers_of(self)
 
-    @property
+    @AssignableProperty
     def replayed(self) -> NDArray[np.int64]:
         """(r,) rows of `rehearsal.dataset` in the last batch, at its end; empty without any."""
         rehearsed = rehearsed_batches(self)
         if rehearsed is None:
             return np.empty(0, np.int64)
-        indices = self.indices
+        indices = _numbers_of(self)
         return indices[indices >= rehearsed.first_row] - rehearsed.first_row
 
     def state_dict(self, *, delivered: int | None = None) -> Progress:
@@ -311,15 +305,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ConfigError: `delivered` is negative.
         """
-        if delivered is not None and delivered < 0:
-            raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
+        used = None if delivered is None else whole(delivered)
+        if delivered is not None and (used is None or used < 0):
+            text = f"delivered is {shown(delivered)}"
+            raise ConfigError(f"{text}: give a number of batches that were used, 0 or more")
         if not _may_take(self):
             warnings.warn(with_rank(f"{_TORCHS}: this state_dict restarts the epoch"), stacklevel=2)
             return not_begun()
-        loader_state = self._loader_state()
+        loader_state = _state_of(self)
         if loader_state.resume is not None:
             return loader_state.resume
-        return not_begun() if loader_state.run is None else loader_state.run.progress(delivered)
+        return not_begun() if loader_state.run is None else loader_state.run.progress(used)
 
     def load_state_dict(self, state: Progress, *, leave_out: Iterable[int] = ()) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
@@ -342,31 +338,29 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             warnings.warn(with_rank(f"{_TORCHS}: the epoch restarts"), stacklevel=2)
             return
-        prepare_resume(self._loader_state(), self, state, leave_out)
+        prepare_resume(_state_of(self), self, state, leave_out)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
         batches: Any = self.batch_sampler
-        inner = [getattr(batches, "sampler", None)]
+        inner = [attribute(batches, "sampler")]
         if type(batches) is RehearsedBatches:  # of memory.over()
             inner.append(batches.batches)
         rehearsed = self.__dict__.get("_creel_rehearsed")
         called: list[object] = []
         for part in (self.sampler, batches, *inner, self.dataset, rehearsed):
-            set_epoch: Callable[[int], object] | None = getattr(part, "set_epoch", None)
+            set_epoch: Callable[[int], object] | None = attribute(part, "set_epoch")
             if set_epoch is not None and not any(part is c for c in called):
                 set_epoch(epoch)
                 called.append(part)
 
     def stats(self) -> dict[str, object]:
         """Return this loader's counters in this process, as `creel stats --json` names them."""
-        begun: LoaderState | None = self.__dict__.get("_creel_state")
-        here = begun is not None and begun.pid == os.getpid()
-        return (begun.meter if begun is not None and here else Meter()).stats()
+        return _counters_of(self)
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows of this loader: what it reads, and its counters."""
-        return cell(self, self.stats())
+        return cell(self, _counters_of(self))
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to this process and object: it is neither pickled nor copied.
@@ -374,44 +368,95 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
 
-def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
-    """Raise ConfigError if creel's arguments are wrong or exclude each other."""
-    if loader.remap not in {None, "global-batch"}:
-        raise ConfigError(f'remap={loader.remap!r}: give "global-batch" or None')
-    if loader.remap is not None and iterable:
+def _state_of(loader: DataLoader[Any]) -> LoaderState:
+    """Return the state that outlives iterators, one per loader and process."""
+    begun: LoaderState | None = vars(loader).get("_creel_state")
+    if begun is None or not begun.belongs_to(loader):
+        begun = vars(loader)["_creel_state"] = LoaderState(loader, args_of(loader))
+        weakref.finalize(loader, begun.close).atexit = False
+    return begun
+
+
+def _numbers_of(loader: DataLoader[Any]) -> NDArray[np.int64]:
+    if isinstance(loader.dataset, IterableDataset) or MISSING is not None:
+        raise ConfigError("the samples of an IterableDataset have no numbers")
+    return Returned.of(loader).numbers()
+
+
+def _counters_of(loader: DataLoader[Any]) -> dict[str, object]:
+    begun: LoaderState | None = vars(loader).get("_creel_state")
+    here = begun is not None and begun.belongs_to(loader)
+    return (begun.meter if begun is not None and here else Meter()).stats()
+
+
+def _with_rows(dataset: Any, batch_sampler: Any, memory: Rehearsal | None) -> tuple[Any, Any]:
+    """Return a dataset and batch sampler with the rows of a memory, as far as they are known."""
+    if memory is not None and isinstance(dataset, Stream):
+        return dataset, rehearsed_stream(batch_sampler, memory.content())
+    if memory is not None:
+        return memory.behind(dataset, frames=2), batch_sampler
+    if type(dataset) is Rehearsed and type(batch_sampler) is not RehearsedBatches:
+        text = "nothing replays them: give rehearsal=, or the batch sampler of memory.over()"
+        warnings.warn(f"the dataset has rows of a memory, but {text}", stacklevel=3)
+    return dataset, batch_sampler
+
+
+def _rehearse(loader: DataLoader[Any], memory: Rehearsal, replicate: Any) -> None:
+    """Add rows of the memory, as it is now, to each batch."""
+    if not loader._auto_collation:  # noqa: SLF001  torch's
+        raise ConfigError("rehearsal needs batches: give batch_size or batch_sampler")
+    if type(loader.batch_sampler) is RehearsedBatches:
+        raise ConfigError("batch_sampler has rows of a memory already: leave out rehearsal")
+    ranks = None if replicate is None else partial(place_of, replicate)
+    content = memory.content()
+    if content.kept or content.growth is not None:
+        batches: Any = loader.batch_sampler
+        first = length_of(loader.dataset)
+        vars(loader)["_creel_rehearsed"] = RehearsedBatches(batches, content, first, ranks)
+
+
+def checked(args: LoaderArgs, dataset: object) -> LoaderArgs:
+    """Return the arguments as they work together.
+
+    Raises:
+        ConfigError: one has a wrong value, or some exclude each other.
+    """
+    check_choice("remap", args.remap, ("global-batch", None))
+    check_choice("seeding", args.seeding, ("sample", None))
+    check_choice("workers", args.workers, ("own", "shared"))
+    Tolerance(args.on_error, args.max_bad_samples).check(dataset)
+    iterable = isinstance(dataset, IterableDataset)
+    if args.remap is not None and iterable:
         raise ConfigError(
             "remap needs a map-style dataset: an IterableDataset has no order to deal to ranks"
         )
-    if loader.replicate is not None and MISSING is None:
-        check_replicate(loader.replicate)
-        if loader.remap is not None or iterable:
+    if args.replicate is not None and MISSING is None:
+        check_replicate(args.replicate)
+        if args.remap is not None or iterable:
             raise ConfigError("replicate cannot be combined with remap or an IterableDataset")
-    if loader.rehearsal is not None and (loader.remap is not None or iterable):
-        raise ConfigError("rehearsal cannot be combined with remap or an IterableDataset")
-    if loader.rehearsal is not None and MISSING is not None:
-        raise ConfigError(f"this torch lacks {MISSING}: use memory.over() in place of rehearsal=")
-    Tolerance(loader.on_error, loader.max_bad_samples).check()
-    if loader.on_error != "raise" and iterable:
-        raise ConfigError(
-            f"on_error={loader.on_error!r}: an IterableDataset has no samples by number"
-        )
-    if loader.creel and MISSING is None and not switched_off():
-        config_of(loader.creel)  # raises for a wrong setting here, not at the first epoch
+    if args.rehearsal is not None:
+        if not isinstance(args.rehearsal, Rehearsal):
+            raise wrong("rehearsal", args.rehearsal, "a creel.Rehearsal or None")
+        if args.remap is not None or iterable:
+            raise ConfigError("rehearsal cannot be combined with remap or an IterableDataset")
+        if MISSING is not None:
+            text = "use memory.over() in place of rehearsal="
+            raise ConfigError(f"this torch lacks {MISSING}: {text}")
+    if args.creel is not None and MISSING is None and not switched_off():
+        config_of(args.creel)  # raises for a wrong setting here, not at the first epoch
+    shared = args.workers == "shared"
+    return args._replace(seeding="sample") if shared else args
 
 
-def _check_workers(loader: DataLoader[Any], num_workers: int | Literal["auto"]) -> int:
-    """Return the number of workers, and seed samples one by one if workers share batches.
+def _workers_auto(args: LoaderArgs, num_workers: str) -> int:
+    """Return the number of workers for `num_workers="auto"`.
 
     Raises:
-        ConfigError: `workers` is wrong, or "auto" would change batches.
+        ConfigError: it is another word, or would change batches.
     """
-    if loader.workers not in {"own", "shared"}:
-        raise ConfigError(f'workers={loader.workers!r}: give "own" or "shared"')
-    if loader.workers == "shared":
-        loader.seeding = loader.seeding or "sample"
     if num_workers != "auto":
-        return num_workers
-    if loader.workers == "own":
+        raise wrong("num_workers", num_workers, 'a number or "auto"')
+    if args.workers == "own":
         raise ConfigError(
             'num_workers="auto" needs workers="shared": else batches depend on how many there are'
         )
@@ -420,13 +465,12 @@ def _check_workers(loader: DataLoader[Any], num_workers: int | Literal["auto"]) 
 
 def _check_seeding(loader: DataLoader[Any]) -> None:
     """Raise ConfigError if samples of this loader are to be seeded one by one, but cannot be."""
-    if loader.seeding not in {None, "sample"}:
-        raise ConfigError(f'seeding={loader.seeding!r}: give "sample" or None')
-    if loader.seeding is None:
+    args = args_of(loader)
+    if args.seeding is None:
         return
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
         kind = type(loader.dataset).__name__
-        what = 'workers="shared"' if loader.workers == "shared" else "seeding"
+        what = 'workers="shared"' if args.workers == "shared" else "seeding"
         raise ConfigError(f"{what} needs a map-style dataset: samples of {kind} have no numbers")
     if MISSING is not None:
         raise ConfigError(f"this torch lacks {MISSING}, which seeding needs")
@@ -446,7 +490,8 @@ def _may_take(loader: DataLoader[Any]) -> bool:
             f"this torch lacks what creel needs ({MISSING}): this DataLoader behaves as torch's"
         )
         return False
-    alone = loader.remap is None and loader.replicate is None  # other ranks expect the same
+    args = args_of(loader)
+    alone = args.remap is None and args.replicate is None  # other ranks expect the same
     if loader.num_workers and alone and (why := _refused_memfds()):
         _warn_once(f"this system gives no memfd ({why}): this DataLoader behaves as torch's")
         return False
@@ -457,7 +502,7 @@ def _may_take(loader: DataLoader[Any]) -> bool:
     is_map = loader._dataset_kind == DatasetKind.Map  # noqa: SLF001  torch's
     if not is_map or isinstance(loader.dataset, MapDataPipe):
         return False
-    return not loader._loader_state().config.loader.disable  # noqa: SLF001  ours
+    return not _state_of(loader).config.loader.disable
 
 
 def _starts_processes(context: object) -> bool:

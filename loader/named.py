@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from creel.cache.storage.manifest import Manifest
+from creel.config import Config
 from creel.errors import ConfigError, CreelError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.tree import wrapped_in
@@ -54,16 +55,24 @@ def _read_once(name: str, dataset: Any) -> Binding | None:
     """Return the binding of a dataset that opens its files itself; None if it opens none.
 
     Raises:
-        ConfigError: it has no samples by number.
+        ConfigError: it has no samples by number, or creel is switched off.
         CreelError: one could not be read.
     """
+    if Config.load()[0].loader.disable:
+        raise ConfigError("creel is switched off (loader.disable): no dataset's reads are recorded")
     if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__len__"):
         raise ConfigError(
             f"{name} is of type {type(dataset).__name__}: its samples cannot be read by number"
         )
     wrapped, done = dataset if wrapped_in(dataset) else wrap(dataset), 0
     workers = max(round(cores()), 1)
-    loader: DataLoader[Any] = CreelLoader(wrapped, _BATCH, num_workers=workers, collate_fn=_nothing)
+    loader: DataLoader[Any] = CreelLoader(
+        wrapped,
+        _BATCH,
+        num_workers=workers,
+        collate_fn=_nothing,
+        creel={"loader.direct": "never"},  # else files in the page cache would not be recorded
+    )
     try:
         batches = iter(loader)
         with ProgressLine("batches of samples read", lambda: done, len(loader)):

@@ -53,6 +53,8 @@ class RankWindow:
         cpu_s: seconds of a processor that workers used; negative if unknown.
         stall_s: by cause, seconds that training waited.
         made: finished batches that wait for training now.
+        extra_s: seconds between two batches beyond the workers' work, which no change takes away:
+            each epoch starts its workers, or one of them has the long batches.
     """
 
     seconds: float
@@ -62,6 +64,7 @@ class RankWindow:
     stall_s: Mapping[str, float]
     cpu_s: float = -1.0
     made: float = 0.0
+    extra_s: float = 0.0
 
     @property
     def waited_s(self) -> float:
@@ -129,8 +132,13 @@ def supply_s(one: RankWindow) -> float:
     Where training waited, the pace was seen. It is slower than the law says if workers take
     batches in a fixed order and one of them has the long ones.
     """
-    computed = one.demand_s / max(one.workers, 1)
+    computed = _work_s(one) + one.extra_s
     return max(computed, _seen_s(one)) if one.workers else computed
+
+
+def _work_s(one: RankWindow) -> float:
+    """Return the seconds between two batches by the workers' work alone."""
+    return one.demand_s / max(one.workers, 1)
 
 
 def _seen_s(one: RankWindow) -> float:
@@ -236,6 +244,9 @@ def finished(packed_ns: Ints, taken_ns: Ints) -> int:
 
 
 # --- what if: each returns the window as it would have been -------------------------------------
+#
+# A change is worth what it takes away of the workers' work: one that changes nothing is worth
+# 1.00x, however long training waited for other reasons (`RankWindow.extra_s`).
 
 
 def with_workers(one: RankWindow, workers: int) -> RankWindow:
@@ -250,7 +261,7 @@ def with_workers(one: RankWindow, workers: int) -> RankWindow:
     """
     storage = storage_s(one)
     more = replace(one, workers=workers)
-    return _waiting(more, storage, otherwise=one.busy_s.get("source", 0.0))
+    return _waiting(one, more, storage, otherwise=one.busy_s.get("source", 0.0))
 
 
 def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
@@ -261,7 +272,8 @@ def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
     [0.05, 0.025, 0.025]
     """
     left = 1 - hits
-    return _waiting(one, storage_s(one) * left, otherwise=one.busy_s.get("source", 0.0) * left)
+    waits = one.busy_s.get("source", 0.0)
+    return _waiting(one, one, storage_s(one) * left, otherwise=waits * left)
 
 
 def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> RankWindow:
@@ -277,7 +289,7 @@ def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> 
     cpu_s = one.cpu_s * (1 - saved / own) if one.cpu_s > 0 and own else one.cpu_s
     left, waits = 1 - share, one.busy_s.get("source", 0.0)
     changed = replace(one, busy_s=busy, cpu_s=cpu_s)
-    return _waiting(changed, storage_s(one) * left, otherwise=waits * left)
+    return _waiting(one, changed, storage_s(one) * left, otherwise=waits * left)
 
 
 def storage_s(one: RankWindow) -> float:
@@ -288,7 +300,7 @@ def storage_s(one: RankWindow) -> float:
     whole = _cycle_s(one)
     if one.busy_s.get("source", 0.0) <= _BOUND * whole:
         return 0.0
-    return max(whole / max(one.workers, 1) / one.batches, _seen_s(one))
+    return whole / max(one.workers, 1) / one.batches
 
 
 def _cycle_s(one: RankWindow) -> float:
@@ -297,20 +309,24 @@ def _cycle_s(one: RankWindow) -> float:
     return own if one.workers else own + one.train_s * one.batches
 
 
-def _waiting(one: RankWindow, storage: float, otherwise: float) -> RankWindow:
-    """Return the window with workers that wait for a storage that takes `storage` s for a batch.
+def _waiting(one: RankWindow, changed: RankWindow, storage: float, otherwise: float) -> RankWindow:
+    """Return a changed window whose workers wait for a storage: `storage` seconds for a batch.
 
-    otherwise: their seconds of waiting, if the storage keeps up.
+    The pace that was seen holds no more, only what was beyond the workers' work.
+
+    Args:
+        one: the window before the change.
+        otherwise: seconds that the workers wait, if the storage keeps up.
     """
-    own = _cycle_s(one) - one.busy_s.get("source", 0.0)
-    waits = max(storage * one.batches * max(one.workers, 1) - own, 0.0) if storage else otherwise
-    return _unseen(replace(one, busy_s={**one.busy_s, "source": waits}))
-
-
-def _unseen(one: RankWindow) -> RankWindow:
-    """Return the window as if training had not waited: the pace that was seen holds no more."""
-    left = max(one.seconds - one.waited_s, 1e-9)
-    return replace(one, seconds=left, stall_s={})
+    own = _cycle_s(changed) - changed.busy_s.get("source", 0.0)
+    room = storage * changed.batches * max(changed.workers, 1)
+    return replace(
+        changed,
+        seconds=max(one.seconds - one.waited_s, 1e-9),
+        stall_s={},
+        busy_s={**changed.busy_s, "source": max(room - own, 0.0) if storage else otherwise},
+        extra_s=supply_s(one) - _work_s(one),
+    )
 
 
 def enough_workers(ranks: Sequence[RankWindow], cores: float) -> int | None:

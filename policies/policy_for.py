@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.eviction import ClusterEviction
+from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.cluster.homes import Homes, HomesEviction
 from creel.policies.cluster.jobs import DealtJob, HomesFarthest
 from creel.policies.cluster.scheme import Scheme
@@ -85,9 +86,11 @@ def policy_for(
     return present
 
 
-def joint(policy: EvictionPolicy) -> ClusterEviction | None:
-    """Return the policy itself if the nodes of a cluster plan together, else None."""
-    return policy if isinstance(policy, ClusterEviction) else None
+def joint(policy: EvictionPolicy) -> ClusterEviction | FirstReaders | None:
+    """Return what the nodes of a cluster plan together, and may ask each other for; else None."""
+    if isinstance(policy, ClusterEviction):
+        return policy
+    return policy.homes.first if isinstance(policy.homes, Homes) else None
 
 
 def _alone(

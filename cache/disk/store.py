@@ -59,6 +59,7 @@ class DiskStore:
         self._scratch = AlignedScratch()
         self._datasets: dict[str, DatasetIndex] = {}
         self._off = False
+        self.failure = ""  # why it is switched off, if the disk has failed
         with contextlib.ExitStack() as stack:
             self._folder = open_folder(path)
             stack.callback(os.close, self._folder)
@@ -369,7 +370,8 @@ class DiskStore:
             if self._off:
                 return
             self._off = True
-        log.warning("the disk tier is switched off: the disk cannot %s (%s)", what, error)
+            self.failure = f"the disk cannot {what} ({error})"
+        log.warning("the disk tier is switched off: %s", self.failure)
 
     def leave(self) -> None:
         """Announce that `close` will release the folder: another daemon waits up to `LEAVING_S`."""

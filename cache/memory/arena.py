@@ -19,7 +19,7 @@ from creel.cache.memory.memfd import (
     sealed_memfd,
 )
 from creel.cache.memory.pools.runs import pieces
-from creel.errors import MalformedError
+from creel.errors import MalformedError, UnavailableError
 from creel.policies.arrays import Ints
 
 _PAGE_BITS = 12  # bits of an address within a page
@@ -37,10 +37,20 @@ class Arena:
     """
 
     def __init__(self, own: Descriptor, nbytes: int) -> None:
-        """Map a sealed memfd of `nbytes` read-write."""
+        """Map a sealed memfd of `nbytes` read-write.
+
+        Raises:
+            UnavailableError: this process has no address space for it.
+        """
         self._own = own
         self.nbytes = nbytes
-        self._map = mapped(own.fd, nbytes)
+        try:
+            self._map = mapped(own.fd, nbytes)
+        except OSError as e:
+            raise UnavailableError(
+                f"the memory of {nbytes >> 20} MiB cannot be mapped ({e.strerror}): lower"
+                " memory.budget, or raise the limit on address space (ulimit -v)"
+            ) from e
         os.fchmod(own.fd, stat.S_IRUSR)
         self._given = Descriptor(os.open(f"/proc/self/fd/{own.fd}", os.O_RDONLY | os.O_CLOEXEC))
         self._closed = False

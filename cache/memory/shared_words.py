@@ -45,6 +45,8 @@ EARLY_STEPS = 64
 DONE = 64  # all steps < DONE have released their bytes
 WANTED = 65  # highest step + 1 for which a reader stalls; the daemon serves it first
 RECORDED = batch_log.RECORDED  # batches in the log so far
+OVERDUE = 67  # since when (ns) a batch is awaited that is overdue (`creel stats`); 0: none is
+_TEXT = slice(8 * 320, 8 * 512)  # bytes: by which cause, and for which file
 #: Word of each counter by name, see `creel.counters`: those of the daemon from 32 on, those of the
 #: trainer from 128 on.
 COUNTER = {
@@ -87,6 +89,26 @@ class SharedWords:
     def set(self, gauge: str, value: int) -> None:
         """Set a gauge (trainer only)."""
         self.cells[COUNTER[gauge]] = value
+
+    def set_overdue(self, since_ns: int, cause: str = "", path: str = "") -> None:
+        """Say since when a batch is overdue, by which cause and for which file (trainer only)."""
+        room = _TEXT.stop - _TEXT.start
+        text = f"{cause}\n{path}".encode(errors="replace")
+        if len(text) >= room:  # keeps the name of the file
+            text = f"{cause}\n...".encode() + text[200 - room :]
+        text = text.ljust(room, b"\0")
+        if since_ns and self._map[_TEXT] != text:
+            self.cells[OVERDUE] = 0  # who reads the text meanwhile drops it
+            self._map[_TEXT] = text
+        self.cells[OVERDUE] = since_ns
+
+    def overdue(self) -> tuple[int, str, str]:
+        """Return what `set_overdue` was told last."""
+        since, text = self.cells[OVERDUE], bytes(self._map[_TEXT])
+        if since != self.cells[OVERDUE]:
+            return since, "", ""
+        cause, _, path = text.partition(b"\0")[0].decode(errors="replace").partition("\n")
+        return since, cause, path
 
     def counters(self) -> dict[str, int]:
         return {name: self.cells[word] for name, word in COUNTER.items()}

@@ -343,13 +343,13 @@ class Source:
                 began=began,
                 on_retry=self.counters.count_retry,
             )
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001  stores raise what they like
             options = self._options(stored.uri, stored.row)[1] if is_remote(stored.uri) else None
             failure = source_error(e, stored.uri, options)
             self.counters.count_error(failure)
             if options is not None and self.grants is not None:
                 self._tell_refused(failure)
-            raise failure from e
+            raise failure from None  # the sentence alone: a library's frames would bury it
 
     def _store(self, uri: str, row: int) -> Store:
         """Return the store of an address, which is that of a row."""

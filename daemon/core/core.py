@@ -232,10 +232,11 @@ class Core:
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.followed = False
         s.group.deals.add(e.epoch + s.epoch_shift, e.order)
-        self._readers_of(s).choose_policy()
+        self._readers_of(s).dealt(s, e.epoch + s.epoch_shift, e.order, e.view)
 
     def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
         s.group.deals.view, s.group.deals.followed = e.view, True
+        s.residency.first_readers.followed()
         self._readers_of(s).choose_policy()
 
     def _told(self, s: RankStream, e: events.SamplesTold) -> None:
@@ -292,7 +293,7 @@ class Core:
     def _planned(self, e: events.RetentionPlanned) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None:
-            residency.policy.retention_planned(e.boundary, e.kept)
+            self._readers[e.dataset].planned(e.boundary, e.kept)
             residency.disk.changed(len(residency))
 
     def _disk_opened(self, e: events.DiskOpened) -> None:

@@ -18,6 +18,7 @@ from creel.daemon.core.events import DISK, SOURCE, Action, Publish
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, Mask, every, some
+from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.eviction.policy import (
     ABSENT,
     FAILED,
@@ -102,6 +103,7 @@ class Residency:
         """
         n = len(offset)
         self.versions = versions
+        self.first_readers = FirstReaders(name, n)
         self.name = name
         self.offset = offset
         self.emit = emit
@@ -299,6 +301,7 @@ class Residency:
             self.set_lengths(learnt, old.length[learnt])
         ids = np.flatnonzero((old.state == RESIDENT) & (self.state[:n] == ABSENT))
         ids = ids[same[old.versions.files(ids)] & (self.length[ids] == old.length[ids])]
+        self.first_readers.inherit(old.first_readers)
         place = old.vacate(ids, "")
         old.evict(old.unpinned(), "dropped")
         self.pool.take_over(old.pool)

@@ -150,7 +150,8 @@ class SessionRecord:
     sampled: int = 0
     hashed: blake2b = field(default_factory=hash_of)  # of these
     among: SampleObjects | None = None  # the same, once all are known
-    own_file: str = ""  # one that the dataset opens itself, past creel
+    own_file: str = ""  # one that the dataset reads itself, past creel
+    own_remedy: str = ""  # what would help
     rehearses: bool = False  # whether its job replays earlier data
 
     def forget_samples(self) -> None:

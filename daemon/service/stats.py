@@ -6,8 +6,10 @@ sessions, where trainers and workers count. `creel.counters` lists all counters.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -17,7 +19,7 @@ from creel.cache.memory.batch_log import PACKED, TAKEN, WAIT_BEGAN
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
-from creel.counters import GAUGES, report
+from creel.counters import CAUSES, GAUGES, report
 from creel.daemon.core.core import Core
 from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.quota import Quota
@@ -30,6 +32,8 @@ from creel.policies.next_use import histogram
 _MAX_RANKS = 1024  # most ranks reported
 #: Objects whose reads are looked up for a histogram (25 ms for one of 14 million), and its bins.
 _MAX_REUSED, _REUSE_BINS = 1 << 15, 48
+#: The keys of a wait that is none, or not long.
+_IN_TIME: dict[str, Any] = {"overdue_s": 0.0, "overdue_cause": "", "overdue_file": ""}
 
 
 #: The result of `Core.snapshot`.
@@ -189,15 +193,42 @@ def fed(tables: Iterable[Ints]) -> dict[str, float]:
 
 
 class RecordedStream(NamedTuple):
-    """The recorded batches of a session, copied once for an answer, and its utilisation."""
+    """The recorded batches of a session, copied once for an answer.
+
+    Attributes:
+        table: the batches.
+        timeline: the same, and a last row for a wait that has not ended.
+        fed: its utilisation.
+        overdue: that wait; see `overdue`.
+    """
 
     table: Ints
+    timeline: Ints
     fed: dict[str, float]
+    overdue: dict[str, Any]
 
     @classmethod
     def of(cls, one: SessionRecord) -> RecordedStream:
-        table = one.words.log.table()
-        return cls(table, fed([table]))
+        table, now_ns = one.words.log.table(), time.monotonic_ns()
+        timeline, wait = table, overdue(one, now_ns)
+        if wait["overdue_s"]:
+            row = np.zeros((1, table.shape[1]), np.int64)
+            row[0, WAIT_BEGAN], row[0, TAKEN] = now_ns - int(1e9 * wait["overdue_s"]), now_ns
+            timeline = np.concatenate([table, row])
+        return cls(table, timeline, fed([timeline]), wait)
+
+
+def overdue(one: SessionRecord, now_ns: int) -> dict[str, Any]:
+    """Return how long training has waited for its next batch if that is overdue, and for what."""
+    since, cause, path = one.words.overdue()
+    if not 0 < since <= now_ns:
+        return dict(_IN_TIME)
+    known = cause in CAUSES
+    return {
+        "overdue_s": (now_ns - since) / 1e9,
+        "overdue_cause": cause * known,
+        "overdue_file": path * known,
+    }
 
 
 def session(
@@ -224,7 +255,9 @@ def session(
         "lead_now_s": steps_ready * float(core["step_s"]),
         "made": finished(table[:, PACKED], table[:, TAKEN]),
         **recorded.fed,
+        **recorded.overdue,
         "own_file": one.own_file,
+        "own_remedy": one.own_remedy,
         **report(one.words.counters()),
     }
 
@@ -237,13 +270,14 @@ class Ranks:
 
     def __init__(self) -> None:
         self._closed: dict[tuple[str, int], dict[str, int]] = {}
-        self._own_files: dict[tuple[str, int], str] = {}  # one of each, of some ranks
+        #: A file of each, and what would help, of some ranks.
+        self._own_files: dict[tuple[str, int], tuple[str, str]] = {}
 
     def add_closed(self, one: SessionRecord) -> None:
         """Keep the counters of a session that ends, while its shared words still exist."""
         _add(self._closed, one, leave_out=GAUGES)
         if one.own_file:
-            self._own_files[one.opened.job, one.opened.rank] = one.own_file
+            self._own_files[one.opened.job, one.opened.rank] = one.own_file, one.own_remedy
         while len(self._closed) > _MAX_RANKS:
             oldest = next(iter(self._closed))
             del self._closed[oldest]
@@ -267,11 +301,13 @@ class Ranks:
             stream = RecordedStream.of(one) if recorded is None else recorded[one.id]
             streams.setdefault(who, []).append(stream)
             if one.own_file:
-                own_files[who] = one.own_file
+                own_files[who] = one.own_file, one.own_remedy
         latest = list(sums.items())[-_MAX_RANKS:]
         return [
-            {"job": who[0], "rank": who[1], "own_file": own_files.get(who, "")}
+            {"job": who[0], "rank": who[1]}
+            | dict(zip(("own_file", "own_remedy"), own_files.get(who, ("", "")), strict=True))
             | _fed_all(streams.get(who, []))
+            | _most_overdue(streams.get(who, []))
             | report(n)
             for who, n in latest
         ]
@@ -280,7 +316,12 @@ class Ranks:
 def _fed_all(streams: Sequence[RecordedStream]) -> dict[str, float]:
     if len(streams) == 1:
         return streams[0].fed
-    return fed([one.table for one in streams]) if streams else {}
+    return fed([one.timeline for one in streams]) if streams else {}
+
+
+def _most_overdue(streams: Sequence[RecordedStream]) -> dict[str, Any]:
+    waits = [one.overdue for one in streams]
+    return max(waits, key=itemgetter("overdue_s"), default=_IN_TIME)
 
 
 def _add(

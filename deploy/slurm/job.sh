@@ -4,7 +4,8 @@
 #SBATCH --cpus-per-task=8
 # A DistributedDataParallel training on two nodes, one torchrun on each. It needs no administrator:
 # `creel run` gives the node's ranks a daemon of their own, within the job's limits and mounts, and
-# stops it afterwards. The nodes' daemons find each other through torchrun.
+# stops it afterwards. The nodes' daemons find each other through torchrun. The 8 processors of a
+# task are an example: it needs one to train, one for each worker and about one for the daemon.
 #
 #     creel slurm show job > job.sh; creel example train_ddp > train_ddp.py; sbatch job.sh
 bin=/usr/bin

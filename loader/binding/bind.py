@@ -10,6 +10,7 @@ other datasets in the tree have no objects, and read directly.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -25,11 +26,12 @@ from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable, kept_on_top
 from creel.loader.binding.wrapped import Trace
-from creel.loader.datasets.base import CreelDataset, Raw, Sample
+from creel.loader.datasets.base import Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, rows_cast, stacked
 from creel.loader.page_cache import in_page_cache
 from creel.loader.reading.lease import Lease
 from creel.loader.rehearsal.rehearsed import numbers_of
+from creel.loader.user_code.protected import length
 from creel.policies.arrays import Ids, Ints
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 #: Samples or files that `Binding.in_objects` and `in_page_cache` check.
 _PROBED = 64
+#: Rows of a manifest whose addresses `Binding.serves` has as text at a time.
+_LOOKED_UP = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -113,22 +117,21 @@ class Gather:
 class Binding:
     """A dataset whose objects are known. Made by `bind`; pickled together with its dataset."""
 
-    def __init__(self, root: TreeNode, leaves: list[CreelDataset]) -> None:
+    def __init__(self, root: TreeNode, tree: Tree) -> None:
+        """`root`: the node that was built by `tree`."""
         self._root = root
-        self.leaves = leaves
+        self.leaves, self._firsts = tree.leaves, tree.bases
         self._index_leaves()
 
     def _index_leaves(self) -> None:
-        self._bases: dict[int, int] = {}
-        total = 0
-        for leaf in self.leaves:
-            self._bases[id(leaf)] = total
-            total += leaf.object_count
-        self._named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
+        self._bases = {id(leaf): base for leaf, base in zip(self.leaves, self._firsts, strict=True)}
+        named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
+        #: Of leaves that share a file, the last says in which version it may be served.
+        self._named = sorted(named, key=lambda leaf: leaf.versions is not None)
         self._among: SampleObjects | None = None  # the object of each sample, once asked for
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_root": self._root, "leaves": self.leaves}
+        return {"_root": self._root, "leaves": self.leaves, "_firsts": self._firsts}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -142,12 +145,21 @@ class Binding:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The objects of all leaves, each leaf once."""
-        return Manifest.concat([leaf.manifest for leaf in self.leaves])
+        """The objects of all leaves, those of the same objects once."""
+        parts: list[Manifest] = []
+        total = 0
+        for leaf, base in zip(self.leaves, self._firsts, strict=True):
+            if base == total:
+                parts.append(leaf.manifest)
+                total += leaf.object_count
+        return Manifest.concat(parts)
 
     def still(self, indices: Ints | None = None) -> bool:
         """Whether `bind` would still give the same for these (n,) samples, None for all."""
-        return self._root.still(indices)
+        try:
+            return self._root.still(indices)
+        except Exception:  # noqa: BLE001  what a Subset has now compares as it likes
+            return False
 
     def objects(self, indices: Ints) -> tuple[Ids, Ints]:
         """Return the objects that samples consist of.
@@ -206,6 +218,17 @@ class Binding:
         some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
         return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))
 
+    def serves(self, path: str) -> bool:
+        """Whether a local file, named by its real path, is one of those that objects lie in."""
+        name, rows = os.path.basename(path), len(self.manifest.table)  # noqa: PTH119  text
+        for first in range(0, rows, _LOOKED_UP):
+            for address in self.manifest.addresses(np.arange(first, min(first + _LOOKED_UP, rows))):
+                if address.endswith(name) and (
+                    address == path or os.path.realpath(address) == path
+                ):
+                    return True
+        return False
+
     def kept(self) -> bool:
         """Whether all that samples read is kept decoded."""
         if kept_on_top(self.dataset):
@@ -214,8 +237,8 @@ class Binding:
         kept = sum(store.kept for store in stores if store is not None)
         if not kept:
             return False  # first: a stream has no length
-        samples = len(self.dataset)  # type: ignore[arg-type]  # map-style datasets have a length
-        if kept < samples:
+        samples = length(self.dataset)
+        if samples is None or kept < samples:
             return False
         ids = self.objects(np.arange(samples))[0]
         for leaf, store in zip(self.leaves, stores, strict=True):
@@ -238,7 +261,7 @@ class Binding:
         """Return a binding of a private copy of the dataset. Requires a `gather`."""
         tree = Tree()
         root = tree.build(self._root.frozen({}))
-        return Binding(root, tree.leaves)
+        return Binding(root, tree)
 
     def labels(self) -> list[object]:
         """Return the `labels` of all leaves, whose identity changes if the user assigns others."""
@@ -275,16 +298,16 @@ def bind(dataset: object) -> Binding | None:
     root = tree.build(dataset)
     if not tree.leaves:
         return None
-    return Binding(root, tree.leaves)
+    return Binding(root, tree)
 
 
 @cache
 def nothing() -> Binding:
     """Return the binding of a dataset without any objects, for sessions that only count."""
-    return Binding(TreeNode(None), [])
+    return Binding(TreeNode(None), Tree())
 
 
 def bound(dataset: Dataset[Sample], trace: Trace) -> Binding:
     """Bind a dataset that declares nothing by its trace."""
     tree = Tree()
-    return Binding(tree.traced(dataset, trace), tree.leaves)
+    return Binding(tree.traced(dataset, trace), tree)

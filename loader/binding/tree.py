@@ -16,7 +16,7 @@ from creel.loader.binding.wrapped import Trace, Wrapped, is_wrapped, trace_of, u
 from creel.loader.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
 from creel.loader.decoded.keeping import Keeping
 from creel.loader.decoded.kept import KeptDataset
-from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed
+from creel.loader.rehearsal.rehearsed import KeptRows, RehearsedRows, placed
 from creel.policies.arrays import Ids, Ints, unique
 
 D = TypeVar("D")
@@ -36,13 +36,24 @@ def unchanged(dataset: object, base: type[D]) -> TypeGuard[D]:
 
 
 def inside(dataset: object) -> list[Any] | None:
-    """Return the datasets directly below a wrapper of torch or creel; None for other datasets."""
+    """Return the datasets directly below a wrapper of torch or creel; None for other datasets.
+
+    None also for a subclass of one that is not complete yet: its worker_init_fn may do the rest.
+    """
     if is_wrapped(dataset):
         return [unwrap(dataset)]
+    rows = placed(dataset)
+    if rows is not None:
+        return list(rows.datasets)
+    try:
+        return _inside(dataset)
+    except Exception:  # noqa: BLE001  torch looks at these attributes in the workers only
+        return None
+
+
+def _inside(dataset: object) -> list[Any] | None:
     if type(dataset) is Transformed or type(dataset) is KeptDataset or unchanged(dataset, Subset):
         return [dataset.dataset]
-    if isinstance(dataset, (KeptRows, Rehearsed)):
-        return list(dataset.datasets)
     if unchanged(dataset, ConcatDataset):
         return list(dataset.datasets)
     if unchanged(dataset, StackDataset):
@@ -80,6 +91,15 @@ def keepings_in(dataset: object) -> list[Keeping]:
     mine = dataset.keeping if isinstance(dataset, (CreelDataset, KeptDataset)) else None
     below = [one for part in inside(dataset) or () for one in keepings_in(part)]
     return below if mine is None else [mine, *below]
+
+
+def keeps_samples(dataset: object) -> bool:
+    """Whether `creel.kept` keeps samples of which those of the dataset are made."""
+    below = inside(dataset)
+    if below is None:  # a class of the person's may hold it
+        held = getattr(dataset, "__dict__", {}).values()
+        return any(isinstance(one, KeptDataset) for one in held)
+    return isinstance(dataset, KeptDataset) or any(map(keeps_samples, below))
 
 
 def kept_on_top(dataset: object) -> bool:
@@ -298,13 +318,19 @@ class ConcatNode(TreeNode):
 class PlacedNode(TreeNode):
     """The rows of a rehearsal memory, or new data with them: a sample of one of the children."""
 
+    def __init__(
+        self, dataset: Any, children: Sequence[TreeNode], rows: KeptRows | RehearsedRows
+    ) -> None:
+        super().__init__(dataset, children)
+        self._rows = rows
+
     def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
-        which, numbers = self.dataset.places(np.asarray(indices, np.int64))
+        which, numbers = self._rows.places(np.asarray(indices, np.int64))
         places = [(c, np.flatnonzero(which == c)) for c in unique(which)]
         return [(self.children[c], at, numbers[at]) for c, at in places]
 
     def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
-        made: Dataset[Sample] = self.dataset.over([c.frozen(copies) for c in self.children])
+        made: Dataset[Sample] = self._rows.over([c.frozen(copies) for c in self.children])
         return made
 
     def raw(self) -> Raw | None:
@@ -363,12 +389,21 @@ def stretches(begin: Ints, counts: Ints) -> Ints:
 
 
 class Tree:
-    """Builds the nodes of a dataset and collects its leaves, each only once."""
+    """Builds the nodes of a dataset and collects its leaves, each only once.
+
+    Attributes:
+        leaves: in the order in which their objects have ids.
+        bases: of each leaf, the id of its first object. Leaves of the same objects share it: a task
+            that comes back is often a new dataset over the files of an old one.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[CreelDataset] = []
+        self.bases: list[int] = []
         self._nodes: dict[int, LeafNode] = {}
-        self._bases: dict[int, int] = {}
+        self._known: dict[int, int] = {}  # base of each leaf, by its id
+        self._first: dict[int, CreelDataset] = {}  # the first leaf with so many objects
+        self._by_key: dict[str, int] = {}  # bases of leaves that have as many objects as others
         self._total = 0
 
     def build(self, dataset: Any) -> TreeNode:
@@ -388,8 +423,9 @@ class Tree:
         children = [self.build(one) for one in below]
         if isinstance(dataset, ConcatDataset):
             return ConcatNode(dataset, children)
-        if isinstance(dataset, (KeptRows, Rehearsed)):
-            return PlacedNode(dataset, children)
+        rows = placed(dataset)
+        if rows is not None:
+            return PlacedNode(dataset, children, rows)
         return TreeNode(dataset, children)  # Transformed or a StackDataset
 
     def traced(self, dataset: Dataset[Sample], trace: Trace) -> TreeNode:
@@ -398,12 +434,25 @@ class Tree:
 
     def place(self, leaf: CreelDataset) -> int:
         """Add a leaf to the tree, if it is new, and return its first object id."""
-        base = self._bases.get(id(leaf))
+        base = self._known.get(id(leaf))
         if base is None:
-            base = self._bases[id(leaf)] = self._total
-            self._total += leaf.object_count
+            base = self._known[id(leaf)] = self._base_of_same(leaf)
             self.leaves.append(leaf)
+            self.bases.append(base)
+            if base == self._total:
+                self._total += leaf.object_count
         return base
+
+    def _base_of_same(self, leaf: CreelDataset) -> int:
+        """Return the base of an earlier leaf with the same objects, else the next free id.
+
+        Builds manifests only of leaves that have equally many.
+        """
+        first = self._first.setdefault(leaf.object_count, leaf)
+        if first is leaf:
+            return self._total
+        self._by_key.setdefault(first.manifest.key, self._known[id(first)])
+        return self._by_key.setdefault(leaf.manifest.key, self._total)
 
     def _leaf(self, dataset: Any) -> TreeNode:
         if id(dataset) in self._nodes:

@@ -69,6 +69,10 @@ class Reading(Protocol):
         """Whether reads are being recorded, and any process has recorded some."""
         ...
 
+    def recording(self) -> bool:
+        """Whether it is not known yet what samples read."""
+        ...
+
 
 class Wrapped:
     """Base of the classes of wrapped datasets (see `creel.loader.tracing.wrap`)."""
@@ -110,6 +114,11 @@ def configure(dataset: Wrapped, config: Config, origins: dict[str, str]) -> None
     """Use the settings of the loader that reads a dataset; `origins`: see `Config.load`."""
     reads_of(dataset).config = config, origins
     reads_of(dataset).counted = True
+
+
+def recording(dataset: Wrapped) -> bool:
+    """Whether it is not known yet what samples of a wrapped dataset read."""
+    return reads_of(dataset).recording()
 
 
 def recorded(dataset: Wrapped) -> bool:

@@ -1,4 +1,4 @@
-"""Warn, once, about the user's settings that the running daemon was not started with."""
+"""Warn, once, about the user's settings that the running daemon does not act on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _checked: set[tuple[int, str, str]] = set()
 
 
 def warn_of_unmet(client: Client, config: Config, origins: Mapping[str, str]) -> None:
-    """Warn of the user's settings that differ from those the daemon was started with.
+    """Warn of the user's settings that differ from the daemon's, and of a disk tier that failed.
 
     Args:
         origins: the origin of each key's value, as `Config.load` returns it.
@@ -32,9 +32,13 @@ def warn_of_unmet(client: Client, config: Config, origins: Mapping[str, str]) ->
         return
     _checked.update(asked)
     try:
-        theirs = client.ask("config", timeout_s=_TIMEOUT_S)["effective"]
+        answer = client.ask("config", timeout_s=_TIMEOUT_S)
+        theirs = answer["effective"]
     except (UnavailableError, ConfigError, KeyError, ImportError):  # no memory to load zmq
         return
+    failure = answer.get("disk_failure", "")
+    if failure and "disk.path" in given:
+        _log.warning("there is no disk tier in %s (disk.path): %s", theirs["disk.path"], failure)
     differing = unmet(ours, theirs, given)
     if differing:
         differences = "; ".join(

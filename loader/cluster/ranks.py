@@ -3,6 +3,12 @@
 torch.distributed knows them once it is initialized. Before that, or without it, they come from the
 launcher's environment: torchrun's, MPI's or Slurm's. If every rank took itself for rank 0 of 1, the
 ranks would count as separate jobs, each of which reads the whole dataset.
+
+A launcher's ranks may also be programs of several kinds, or experiments of their own. So
+`rank_and_world` is only for what costs no more than speed where it is wrong: whom the daemon takes
+for a job, where files are read, how many workers share a node, the rank before a log line. What
+decides which samples are in a batch, what is refused, and who says something, asks
+`of_process_group`; streams let the launcher's ranks meet (`loader/streams/share.py`).
 """
 
 from __future__ import annotations
@@ -34,11 +40,24 @@ _SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: SLURM_PENDING_STEP - 2 and the like
 
 def rank_and_world() -> tuple[int, int]:
     """Return (rank, world) of this process; (0, 1) if neither torch nor a launcher knows."""
+    return of_process_group() or launched(os.environ)
+
+
+def of_process_group() -> tuple[int, int] | None:
+    """Return (rank, world) of torch.distributed's default group; None if there is none."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return launched(os.environ)
+    return None
+
+
+def speaks() -> bool:
+    """Whether this process says what all ranks of its process group would say alike.
+
+    Ranks of a launcher may be experiments of their own: each speaks for itself.
+    """
+    return (of_process_group() or (0, 1))[0] == 0
 
 
 def launched(env: Mapping[str, str]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -89,6 +89,17 @@ class Raw:
         )
 
 
+class BatchBuilder(Protocol):
+    """Makes batches from files in the page cache; for one thread."""
+
+    def batch(self, index: object) -> Any:
+        """Return a batch; None if torch must make it.
+
+        Raises:
+            SourceError: a file could not be read.
+        """
+
+
 class CreelDataset(Dataset[Sample]):
     """Base of creel's datasets: samples consist of *objects*, byte ranges of the storage.
 
@@ -101,6 +112,8 @@ class CreelDataset(Dataset[Sample]):
     _given: StorageOptions | None = None
     #: Whether every object is a whole file, so that its address alone identifies it.
     whole_files: ClassVar[bool] = False
+    #: Whether `batch_builder` makes whole batches of files in the page cache.
+    builds_batches: ClassVar[bool] = False
     _manifest: Manifest | None = None
     _opened: tuple[int, Source] | None = None
     _keeping: ObjectKeeping | None = None  # where decoded objects are kept, if the user wants that
@@ -109,6 +122,18 @@ class CreelDataset(Dataset[Sample]):
         raise NotImplementedError
 
     def _build_manifest(self) -> Manifest:
+        raise NotImplementedError
+
+    def batch_builder(
+        self, gather: Any, memory: Callable[[int], torch.Tensor], frozen: bool
+    ) -> BatchBuilder:
+        """Return what makes batches in the training process, as torch would, in fewer steps.
+
+        Args:
+            gather: of the dataset, without user code.
+            memory: returns (nbytes,) uint8 for a batch.
+            frozen: whether later changes to the dataset are ignored, as a worker would.
+        """
         raise NotImplementedError
 
     @property
@@ -200,15 +225,19 @@ class CreelDataset(Dataset[Sample]):
         """Describes the state of the files in which the objects were found; "" if none is known."""
         return ""
 
-    def _keep_decoded(self, limit: str | int | None) -> None:
+    def _keep_decoded(self, limit: str | int | None, shared_as: str | None) -> None:
         """Keep what `decoded` returns, in `limit` bytes of the node's memory; None: do not.
 
+        `shared_as`: as for `creel.kept`.
+
         Raises:
-            ConfigError: it is not a size, or there is no decoder.
+            ConfigError: one is not what it should be, or there is no decoder.
         """
+        if limit is None and shared_as is not None:
+            raise ConfigError("shared_as names what keep_decoded= keeps: give that, too")
         if limit is not None and not self.decoders:
             raise ConfigError("keep_decoded keeps what decode= returns: give decode=")
-        self._keeping = None if limit is None else ObjectKeeping(limit).of(self)
+        self._keeping = None if limit is None else ObjectKeeping(limit, shared_as).of(self)
 
     @property
     def keeping(self) -> Keeping | None:
@@ -247,7 +276,7 @@ class CreelDataset(Dataset[Sample]):
         except SourceError as e:
             # The error has the path; the number finds the sample among a million files.
             reason = f"{e.strerror} (object {object_id} of this {type(self).__name__})"
-            raise type(e)(e.errno or 0, reason, e.uri) from e
+            raise type(e)(e.errno or 0, reason, e.uri) from None
 
     def _tensor(self, object_id: int) -> torch.Tensor:
         """Return the bytes of one object as (nbytes,) uint8, in memory of its own."""

@@ -21,6 +21,7 @@ from creel.loader.reading.listing import files_below, glob_pattern
 from creel.loader.reading.storage import (
     Options,
     absolute,
+    check_installed,
     escape,
     is_folder,
     nbytes_of,
@@ -83,6 +84,7 @@ class FileDataset(WholeFiles, Labelled):
         keep_decoded: memory of the node for what `decode` returned (docs/datasets.md): a size
             ("64GiB" or bytes), or "auto", what others do not need. Each file is then decoded once
             in a job on a node. `decode` must draw no random numbers.
+        shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
     Raises:
         ConfigError: no files, or labels or sizes whose number or type does not fit; `keep_decoded`
@@ -101,6 +103,7 @@ class FileDataset(WholeFiles, Labelled):
         nbytes: Sequence[int] | bool = False,
         storage_options: Options = None,
         keep_decoded: str | int | None = None,
+        shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options
         if isinstance(paths, (str, os.PathLike)):
@@ -109,7 +112,7 @@ class FileDataset(WholeFiles, Labelled):
             self._root, self._names, known = "", _each(paths), None
         check_callable(decode=decode, transform=transform)
         self.decode = decode
-        self._keep_decoded(keep_decoded)
+        self._keep_decoded(keep_decoded, shared_as)
         self.transform = transform
         self.labels = labels
         sizes = self._nbytes = self._sizes(nbytes, known)
@@ -183,4 +186,6 @@ def _each(paths: Paths | pa.Array) -> pa.Array:
         paths = several(paths)
     if not len(paths):
         raise ConfigError("a FileDataset needs at least one file")
-    return addresses(paths)
+    names = addresses(paths)
+    check_installed(str(names[0].as_py()))  # here, not at the first read
+    return names

@@ -96,6 +96,7 @@ class ImageFolder(WholeFiles):
         keep_decoded: memory of the node for what `decode` returned (docs/datasets.md): a size
             ("64GiB" or bytes), or "auto", what others do not need. Each image is then decoded once
             in a job on a node. `decode` must draw no random numbers.
+        shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
     Raises:
         NotFoundError: (a FileNotFoundError) no folder, no class, or a class without files.
@@ -120,6 +121,7 @@ class ImageFolder(WholeFiles):
         index: str | os.PathLike[str] | None = None,
         storage_options: Options = None,
         keep_decoded: str | int | None = None,
+        shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options
         if loader is not None and decode is not None:
@@ -131,7 +133,7 @@ class ImageFolder(WholeFiles):
         self.loader = pil_loader if loader is None else loader
         self.decode = decode_image if decode is None else decode
         check_callable(decode=decode, loader=loader, is_valid_file=is_valid_file)
-        self._keep_decoded(keep_decoded)
+        self._keep_decoded(keep_decoded, shared_as)
         self.extensions = IMG_EXTENSIONS if is_valid_file is None else None
         self._root = absolute(root)
         self._shown = self._root if scheme_of(os.fspath(root)) else os.fspath(self.root)
@@ -161,7 +163,10 @@ class ImageFolder(WholeFiles):
         listed = self._listed
         classes = _subfolders(directory) if listed is None else sorted(listed)
         if not classes:
-            raise NotFoundError(f"Couldn't find any class folder in {public(directory)}.")
+            raise NotFoundError(
+                f"Couldn't find any class folder in {public(directory)}. An ImageFolder has a"
+                " folder for each class; a folder of files is creel.FileDataset(folder, decode=...)"
+            )
         return classes, {name: i for i, name in enumerate(classes)}
 
     @property

@@ -77,6 +77,7 @@ class TarDataset(CreelDataset):
         keep_decoded: memory of the node for what these functions returned (docs/datasets.md): a
             size ("64GiB" or bytes), or "auto", what others do not need. Each member is then decoded
             once in a job on a node. They must draw no random numbers.
+        shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
     Samples of a local shard that was replaced or written after indexing raise SourceError, because
     its members may have moved. (Remote shards are not checked again.)
@@ -97,6 +98,7 @@ class TarDataset(CreelDataset):
         index: str | os.PathLike[str] | None = None,
         storage_options: Options = None,
         keep_decoded: str | int | None = None,
+        shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options
         self.shards = [absolute(name) for s in several(shards) for name in braces(os.fspath(s))]
@@ -108,7 +110,7 @@ class TarDataset(CreelDataset):
         check_callable(transform=transform, **{f"decode of {e}": f for e, f in self.decode.items()})
         if isinstance(extensions, str):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
-        self._keep_decoded(keep_decoded)
+        self._keep_decoded(keep_decoded, shared_as)
         self.transform = transform
         self._indexed = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
         self._some_remote = None in self._indexed

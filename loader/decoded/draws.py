@@ -1,4 +1,4 @@
-"""Draws: whether code drew from the generators that all code of a process shares.
+"""Draws: whether code drew from the generators that all code shares, or its dataset holds.
 
 A sample that is kept is not decoded again. A decoder that draws would leave the generators in
 another state than under torch, and its samples differ from epoch to epoch.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,29 +21,31 @@ _NUMPY_NBYTES = 4 * 624 + 4
 class Draws:
     """Compares the states of torch's, numpy's and Python's generators at two moments."""
 
-    def __init__(self) -> None:
-        self._before = _states()
+    def __init__(self, own: Sequence[Any] = ()) -> None:
+        """`own`: further generators, those of a dataset."""
+        self._own = own
+        self._before = self._states()
 
     def any(self) -> bool:
         """Whether something has drawn (or seeded) since."""
-        return _states() != self._before
+        return self._states() != self._before
+
+    def _states(self) -> list[object]:
+        shared = torch.default_generator, np.random.mtrand._rand  # noqa: SLF001  numpy's has no public name before 1.24
+        return [random.getstate(), *map(_state, (*shared, *self._own))]
 
 
-def _states() -> tuple[object, ...]:
-    return bytes(torch.default_generator.get_state().numpy()), _of_numpy(), random.getstate()
+def _state(generator: Any) -> object:
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().cpu().numpy())
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _of_numpy(getattr(generator, "bit_generator", None) or generator._bit_generator)  # noqa: SLF001  as above
 
 
-def _of_numpy() -> object:
+def _of_numpy(generator: Any) -> object:
     """Return the state; `np.random.get_state` takes 40 us, this 1."""
-    generator: Any = np.random.mtrand._rand._bit_generator  # noqa: SLF001  no public name before numpy 1.24
     if type(generator) is np.random.MT19937:
         return ctypes.string_at(generator.ctypes.state_address, _NUMPY_NBYTES)
     state: object = repr(generator.state)
     return state
-
-
-def drawing(decode: Callable[[bytes], Any], data: bytes) -> tuple[Any, bool]:
-    """Return `decode(data)`, and whether that drew from a shared generator."""
-    before = Draws()
-    sample = decode(data)
-    return sample, before.any()

@@ -6,14 +6,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import of_stat
-from creel.loader.decoded.alike import description
-from creel.loader.decoded.draws import drawing
 from creel.loader.decoded.keeping import Keeping
-from creel.loader.decoded.store import DecodedStore
+from creel.loader.decoded.store import DecodedStore, Stamp
+from creel.loader.reading.inputs import Inputs, SampleInputs, still
 from creel.loader.reading.lease import Leaf
 from creel.loader.reading.storage import is_local, version_at
 from creel.loader.reading.this_thread import this_thread
@@ -61,11 +61,11 @@ class ObjectKeeping(Keeping):
     def samples(self, owner: DecodedLeaf) -> int:
         return owner.object_count
 
-    def what(self, owner: DecodedLeaf) -> str | None:
-        described = {name: description(decode) for name, decode in owner.decoders.items()}
-        if None in described.values():
-            return None
-        return f"{owner.manifest.key} {owner.indexed} {described}"
+    def settings(self, owner: DecodedLeaf) -> object:
+        return dict(owner.decoders)
+
+    def about(self, owner: DecodedLeaf) -> str:
+        return f"{owner.manifest.key} {owner.indexed} {sorted(owner.decoders)}"
 
     def sample(
         self,
@@ -83,21 +83,33 @@ class ObjectKeeping(Keeping):
         if self.recheck == "never":
             path = None
         unchecked = self._unchecked(dataset, address) if path is None else _UNCHECKED
-        given = self.take(
-            store, object_id, lambda version: version == (version_at(path) if path else unchecked)
-        )
+        given = self.take(store, object_id, partial(self._current, path, unchecked))
         if given is not None:
-            if this_thread.observed is not None:  # an outer `creel.kept` or `creel.wrap`
-                this_thread.observed.add(address or (id(dataset), object_id))
-            return given.sample
+            outer = this_thread.observed  # an outer `creel.kept` or `creel.wrap`
+            if outer is not None:
+                version, inputs = given.stamp
+                if path is None:
+                    outer.add(address or (id(dataset), object_id))
+                else:
+                    inputs = [[path, version], *inputs]
+                outer.inherit(inputs, id(dataset), object_id)
+            return self.checked(store, given, lambda: fresh(decode))
         if not store.open:
             return fresh(decode)
         if path is not None:
-            return self._of_file(store, object_id, path, decode, fresh)
-        sample, nbytes = self._watched(store, decode, fresh)
-        if nbytes >= 0:
-            self.keep(store, object_id, unchecked, sample, nbytes)
+            call = _WatchedCall(self, dataset, store, object_id, decode)
+            return self._of_file(path, call, lambda: fresh(call))
+        call = _WatchedCall(self, dataset, store, object_id, decode)
+        sample = fresh(call)
+        if call.inputs is not None:
+            self.keep(store, object_id, [unchecked, call.inputs], sample, call.nbytes)
         return sample
+
+    def _current(self, path: str | None, unchecked: int, stamp: Stamp) -> bool:
+        """Whether the file, and what `decode` itself opened, are as they were."""
+        version, inputs = stamp
+        now = version_at(path) if path else unchecked
+        return version == now and (self.recheck == "never" or still(inputs, self.loaders))
 
     def _unchecked(self, dataset: DecodedLeaf, address: str | None) -> int:
         """Return the stamp of bytes whose version cannot be asked for here.
@@ -108,44 +120,55 @@ class ObjectKeeping(Keeping):
         remote = dataset.remote if address is None else not is_local(address)
         return self.loaders if remote and self.recheck != "never" else _UNCHECKED
 
-    def _of_file(
-        self,
-        store: DecodedStore,
-        object_id: int,
-        path: str,
-        decode: Decode,
-        fresh: Callable[[Decode], Any],
-    ) -> Any:
+    def _of_file(self, path: str, call: _WatchedCall, fresh: Callable[[], Any]) -> Any:
         """Decode a local file, and keep the result if it is certain of which version it is."""
         status, lease, now_ns = None, this_thread.lease, time.time_ns()
         with suppress(OSError, ValueError):
             status = os.stat(path)  # noqa: PTH116  a third of the time of Path.stat
         reads = 0 if lease is None else lease.direct_reads
-        sample, nbytes = self._watched(store, decode, fresh)
+        sample = fresh()
         # The daemon has read the file at some time since the loader was made, not just now.
-        direct = lease is None or lease.direct_reads > reads
-        if nbytes >= 0 and status is not None:
+        direct = lease is None or call.direct_reads > reads
+        if call.inputs is not None and status is not None:
             version = of_stat(status, now_ns if direct else min(now_ns, self.made_ns))
             if version == version_at(path) > 0:
-                self.keep(store, object_id, version, sample, nbytes)
+                stamp = [version, call.inputs]
+                self.keep(call.store, call.number, stamp, sample, call.nbytes)
         return sample
 
-    def _watched(
-        self, store: DecodedStore, decode: Decode, fresh: Callable[[Decode], Any]
-    ) -> tuple[Any, int]:
-        """Return a new sample, and the bytes it was decoded from; -1 if it must not be kept."""
-        nbytes, drew = 0, False
 
-        def watched(data: bytes) -> Any:
-            nonlocal nbytes, drew
-            nbytes = len(data)
-            sample, drew = drawing(decode, data)
-            return sample
+class _WatchedCall:
+    """One call of `decode`: what it draws, what it opens, whether it returns the same again."""
 
-        sample = fresh(watched)
-        if drew:
-            self.refuse(store)
-        return sample, -1 if drew else nbytes
+    def __init__(
+        self,
+        keeping: ObjectKeeping,
+        dataset: DecodedLeaf,
+        store: DecodedStore,
+        number: int,
+        decode: Decode,
+    ) -> None:
+        self.keeping, self.dataset = keeping, dataset
+        self.store, self.number, self.decode = store, number, decode
+        self.nbytes = 0  # that were decoded
+        self.direct_reads = 0  # of the thread's lease, before the call
+        #: What `decode` itself opened; None: the sample must not be kept.
+        self.inputs: Inputs | None = None
+
+    def __call__(self, data: bytes) -> Any:
+        keeping, lease = self.keeping, this_thread.lease
+        self.nbytes, self.direct_reads = len(data), 0 if lease is None else lease.direct_reads
+        draws = keeping.draws(self.dataset)
+        with SampleInputs() as opened:
+            sample = self.decode(data)
+            if draws.any():
+                keeping.refuse(self.store)
+                return sample
+            again = partial(self.decode, data)
+            if not (opened.doubt or keeping.same_again(self.store, self.number, sample, again)):
+                return sample
+        self.inputs = keeping.inputs(self.store, opened)
+        return sample
 
 
 def sole(decode: Decode | None) -> Mapping[str, Decode]:

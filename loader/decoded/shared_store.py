@@ -1,27 +1,33 @@
-"""One store for the processes of a job on this node that decode the same files alike.
+"""One store for processes of this node that are known to make the same samples.
 
-The first process makes a memfd, and binds an abstract unix address that is derived from what is
-decoded, and how. The others ask the kernel which process listens there, and open its memfd through
-/proc. Nobody waits for another, and nothing is left behind. On any failure a process has a store of
-its own.
+They are ranks of one process group, or were given one name (`shared_as=`). The first process makes
+a memfd, and binds an abstract unix address that is derived from the name of the store. The others
+ask the kernel which process listens there, and open its memfd through /proc. Nobody waits for
+another, and nothing is left behind. On any failure a process has a store of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 import socket
 import time
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import torch.distributed as dist
+
 from creel.cache.memory.memfd import Descriptor
-from creel.loader.cluster.ranks import job_name, rank_and_world
+from creel.loader.cluster.ranks import job_name
 from creel.loader.decoded.memory import index_nbytes, new_memory
 from creel.loader.decoded.store import DecodedStore
 from creel.system.forks import forget_in_child
+from creel.system.limits import descriptors_run_out
 from creel.system.unix_peers import known_apart, listener_at, view_of
 
 _log = logging.getLogger("creel.loader")
@@ -31,60 +37,75 @@ _BACKLOG = 1024
 #: Looks for another rank's memfd, and the pause between them: that rank may be starting or ending.
 _LOOKS, _PAUSE_S = 3, 0.001
 
-#: The stores of this process, by what they hold.
-_open: weakref.WeakValueDictionary[str, DecodedStore] = weakref.WeakValueDictionary()
+#: How often each description has been asked for.
+_asked: Counter[str] = Counter()
 
 
-def open_store(what: str | None, samples: int, limit: int | None) -> DecodedStore | None:
-    """Return the store of this job and node for `samples` samples; None if there is no memory.
+def open_store(name: str | None, samples: int, limit: int | None) -> DecodedStore | None:
+    """Return a new store for `samples` samples, or that of other processes; None for lack of means.
 
     Args:
-        what: describes exactly which bytes are decoded, and how; None: nobody else shares it.
+        name: what other processes call it; None: it is for this process and its workers alone.
         limit: most bytes; see `DecodedStore`.
     """
     if limit is not None and limit <= index_nbytes(samples):
         _log.warning("no decoded samples are kept: %d bytes are too few for an index", limit)
         return None
+    if descriptors_run_out():
+        _say_once("few descriptors are left (ulimit -n): the samples of further datasets")
+        return None
     try:
-        if what is None:
+        if name is None:
             return DecodedStore(new_memory(samples), samples, limit)
-        about = f"{what} {samples} {limit}"
-        found = _open.get(about)
-        if found is None:
-            found = _open[about] = _of_node(about, samples, limit)
+        return _of_node(f"{name} {samples} {limit}", samples, limit)
     except (OSError, ValueError) as e:
         _log.warning("no decoded samples are kept: %s", e)
         return None
-    return found
 
 
-def _of_node(about: str, samples: int, limit: int | None) -> DecodedStore:
-    if rank_and_world()[1] == 1:
-        return DecodedStore(new_memory(samples), samples, limit)
-    name = _name(about)
-    address = f"\0creel/{os.getuid()}/decoded/{name}"
-    memory = f"creel-decoded-{name}"
+def name_in_group(describe: Callable[[], str]) -> str | None:
+    """Return the name of a dataset's store among the ranks of a process group; None without one.
+
+    A launcher's variables do not make one: the tasks of a step may be experiments of their own. The
+    k-th dataset of a description is that of the other ranks, which `DecodedStore` checks.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    about = describe()
+    _asked[about] += 1
+    name, env = job_name(), os.environ.get
+    # A launcher is the parent of all its ranks on a node. torchrun's name of no name is "none".
+    parent = os.getppid() if name in {"", "none"} else 0
+    world = dist.get_world_size()
+    job = f"{world} {name} {env('MASTER_ADDR', '')} {env('MASTER_PORT', '')} {parent}"
+    return f"group {job} {_asked[about]} {about}"
+
+
+@functools.cache
+def _say_once(which: str) -> None:
+    _log.warning("%s are not kept", which)
+
+
+def _of_node(name: str, samples: int, limit: int | None) -> DecodedStore:
+    digest = _digest(name)
+    address = f"\0creel/{os.getuid()}/decoded/{digest}"
+    memory = f"creel-decoded-{digest}"
     for _ in range(_LOOKS):
         own = _memfd_of(_holder(address), memory)
         if own is not None:
-            found = DecodedStore(own, samples, limit)
-            found.mine = False
-            return found
-        made = DecodedStore(new_memory(samples, memory), samples, limit)
+            joined = DecodedStore(own, samples, limit, joint=True)
+            joined.mine = False
+            return joined
+        made = DecodedStore(new_memory(samples, memory), samples, limit, joint=True)
         if _listen(address, made):
             return made
         time.sleep(_PAUSE_S)
     return made
 
 
-def _name(about: str) -> str:
-    """Digest what is decoded, in which job, with which view of the file system."""
-    world, name = rank_and_world()[1], job_name()
-    env = os.environ.get
-    # A launcher is the parent of all its ranks on a node. torchrun's name of no name is "none".
-    parent = os.getppid() if name in {"", "none"} else 0
-    job = f"{world} {name} {env('MASTER_ADDR', '')} {env('MASTER_PORT', '')} {parent}"
-    text = f"{view_of()} {job} {about}".encode(errors="backslashreplace")
+def _digest(name: str) -> str:
+    """Digest a name, with this process's view of the file system."""
+    text = f"{view_of()} {name}".encode(errors="backslashreplace")
     return hashlib.blake2b(text, digest_size=12).hexdigest()
 
 

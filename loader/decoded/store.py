@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,6 +46,13 @@ _log = logging.getLogger("creel.loader")
 
 #: The words after END and USED.
 _SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
+#: How many samples were made to be kept; and of each process that joined, by `_slot`, how many of
+#: others it has looked at.
+_MADE, _FIRST_SLOT, _SLOTS = 10, 64, 448
+#: One in 16 of the first 64 samples is made twice, and one in 64 of the others.
+_FEW, _ONE_IN_FEW, _ONE_IN = 64, 16, 64
+#: So many samples of other ranks are compared with a rank's own.
+_LOOKS = 4
 #: Samples begin at multiples of this. A word of the index is place and length, both in these units.
 _UNIT = 64
 _LENGTH_BITS = 24
@@ -74,17 +82,21 @@ class Taken(NamedTuple):
 
     sample: Any
     stamp: Stamp
+    by: int
 
 
 class DecodedStore:
     """Samples by number, for all processes that have its memfd. Thread-safe."""
 
-    def __init__(self, own: Descriptor, samples: int, limit: int | None) -> None:
+    def __init__(
+        self, own: Descriptor, samples: int, limit: int | None, *, joint: bool = False
+    ) -> None:
         """Use the memfd `own`, made by `new_memory`.
 
         Args:
             samples: how many there are at most.
             limit: most bytes of memory; None: what others do not need (`decoded_room`).
+            joint: whether processes that are no workers of this one may have it, too.
 
         Raises:
             OSError, ValueError: it cannot be mapped.
@@ -92,6 +104,7 @@ class DecodedStore:
         self.own = own
         self.samples = samples
         self.limit = limit
+        self.joint = joint
         mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples)
         self._words = memoryview(mapping)[:WORDS_NBYTES].cast("q")
         self._index: NDArray[np.int64] = np.frombuffer(mapping, np.int64, samples, WORDS_NBYTES)
@@ -108,7 +121,7 @@ class DecodedStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Give a process that is being spawned the same store."""
-        return DecodedStore, (self.own, self.samples, self.limit)
+        return partial(DecodedStore, joint=self.joint), (self.own, self.samples, self.limit)
 
     def counted_by(self, counter: object) -> bool:
         """Whether `counter`, of several, is to tell what the store has: the first one to ask."""
@@ -150,6 +163,28 @@ class DecodedStore:
             self._words[_CLOSED_NS] = _FOREVER_NS
         return self._words[_FAILED] == 1
 
+    # --- doubts ---------------------------------------------------------------------------------
+
+    def to_make_twice(self) -> bool:
+        """Count a sample that is about to be kept; whether to see if it is the same again."""
+        with self._locked():
+            n = self._words[_MADE]
+            self._words[_MADE] = n + 1
+        return not n % (_ONE_IN_FEW if n < _FEW else _ONE_IN)
+
+    def to_compare(self, own: int, by: int) -> bool:
+        """Whether a process must compare a sample that another one has put with its own.
+
+        `own`, `by`: numbers of this process and of the one that has put it, the same in workers.
+        """
+        if not self.joint or own == by:
+            return False
+        slot = _FIRST_SLOT + own % _SLOTS
+        with self._locked():
+            looks = self._words[slot]
+            self._words[slot] = min(looks + 1, _LOOKS)
+        return looks < _LOOKS
+
     # --- reading --------------------------------------------------------------------------------
 
     def take(self, number: int, current: Callable[[Stamp], bool]) -> Taken | None:
@@ -168,13 +203,13 @@ class DecodedStore:
                 first += os.pread(self.own.fd, begin - len(first), place + len(first))
             if found != number or self._word_of[number] != word:
                 return None  # it was removed while it was read
-            stamp, node = _unpack(memoryview(first)[_HEAD.size : begin])
+            by, stamp, node = _unpack(memoryview(first)[_HEAD.size : begin])
             if not current(stamp):
                 return None
             sample = decode(node, lambda into: self._fill(into, place + begin))
         except (OSError, struct.error, msgspec.DecodeError):  # the system refuses, or as above
             return None
-        return Taken(sample, stamp) if self._word_of[number] == word else None
+        return Taken(sample, stamp, by) if self._word_of[number] == word else None
 
     def _fill(self, into: Sequence[NDArray[np.uint8]], place: int) -> None:
         """Read the bytes from `place` on into arrays.
@@ -191,12 +226,15 @@ class DecodedStore:
         """Whether it may have room for another sample."""
         return not self._words[_REFUSED] and time.monotonic_ns() >= self._words[_CLOSED_NS]
 
-    def put(self, number: int, stamp: Stamp, sample: object, encoded_nbytes: int = 0) -> int:
+    def put(
+        self, number: int, stamp: Stamp, sample: object, encoded_nbytes: int = 0, *, by: int = 0
+    ) -> int:
         """Keep a sample, if there is room, in place of an older version; return its bytes or 0.
 
         Args:
             stamp: what `current` of `take` is asked about.
             encoded_nbytes: what it was decoded from.
+            by: the number of the process, see `to_compare`.
 
         Raises:
             UnkeptError: it cannot be kept, whatever room there is.
@@ -205,7 +243,7 @@ class DecodedStore:
         if not self.open:
             return 0
         node, buffers = encode(sample)
-        header = _pack((stamp, node))
+        header = _pack((by, stamp, node))
         parts: list[Any] = [_HEAD.pack(number, len(header)) + header, *buffers]
         nbytes = sum(len(memoryview(part).cast("B")) for part in parts)
         units = -(-nbytes // _UNIT)

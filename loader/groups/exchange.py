@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.cluster.ranks import of_process_group
 from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.torch_private import default_store
+from creel.loader.user_code.protected import attribute
 from creel.policies.order.remap import Exchange
 
 REMAP = Topic(
@@ -30,7 +31,7 @@ def distributed_sampler(index_sampler: Iterable[object]) -> tuple[DistributedSam
     Raises:
         ConfigError: it is not torch's own DistributedSampler.
     """
-    inner = getattr(index_sampler, "sampler", None)
+    inner = attribute(index_sampler, "sampler")
     if type(index_sampler) is not BatchSampler or type(inner) is not DistributedSampler:
         raise ConfigError("remap needs sampler=DistributedSampler(...) and a batch_size")
     return inner, index_sampler.batch_size
@@ -43,7 +44,10 @@ def agreed(index_sampler: Iterable[object]) -> Exchange:
         ConfigError: a job that cannot exchange, ranks that differ, or one that does not come.
     """
     sampler, batch = distributed_sampler(index_sampler)
-    rank, world = rank_and_world()
+    group = of_process_group()
+    rank, world = group or (0, 1)
+    if group is None and sampler.num_replicas > 1:
+        raise ConfigError("remap needs torch.distributed.init_process_group, in all ranks")
     if sampler.num_replicas != world:
         raise ConfigError(
             f"remap: num_replicas of the sampler is {sampler.num_replicas}, the job has {world}"

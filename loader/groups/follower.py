@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from creel.loader.client.packets import close_all
 from creel.loader.groups.leader import SentBatch, checksum
 from creel.loader.log_lines import with_rank
+from creel.loader.reading.bad_samples import Key
 from creel.loader.torch_private import ExceptionWrapper, raise_failure
 from creel.loader.transport.batch_message import Inbox
 from creel.loader.transport.channel import Channel
@@ -23,7 +24,7 @@ from creel.loader.workers.stages import IDLE, StallWarning
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.plan.publish import Claim
+    from creel.loader.client.claim import Claim
     from creel.loader.workers.pool import Slots, WorkerProcess
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
@@ -147,7 +148,7 @@ class ReplicaPool(BatchPool):
         self._theirs: dict[tuple[int, int], int] = {}
         self._lost_tag = -1
 
-    def again(self, bad: Mapping[int, str]) -> int:  # noqa: ARG002  the leader's workers know them
+    def again(self, bad: Mapping[Key, str]) -> int:  # noqa: ARG002  the leader's workers know them
         """Begin another epoch; return its tag."""
         self.tag += 1
         self._ours.clear()

@@ -33,7 +33,7 @@ from creel.loader.workers.worker import portable
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.plan.publish import Claim
+    from creel.loader.client.claim import Claim
 
 _log = logging.getLogger("creel.loader")
 

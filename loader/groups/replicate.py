@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.cluster.ranks import of_process_group
 from creel.loader.groups.follower import Follower
 from creel.loader.groups.leader import Leader
 from creel.loader.groups.negotiation import Terms, Topic, negotiated, node_name
-from creel.loader.order.epoch_order import rehearsed_batches
 from creel.loader.torch_private import default_store
 from creel.loader.transport.channel import Channel
+from creel.loader.user_code.protected import attribute, length
+from creel.loader.user_code.values import is_whole, wrong
 from creel.system.unix_peers import peer_of
 
 if TYPE_CHECKING:
@@ -46,9 +47,11 @@ def group_of(replicate: Any) -> tuple[int, ...]:
     Raises:
         ConfigError: it is none of these, or this rank is not in it.
     """
-    rank, world = rank_and_world()
+    rank, world = of_process_group() or (0, 1)
     mesh = getattr(replicate, "mesh", None)
     if isinstance(replicate, int):
+        if replicate > 1 and of_process_group() is None:
+            raise ConfigError("replicate needs torch.distributed.init_process_group, in all ranks")
         if world % replicate:
             raise ConfigError(
                 f"replicate={replicate}: {world} ranks cannot be divided into groups of that size"
@@ -67,9 +70,13 @@ def group_of(replicate: Any) -> tuple[int, ...]:
 def place_of(replicate: Any) -> tuple[int, int]:
     """Return (number, count) of this rank's group among all groups of the job.
 
-    For groups whose ranks are not consecutive: the first rank of it, of all ranks.
+    For groups whose ranks are not consecutive: the first rank of it, of all ranks. (0, 1) without a
+    process group.
     """
-    ranks, world = group_of(replicate), rank_and_world()[1]
+    group = of_process_group()
+    if group is None:
+        return 0, 1
+    ranks, world = group_of(replicate), group[1]
     first, size = min(ranks), len(ranks)
     if sorted(ranks) == list(range(first, first + size)) and not (first % size or world % size):
         return first // size, world // size
@@ -82,16 +89,14 @@ def check(replicate: Any) -> None:
     Raises:
         ConfigError: it is neither a number of ranks, a process group nor a DeviceMesh.
     """
-    if isinstance(replicate, int) and replicate >= 1 and not isinstance(replicate, bool):
+    if is_whole(replicate, 1):
         return
-    is_mesh = isinstance(getattr(replicate, "mesh", None), torch.Tensor)
+    is_mesh = isinstance(attribute(replicate, "mesh"), torch.Tensor)
     if not is_mesh and not isinstance(replicate, getattr(torch.distributed, "ProcessGroup", ())):
-        raise ConfigError(
-            f"replicate={replicate!r}: give a number of ranks, a process group or a DeviceMesh"
-        )
+        raise wrong("replicate", replicate, "a number of ranks, a process group or a DeviceMesh")
 
 
-def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
+def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool, memory: str = "") -> Role:
     """Return this rank's role on its node; waits for the group's ranks.
 
     The group's first rank of each node leads. All ranks begin the loader's first epoch together.
@@ -100,6 +105,7 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
         replicate: as for `group_of`.
         plain: a batch is only copied from the arena. Then no rank has a role, since mapping a
             leader's batch would take as long as copying one.
+        memory: digest of the rehearsal memory whose rows batches hold; empty: none.
 
     Raises:
         ConfigError: a job without a process group, ranks that differ, or one that does not come.
@@ -107,12 +113,12 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
     ranks = group_of(replicate)
     if len(ranks) == 1:
         return None
-    me = ranks.index(rank_and_world()[0])
+    me = ranks.index(torch.distributed.get_rank())
     name = secrets.token_hex(8)
     with _socket() as listener:
         listener.bind(_address(name))
         listener.listen(len(ranks))
-        terms = Terms(name, me, node_name(), _alike(loader, plain=plain))
+        terms = Terms(name, me, node_name(), _alike(loader, plain=plain, memory=memory))
         topic = Topic("replicate", _ALIKE, "/" + ",".join(map(str, ranks)))
         decision = negotiated(topic, me, len(ranks), terms, default_store())
         here = [i for i, node in enumerate(decision.node_of) if node == decision.node_of[me]]
@@ -123,17 +129,17 @@ def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool) -> Role:
     return Follower(_connected(decision.names[here[0]], name), ranks[here[0]])
 
 
-def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
+def _alike(loader: DataLoader[Any], *, plain: bool, memory: str) -> tuple[int, ...]:
     """Return what must be equal on all ranks so that their iterators yield the same batches."""
-    try:
-        samples = len(loader.dataset)  # type: ignore[arg-type]  # not all datasets have one
-    except (TypeError, NotImplementedError):
-        samples = -1
-    numbers = samples, loader.batch_size or 0, loader.num_workers, loader.prefetch_factor or 0
+    samples = length(loader.dataset)  # not all datasets have one
+    numbers = (
+        -1 if samples is None else samples,
+        loader.batch_size or 0,
+        loader.num_workers,
+        loader.prefetch_factor or 0,
+    )
     flags = plain, loader.persistent_workers, loader.in_order, loader.drop_last
-    rehearsed = rehearsed_batches(loader)
-    memory = 0 if rehearsed is None else int(rehearsed.digest, 16) >> 1  # 63 bits
-    return (*numbers, *map(int, flags), memory)
+    return (*numbers, *map(int, flags), int(memory or "0", 16) >> 1)  # 63 bits
 
 
 def _address(name: str) -> str:

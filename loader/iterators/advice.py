@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch.utils.data import DistributedSampler, Sampler
 
-from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.order.custom.sampler_state import attribute
+from creel.loader.cluster.ranks import speaks
+from creel.loader.user_code.protected import attribute
 
 _log = logging.getLogger("creel.loader")
 _said: set[str] = set()
@@ -45,7 +45,7 @@ class Advice:
 
 def _say(text: str) -> None:
     """Warn once, on one rank: the others have the same samplers."""
-    if text not in _said and rank_and_world()[0] == 0:
+    if text not in _said and speaks():
         _said.add(text)
         _log.warning(text)
 
@@ -69,7 +69,7 @@ def _dealing(sampler: object) -> Iterator[str]:
         seen.add(id(sampler))
         ranks = attribute(sampler, "num_processes")
         if isinstance(sampler, DistributedSampler):
-            ranks = sampler.num_replicas
+            ranks = attribute(sampler, "num_replicas")  # a subclass may lack it
         if type(ranks) is int and ranks > 1:
             yield type(sampler).__name__
         sampler = _inner(sampler)

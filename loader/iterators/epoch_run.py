@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler
 from creel.cache.storage.stores.retry import public
 from creel.loader.binding.tree import wrapped_in
 from creel.loader.binding.wrapped import Wrapped, recorded
+from creel.loader.client.claim import DIRECT, Claim
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.reattach import StreamSearch
@@ -25,15 +26,16 @@ from creel.loader.order.epoch_order import (
     Progress,
     StateBefore,
     index_sampler,
+    may_repeat,
     not_begun,
 )
 from creel.loader.order.samplers import take_over
 from creel.loader.plan.batch_stream import BatchStream, Ticket, samples_in, try_predict
-from creel.loader.plan.publish import DIRECT, Claim
-from creel.loader.reading.bad_samples import BadSample, printable
-from creel.loader.seeding.by_sample import BatchSeeds, may_repeat, next_epoch
+from creel.loader.reading.bad_samples import BadSample, Key, printable
+from creel.loader.seeding.by_sample import BatchSeeds, next_epoch
 from creel.loader.torch_private import BaseDataLoaderIter
-from creel.loader.workers.own_files import Reader, this_thread
+from creel.loader.waits.overdue import Awaited, Overdue, watch
+from creel.loader.workers.kernel_waits import Reader, this_thread
 from creel.loader.workers.stages import BatchTimes, recorded_moments
 
 if TYPE_CHECKING:
@@ -62,10 +64,10 @@ class EpochRun:
         self.stream = loader_state.take_stream(binding, wait=not self._page_cached)
         #: The binding that the epoch's readers use; None: they read without creel.
         self.binding = None if self.stream is None and not self._page_cached else binding
-        #: A stream whose batches this process builds from its files, and how; None: it does not.
+        #: How this process builds batches from files, and the dataset that does; None: it does not.
         self.direct = None
         if binding is not None and self._page_cached:
-            self.direct = loader_state.stream_in(loader, binding)
+            self.direct = loader_state.direct_in(loader, binding)
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # delivered batches that the daemon's statistics include
@@ -91,7 +93,8 @@ class EpochRun:
         self._workers = 0
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
         pulled = self._pulled  # in place of a reference to this
-        self._readers: Sequence[Reader] = (this_thread(lambda: bool(pulled)),)
+        self._readers: Sequence[Reader] = (this_thread(lambda: min(pulled, default=None)),)
+        self.overdue = Overdue(self._awaited)
         self._set_served()
 
     def _set_served(self) -> None:
@@ -123,7 +126,10 @@ class EpochRun:
         self.stream = loader_state.take_stream(binding)
         self.binding = None if self.stream is None else binding
         self._set_served()
-        return None if self.binding is None else binding.digest()
+        try:
+            return None if self.binding is None else binding.digest()
+        except Exception:  # noqa: BLE001  a user's `__len__` may raise anything
+            return None
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""
@@ -137,7 +143,6 @@ class EpochRun:
         last = loader_state.run
         whole = resume is None and last is not None and last.finished
         loader_state.advice.epoch_begins(index_sampler(loader), after_a_whole_one=whole)
-        loader_state.own_files_may_be_awaited(loader)
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
@@ -148,6 +153,7 @@ class EpochRun:
             state=given,
             exchange=loader_state.exchange(loader),
         )
+        loader_state.own_files_may_be_awaited(loader, known=order.known)
         self.skipped = 0 if resume is None else resume["batches"]
         loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
         loader_state.order, loader_state.run = order, self
@@ -168,6 +174,7 @@ class EpochRun:
             self.stream.skip()
         if self.skipped:
             order.skip(self.skipped)
+        watch.add(self.overdue)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 
@@ -248,7 +255,8 @@ class EpochRun:
         Earlier batches that are still being read are read directly: their steps belong to the lost
         session.
         """
-        found = None if self._search is None else self._search.take()
+        search = self._search
+        found = None if search is None else search.take()
         if found is None or self.order is None:
             return
         self._search = None
@@ -279,8 +287,14 @@ class EpochRun:
         rows = [(one.index, at, one.reason) for one, at in zip(samples, paths, strict=True)]
         done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
         for index, address, reason in rows:
-            _log.warning("sample %d %sis %s: %s", index, address and f"({address}) ", done, reason)
-        self._loader_state.bad_unreported += rows
+            _log.warning("sample %s %sis %s: %s", index, address and f"({address}) ", done, reason)
+        # The daemon lists samples by number.
+        self._loader_state.bad_unreported += [
+            (index, address, reason)
+            if isinstance(index, int)
+            else (-1, address, f"{index}: {reason}")
+            for index, address, reason in rows
+        ]
         self._report_bad()
 
     def _report_bad(self) -> None:
@@ -290,7 +304,7 @@ class EpochRun:
             self._loader_state.bad_unreported = []
             stream.report_bad(rows)
 
-    def _address(self, index: int) -> str:
+    def _address(self, index: Key) -> str:
         """Return the address of a sample's first object; "" if unknown."""
         try:
             assert self.binding is not None  # noqa: S101
@@ -325,7 +339,7 @@ class EpochRun:
         self._loader_state.meter["batches"] += 1
         index = self._pulled.pop(i - 1 if batch is None else batch, None)
         if self._tolerance.known:
-            index = self._tolerance.delivered(index, self._dataset)
+            index = self._tolerance.delivered(index, self._dataset, many=self._many)
         self._returned.index = index
         self.delivered = self.skipped + i
         if self.paced and self.order is not None:
@@ -343,11 +357,30 @@ class EpochRun:
         stream, due = self.stream, now - self._counted_at >= COUNT_S
         if due:
             self._count()
+            watch.add(self.overdue)  # a fork may have ended its thread
         if self._search is not None or stream is None or not (due or stream.session.gone):
             return
         if not stream.session.client.alive:
             # The daemon has ended. A daemon that is only stopped may go on.
             self._search = self._loader_state.search(self.binding)
+
+    def _awaited(self) -> Awaited:
+        """Return what the iterator waits with; called by the thread that looks at long waits."""
+        batch = min(self._pulled, default=None)
+        stream, served = self.stream, self._served
+        if stream is None and self.binding is None:
+            self._find_counting()
+        absent = "" if served is None or batch is None else served.absent(self.skipped + batch)
+        return Awaited(stream, batch, absent, self._readers)
+
+    def _find_counting(self) -> None:
+        """Find a session for statistics, as `deliver` does, while the first batch is awaited."""
+        search = self._search
+        if search is None and self._uncounted_from:
+            self._uncounted_from = self._loader_state.uncounted_s = 0.0
+            self._search = self._loader_state.search(None)
+        elif search is not None and (stream := search.take()) is not None:
+            self.stream, self._search = stream, None
 
     def lost(self, i: int) -> None:
         """Forget the i-th batch after those skipped: it raised, and will not be delivered."""
@@ -387,9 +420,9 @@ class EpochRun:
         state.uncounted += np.array([len(sizes), sum(sizes)])
         if self.stream is None:
             return
-        self.stream.report_own_file(state.own_files.path)
+        self.stream.report_own_file(state.own_files.path, state.own_files.remedy)
         state.note_kept()
-        more = state.meter.unreported()
+        more = self.overdue.settle(state.meter.unreported())
         if state.uncounted.any():
             more |= dict(zip(("batches", "samples"), state.uncounted.tolist(), strict=True))
             state.uncounted[:] = 0
@@ -398,9 +431,11 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
+        watch.discard(self.overdue)
         self._loader_state.own_files.ends()
-        if self._search is not None and self.stream is None and not deleted:
-            self.stream = self._search.take()
+        search = self._search
+        if search is not None and self.stream is None and not deleted:
+            self.stream = search.take()
         self._count()
         self._new_counts = None
         self._end_search()
@@ -413,9 +448,9 @@ class EpochRun:
             self.order.close()
 
     def _end_search(self) -> None:
-        if self._search is not None:
-            self._search.leave()
-            self._search = None
+        search, self._search = self._search, None
+        if search is not None:
+            search.leave()
         if self._uncounted_from:
             self._loader_state.uncounted_s = time.monotonic() - self._uncounted_from
             self._uncounted_from = 0.0

@@ -39,8 +39,8 @@ from creel.system.limits import cores
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from creel.loader.client.claim import Claim
     from creel.loader.plan.batch_stream import BatchStream
-    from creel.loader.plan.publish import Claim
 
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.

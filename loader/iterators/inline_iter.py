@@ -13,6 +13,7 @@ import numpy as np
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.stores.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.client.claim import DIRECT, Claim
 from creel.loader.decoded import worth
 from creel.loader.groups.follower import ReplicaReader
 from creel.loader.groups.leader import Leader, LeaderReader
@@ -20,11 +21,9 @@ from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.state import LoaderState
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.log_lines import with_rank
-from creel.loader.plan.publish import DIRECT, Claim
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.seeding.by_sample import Seeded, kept_generators
-from creel.loader.streams.direct import DirectBatches
 from creel.loader.torch_private import SingleProcessDataLoaderIter
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.pinning import Pinning, pinned
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from creel.loader.binding.bind import Binding, Gather
     from creel.loader.client.session import Session
+    from creel.loader.datasets.base import BatchBuilder
     from creel.loader.iterators.meter import Meter
     from creel.loader.plan.batch_stream import BatchStream
     from creel.policies.arrays import Ids
@@ -94,10 +94,10 @@ class BatchReader(StepReader):
         fetcher.collate_fn = _timed(fetcher.collate_fn, self._collating)
         self._plainly = loader_state.collates_plainly(loader)
         self._tolerance = loader_state.tolerance
-        self._direct_batches: DirectBatches | None = None
+        self._builder: BatchBuilder | None = None
         if run.direct is not None:
-            how = self._memory, self._as_worker
-            self._direct_batches = DirectBatches(*run.direct, *how)
+            gather, dataset = run.direct
+            self._builder = dataset.batch_builder(gather, self._memory, self._as_worker)
         if run.binding is not None:
             self._binding = frozen or run.binding
             fetcher.dataset = self._binding.dataset  # the frozen one, if any
@@ -120,7 +120,7 @@ class BatchReader(StepReader):
             asked: the stream of the claim, if another one may have replaced it since.
         """
         stream, binding = self._run.stream, self._binding
-        if self._direct_batches is not None and (batch := self._built(index)) is not None:
+        if self._builder is not None and (batch := self._built(index)) is not None:
             return batch
         if binding is None:
             return self.fetch(index, None)
@@ -136,10 +136,10 @@ class BatchReader(StepReader):
 
     def _built(self, index: Any) -> Any:
         """Return a batch built from the files of a stream; None if it must be fetched."""
-        assert self._direct_batches is not None  # noqa: S101  the caller has looked
+        assert self._builder is not None  # noqa: S101  the caller has looked
         start = time.monotonic_ns()
         try:
-            return self._direct_batches.batch(index)
+            return self._builder.batch(index)
         finally:
             self._meter["stall_source_ns"] += time.monotonic_ns() - start
 

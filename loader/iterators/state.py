@@ -6,8 +6,8 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,23 +15,26 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from creel.config import Config
-from creel.errors import ConfigError
+from creel.errors import ConfigError, CreelError
 from creel.loader.binding.bind import Binding, Gather, bind, nothing
-from creel.loader.binding.tree import declares, keepings_in, wrapped_in
-from creel.loader.binding.wrapped import configure
+from creel.loader.binding.tree import declares, keepings_in, keeps_samples, wrapped_in
+from creel.loader.binding.wrapped import configure, recording
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.datasets.base import CreelDataset
 from creel.loader.groups.exchange import agreed, check_unchanged
 from creel.loader.groups.replicate import Role, join_group
 from creel.loader.iterators.advice import Advice
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
+from creel.loader.options.loader_args import LoaderArgs
 from creel.loader.order.epoch_order import (
     PROGRESS_VERSION,
     EpochOrder,
     Progress,
     StateBefore,
     index_sampler,
+    rehearsed_batches,
 )
 from creel.loader.order.samplers import before, resharded, resized, resume, without_batches
 from creel.loader.plan.batch_stream import (
@@ -40,11 +43,12 @@ from creel.loader.plan.batch_stream import (
     open_counting_stream,
 )
 from creel.loader.reading import storage
-from creel.loader.reading.bad_samples import OnError, Tolerance
-from creel.loader.streams.stream import Stream
+from creel.loader.reading.bad_samples import Tolerance
 from creel.loader.torch_private import collate
 from creel.loader.transport.buffers import BufferPool
-from creel.loader.workers.own_files import OwnFiles
+from creel.loader.user_code.protected import length
+from creel.loader.user_code.values import whole, wrong
+from creel.loader.waits.own_files import OwnFiles
 from creel.policies.direct import DirectReads
 from creel.policies.order.remap import Exchange
 
@@ -61,18 +65,6 @@ _log = logging.getLogger("creel.loader")
 _MANY_SESSIONS = 32
 
 
-class LoaderArgs(NamedTuple):
-    """The arguments of a `creel.DataLoader` that torch's has not."""
-
-    creel: bool | str | dict[str, Any] | None
-    remap: Literal["global-batch"] | None
-    replicate: object
-    on_error: OnError
-    max_bad_samples: int
-    seeding: Literal["sample"] | None
-    workers: Literal["own", "shared"]
-
-
 class LastRun(Protocol):
     """What remains of an iterator's last epoch (`EpochRun`)."""
 
@@ -86,9 +78,10 @@ class LastRun(Protocol):
 class LoaderState:
     """One loader's state in one process, over all its iterators; not copied, pickled or forked."""
 
-    def __init__(self, args: LoaderArgs) -> None:
+    def __init__(self, loader: DataLoader[Any], args: LoaderArgs) -> None:
         self.args = args
         self.pid = os.getpid()
+        self._loader = weakref.ref(loader)
         self.config, self._origins = config_of(args.creel)
         storage.use(self.config.fetch)
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
@@ -117,6 +110,13 @@ class LoaderState:
         self._joined = False
         self._closed = False
 
+    def belongs_to(self, loader: object) -> bool:
+        """Whether this is the state of the loader here: not of what it is a copy or a fork of."""
+        return self.pid == os.getpid() and self._loader() is loader
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # a subclass may pickle its whole `__dict__`
+
     def binding(self, loader: DataLoader[Any]) -> Binding | None:
         """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
         if self.args.creel is False:
@@ -129,7 +129,7 @@ class LoaderState:
             keeping.begin(self, self.config.loader.recheck)
         dataset, binding = self._bound
         if dataset is not loader.dataset or binding is None or not binding.still():
-            self._bound = (loader.dataset, bind(loader.dataset))
+            self._bound = (loader.dataset, _binding_of(loader.dataset))
         return self._bound[1]
 
     def before(self, loader: DataLoader[Any]) -> StateBefore:
@@ -158,7 +158,9 @@ class LoaderState:
         if self.args.replicate is not None and not self._joined:
             binding = self.binding(loader)
             plain = binding is not None and self.only_copies(loader, binding)
-            self._role = join_group(loader, self.args.replicate, plain=plain)
+            rows = rehearsed_batches(loader)
+            memory = "" if rows is None else rows.digest
+            self._role = join_group(loader, self.args.replicate, plain=plain, memory=memory)
             self._joined = True
         return self._role
 
@@ -228,10 +230,14 @@ class LoaderState:
         many = client is not None and len(client.sessions) >= _MANY_SESSIONS
         return alone and (many or not self.only_copies(loader, binding)) and binding.in_page_cache()
 
-    def stream_in(self, loader: DataLoader[Any], binding: Binding) -> tuple[Gather, Stream] | None:
-        """Return a loader's stream, and how its batches are built; None if user code makes them."""
+    def direct_in(
+        self, loader: DataLoader[Any], binding: Binding
+    ) -> tuple[Gather, CreelDataset] | None:
+        """Return a dataset that builds whole batches itself, and how; None if user code does."""
         leaf = binding.leaves[0]
-        if not isinstance(leaf, Stream) or binding.dataset is not leaf:
+        if binding.dataset is not leaf or not isinstance(leaf, CreelDataset):
+            return None
+        if not leaf.builds_batches:
             return None
         gather = binding.gather() if self.only_copies(loader, binding) else None
         return None if gather is None else (gather, leaf)
@@ -262,15 +268,26 @@ class LoaderState:
         self.meter["decoded_samples"] = sum(store.kept for store in mine)
         self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
 
-    def own_files_may_be_awaited(self, loader: DataLoader[Any]) -> None:
-        """Begin an epoch of `own_files`: whether the dataset may have files of its own."""
-        seen = self.args.creel is False or self._bound[1] is not None or wrapped_in(loader.dataset)
-        try:
-            batches = len(loader)
-        except (TypeError, NotImplementedError):  # the sampler has no length
-            batches = 0
-        waited_s = self.meter.waited_s
-        self.own_files.epoch_begins(unseen=not seen, batches=batches, waited_s=waited_s)
+    def own_files_may_be_awaited(self, loader: DataLoader[Any], *, known: bool) -> None:
+        """Begin an epoch of `own_files`: whether samples may read files that creel does not serve.
+
+        Below `creel.wrap` that is known once their reads were recorded. Samples that are kept are
+        read once in any case.
+
+        known: whether the order is torch's own: else the loader's length is the person's to count.
+        """
+        binding, wrapped = self._bound[1], wrapped_in(loader.dataset)
+        unserved = binding is None if not wrapped else not any(map(recording, wrapped))
+        if self.args.creel is False or keeps_samples(loader.dataset):
+            unserved = False
+        batches = length(loader) if known else None
+        self.own_files.epoch_begins(
+            unserved=unserved,
+            batches=batches or 0,
+            waited_s=self.meter.waited_s,
+            wrapped=bool(wrapped),
+            serves=None if binding is None else binding.serves,
+        )
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""
@@ -296,6 +313,26 @@ class LoaderState:
             stream.close()
         if self._role is not None and os.getpid() == self.pid:
             self._role.close()
+
+
+def _binding_of(dataset: object) -> Binding | None:
+    """Return the binding of a dataset; None also where its own code raises, which torch never runs.
+
+    Raises:
+        CreelError: it declares what it does not have.
+    """
+    try:
+        return bind(dataset)
+    except CreelError:
+        raise
+    except Exception as e:  # noqa: BLE001  whatever a property or method of the person's raises
+        _warn_unbound(type(dataset).__name__, repr(e))
+        return None
+
+
+@cache
+def _warn_unbound(kind: str, why: str) -> None:
+    _log.warning("creel reads %s without a cache: what it declares raises %s", kind, why)
 
 
 def prepare_resume(
@@ -327,7 +364,7 @@ def prepare_resume(
     if "order" in state:
         held: Any = weakref.proxy(loader)
         batches, over = state["batches"], state["finished"]
-        left = list(leave_out)
+        left = _numbers(leave_out)
         given = without_batches(held, state["order"], batches, left) if left else state["order"]
         given, batches, over = resharded(held, given, batches=batches, over=over)
         given, batches = resized(held, given, batches=batches, over=over)
@@ -338,6 +375,19 @@ def prepare_resume(
             loader_state.resume = Progress(**{**state, "order": given, "batches": batches})
 
 
+def _numbers(leave_out: Iterable[int]) -> list[int]:
+    """Return the numbers of batches to leave out.
+
+    Raises:
+        ConfigError: they are no numbers from 0 on.
+    """
+    if isinstance(leave_out, Iterable):
+        numbers = [whole(one) for one in leave_out]
+        if all(one is not None and one >= 0 for one in numbers):
+            return [one for one in numbers if one is not None]
+    raise wrong("leave_out", leave_out, "numbers of batches, from 0 on")
+
+
 def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:
     """Return the configuration for a loader's `creel` argument, and each value's origin.
 
@@ -345,10 +395,14 @@ def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[s
         ConfigError: an unknown key or a value of the wrong type.
     """
     if isinstance(given, str):
+        key, is_setting, value = given.partition("=")
+        if is_setting:
+            raise ConfigError(
+                f"creel={given!r}: a str is the name of a daemon; give settings as a dict, as"
+                f" creel={{{key.strip()!r}: {value.strip()!r}}}"
+            )
         given = {"daemon.name": given}
     if not isinstance(given, (dict, bool, type(None))):
-        raise ConfigError(
-            f"creel={given!r}: give None, False, a daemon's name or a dict of settings"
-        )
+        raise wrong("creel", given, "None, False, a daemon's name or a dict of settings")
     flags = given if isinstance(given, dict) else None
     return Config.load(flags, origin="DataLoader(creel=...)")

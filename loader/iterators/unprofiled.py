@@ -20,16 +20,22 @@ class UnprofiledIter(BaseDataLoaderIter):
     """
 
     _meter: Meter
+    _run: EpochRun
 
     def __next__(self) -> Any:
-        if profiler_enabled():
-            return super().__next__()
-        if self._sampler_iter is None:  # as in torch: the iterator is not started
-            self._reset()  # type: ignore[call-arg]
-        take: Callable[[], Any] = self._next_data
-        data = take()
-        self._num_yielded += 1
-        return data
+        wait = self._run.overdue
+        wait.begins()
+        try:
+            if profiler_enabled():
+                return super().__next__()
+            if self._sampler_iter is None:  # as in torch: the iterator is not started
+                self._reset()  # type: ignore[call-arg]
+            take: Callable[[], Any] = self._next_data
+            data = take()
+            self._num_yielded += 1
+            return data
+        finally:
+            wait.ends()
 
     def _next_index(self) -> Any:
         """Pull the sampler, as torch does, and count the time.
@@ -47,7 +53,6 @@ class UnprofiledIter(BaseDataLoaderIter):
 class AheadIter(UnprofiledIter):
     """Asks for batches ahead of use (`_try_put_index`, as torch), once their data has arrived."""
 
-    _run: EpochRun
     _withheld: int  # batches that are not asked for yet, since their data had not arrived
 
     def _request(self) -> None:

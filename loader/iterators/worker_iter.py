@@ -22,6 +22,7 @@ from creel.loader.iterators.unprofiled import AheadIter
 from creel.loader.log_lines import with_rank
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.seeding.by_sample import reads_singly
+from creel.loader.seeding.init_fn import init_of
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     ExceptionWrapper,
@@ -113,7 +114,7 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             base_seed=int(self._base_seed),
-            init_fn=self._worker_init_fn,
+            init_fn=init_of(self._dataset, self._worker_init_fn),
             worker_id=0,
             num_workers=self._num_workers,
             binding=self._run.binding,

@@ -26,8 +26,15 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypedDict, cast
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from creel.loader.options.loader_args import args_of
 from creel.loader.order.custom.sampler_copy import SamplerCopy
 from creel.loader.order.custom.sampler_state import OwnState, own_states
 from creel.loader.order.epoch_plan import EpochPlan
@@ -132,7 +139,7 @@ class EpochOrder:
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._encoded_rng = ""
         self._rehearsed = rehearsed_batches(loader)
-        has_memory = getattr(loader, "rehearsal", None) is not None
+        has_memory = args_of(loader).rehearsal is not None
         self.rehearses = has_memory or self._rehearsed is not None
         if self._rehearsed is not None:
             self.lookahead = 2
@@ -238,6 +245,18 @@ def _iterated(loader: DataLoader[object]) -> Iterable[object]:
 def inner_of(sampler: object) -> object:
     """Return the sampler that draws: the one inside torch's BatchSampler, else `sampler` itself."""
     return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
+def may_repeat(sampler: object) -> bool:
+    """Whether an epoch of a loader's index sampler may read a sample twice.
+
+    Not one of torch's samplers that read each sample once; DistributedSampler counts as one,
+    though it fills the last batch up with the epoch's first samples.
+    """
+    inner = inner_of(sampler)
+    if type(inner) is RandomSampler:
+        return inner.replacement or inner.num_samples > len(inner.data_source)
+    return type(inner) not in {SequentialSampler, DistributedSampler}
 
 
 def batch_of(sampler: object) -> int:

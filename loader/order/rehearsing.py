@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from creel.errors import ConfigError
-from creel.loader.order.custom.sampler_state import attribute
 from creel.loader.order.generators import Permutation, permutation, seeded
+from creel.loader.user_code.protected import attribute, length
 from creel.policies.arrays import Ints, unique
 from creel.policies.rehearsal.content import Offered, mixed
 from creel.policies.rehearsal.growth import Growth
@@ -218,9 +218,10 @@ class RehearsedBatches(BatchSampler):
         self.next = EpochStart(0, grows=content.growth is not None)
         self._content, self.first_row, self._ranks = content, first_row, ranks or _of_job
         # As other loaders read them.
-        self.sampler = getattr(batches, "sampler", batches)
-        self.batch_size = (getattr(batches, "batch_size", None) or 1) + self.each
-        self.drop_last = getattr(batches, "drop_last", False)
+        inner, size = attribute(batches, "sampler"), attribute(batches, "batch_size")
+        self.sampler = batches if inner is None else inner
+        self.batch_size = (size if type(size) is int and size > 0 else 1) + self.each
+        self.drop_last = attribute(batches, "drop_last") or False
 
     @property
     def each(self) -> int:
@@ -237,10 +238,8 @@ class RehearsedBatches(BatchSampler):
     @property
     def steps(self) -> int:
         """Steps that an epoch takes."""
-        try:
-            return len(self.batches)  # type: ignore[arg-type]  # TypeError if it has none
-        except (TypeError, NotImplementedError):
-            return _UNCOUNTED
+        steps = length(self.batches)
+        return _UNCOUNTED if steps is None else steps
 
     def begin(self, start: EpochStart | None = None) -> Replays:
         """Begin an epoch; None: the next one."""

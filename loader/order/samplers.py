@@ -25,9 +25,10 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
+from creel.loader.options.loader_args import args_of
 from creel.loader.order.custom.orders import CustomOrder, PacedIterator, PacedOrder, inner_generator
 from creel.loader.order.custom.sampler_copy import SamplerCopy
-from creel.loader.order.custom.sampler_state import attribute, load_own, own_states
+from creel.loader.order.custom.sampler_state import load_own, own_states
 from creel.loader.order.derived import in_whole
 from creel.loader.order.epoch_order import (
     EpochOrder,
@@ -51,6 +52,7 @@ from creel.loader.order.generators import (
 from creel.loader.order.replay import is_sequence, open_stream, trusted
 from creel.loader.order.replayed import ReplayedOrder
 from creel.loader.order.streams import StreamState
+from creel.loader.user_code.protected import attribute, length
 from creel.policies.order.dealing import each_of
 from creel.policies.order.remap import Exchange
 
@@ -71,7 +73,7 @@ def before(
     sampler, copied = index_sampler(loader), None
     asked = attribute(inner_of(sampler), "foreseeable")
     permitted = asked is True or (foresee and asked is not False)
-    if permitted and attribute(loader, "creel") is not False:
+    if permitted and args_of(loader).creel is not False:
         copied = None if previous is None else previous.copied
         if copied is None or not copied.given_up:
             copied = SamplerCopy(loader, sampler, kind_of(sampler))
@@ -336,7 +338,9 @@ def _total(loader: DataLoader[object], given: StreamState) -> int:
 
 def _is_sound(sampler: DistributedSampler[object]) -> bool:
     """Whether the dataset's length still fits the sampler, as far as torch checks it."""
-    n = len(sampler.dataset)  # type: ignore[arg-type]  # torch calls it too
+    n = length(sampler.dataset)  # torch calls it too, later
+    if n is None:
+        return False
     return n >= sampler.total_size if sampler.drop_last else 0 < n <= sampler.total_size
 
 

@@ -19,15 +19,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import READY
+from creel.cache.storage.stores.retry import public
 from creel.config import Config
 from creel.errors import ConfigError, UnavailableError
 from creel.loader.binding.bind import nothing
+from creel.loader.client.claim import DIRECT, Claim
 from creel.loader.client.connections import open_session, running_client
 from creel.loader.client.session import SAMPLES, Session
 from creel.loader.cluster.join import join_cluster
 from creel.loader.cluster.ranks import job_name, rank_and_world
-from creel.loader.plan.publish import DIRECT, Claim, PlanPublisher, PublishedEpoch
+from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
+from creel.loader.reading.bad_samples import printable
 from creel.loader.rehearsal.rehearsed import numbers_of
 
 if TYPE_CHECKING:
@@ -61,7 +65,7 @@ class BatchStream:
         self._order: EpochOrder | None = None  # of this epoch
         self._upcoming: list[PublishedEpoch] = []  # the epochs after this one, in order
         self._next = 0  # first step that was not given out
-        self._claimed: deque[tuple[int, int]] = deque()  # (batch, step) of those not yet arrived
+        self._claimed: deque[tuple[int, Claim]] = deque()  # (batch, claim) if not yet arrived
         self._counted_at = time.monotonic_ns()
         self._own_file = ""  # as the daemon knows it
 
@@ -123,7 +127,7 @@ class BatchStream:
         self._next = claim.step + 1
         if not self.session.settle():
             return DIRECT
-        self._claimed.append((i, claim.step))
+        self._claimed.append((i, claim))
         return claim
 
     def _published_now(self, i: int, index: object) -> Claim | None:
@@ -157,7 +161,7 @@ class BatchStream:
         """Record that all batches below i have arrived."""
         step, claimed = 0, self._claimed
         while claimed and claimed[0][0] < i:
-            step = claimed.popleft()[1] + 1
+            step = claimed.popleft()[1].step + 1
         if step:
             self.session.done(step)
         self._publisher.pump()
@@ -255,12 +259,23 @@ class BatchStream:
         """Report unreadable samples to the daemon: (number, address, reason) of each."""
         self._tell("bad_samples", rows=rows)
 
-    def report_own_file(self, path: str) -> None:
-        """Tell the daemon of a file that the dataset opens itself, once (`creel stats --why`)."""
+    def report_own_file(self, path: str, remedy: str) -> None:
+        """Tell the daemon of a file that the dataset reads itself, once (`creel stats --why`)."""
         if not path or path == self._own_file:
             return
         self._own_file = path
-        self._tell("own_file", path=path)
+        self._tell("own_file", path=path, remedy=remedy)
+
+    def absent(self, i: int) -> str:
+        """Return the address of an object of claimed batch i that is not there; "" if all are."""
+        session = self.session
+        claim = next((claim for batch, claim in self._claimed.copy() if batch == i), DIRECT)
+        if claim.step < 0 or not session.alive or session.ready(claim.step):
+            return ""
+        absent = claim.ids[session.table.offset[claim.ids] == NOWHERE]
+        if not len(absent):
+            return ""
+        return printable(public(self.binding.manifest.location(int(absent[0]))[0]))
 
     def _tell(self, what: str, **args: Any) -> None:
         """Have the daemon note something of this session; it is no loss if it does not."""

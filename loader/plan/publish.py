@@ -42,33 +42,17 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import KNOWN
+from creel.loader.client.claim import Claim
 from creel.loader.client.session import Session
 from creel.loader.order.epoch_plan import EpochPlan, same_batch
 from creel.system.forks import forget_in_child, join, pause_before_fork
 
 _log = logging.getLogger("creel.loader")
-
-
-class Claim(NamedTuple):
-    """How one batch is to be read.
-
-    Attributes:
-        step: the session's, in which the batch's objects are ready; -1: read it directly.
-        ids: (k,) its objects, sample by sample; empty without a step.
-    """
-
-    step: int
-    ids: NDArray[np.int32]
-
-
-#: The claim of a batch without a step.
-DIRECT = Claim(-1, np.empty(0, np.int32))
 
 
 @dataclass(frozen=True)

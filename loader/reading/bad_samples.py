@@ -2,7 +2,9 @@
 
 `Tolerant` stands between a fetcher and the dataset. The number of a bad sample alone determines the
 sample that replaces it. So all ranks, all epochs and a resumed run choose the same one without
-communication, if they find the same samples bad. Only exceptions of the dataset count, not those of
+communication, if they find the same samples bad. Where samples have no numbers, or their dataset no
+length, a sample of the same batch replaces it; in a stream, a record of the batch, or of one of the
+batch's chunks. Only exceptions of the dataset count, not those of
 collation.
 """
 
@@ -11,18 +13,22 @@ from __future__ import annotations
 import operator
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Any, Literal, TypeAlias
 
 import xxhash
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from creel.errors import ConfigError, TooManyBadSamplesError
 from creel.loader.rehearsal.rehearsed import span_of
+from creel.loader.user_code.values import check_choice, check_whole
 
 OnError = Literal["raise", "skip", "substitute"]
+#: A sample's number, or its key as text.
+Key: TypeAlias = "int | str"
 #: How many samples are tried in place of a bad one.
 _MAX_REPLACEMENTS = 100
 _LONGEST_REASON = 300
@@ -34,9 +40,9 @@ _SKIPPED = object()
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample whose read raised: its number, the reason, the file it opened last ("": unknown)."""
+    """A sample whose read raised: which, the reason, the file it opened last ("": unknown)."""
 
-    index: int
+    index: Key
     reason: str
     path: str = ""
 
@@ -52,7 +58,7 @@ class Tolerance:
 
     on_error: OnError
     most: int
-    known: dict[int, str] = field(default_factory=dict)
+    known: dict[Key, str] = field(default_factory=dict)
     _new: list[BadSample] = field(default_factory=list)
 
     @property
@@ -60,14 +66,16 @@ class Tolerance:
         """Whether bad samples are to be skipped or replaced."""
         return self.on_error != "raise"
 
-    def check(self) -> None:
-        """Raise ConfigError for invalid values."""
-        if self.on_error not in {"raise", "skip", "substitute"}:
-            raise ConfigError(f'on_error={self.on_error!r}: give "raise", "skip" or "substitute"')
-        if type(self.most) is not int or self.most < 0:
-            raise ConfigError(f"max_bad_samples={self.most!r}: give a number of samples, 0 or more")
+    def check(self, dataset: object) -> None:
+        """Raise ConfigError for invalid values, or a dataset whose samples nothing names."""
+        check_choice("on_error", self.on_error, ("raise", "skip", "substitute"))
+        check_whole("max_bad_samples", self.most, 0, "a number of samples")
+        if self.wanted and isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                f"on_error={self.on_error!r}: an IterableDataset has no samples by number"
+            )
 
-    def add(self, index: int, reason: str) -> bool:
+    def add(self, index: Key, reason: str) -> bool:
         """Note a bad sample; False if it was known.
 
         Raises:
@@ -83,7 +91,7 @@ class Tolerance:
         self.known[index] = reason
         return True
 
-    def found(self, index: int, error: Exception) -> None:
+    def found(self, index: Key, error: Exception) -> None:
         """`add` a sample that raised, and note it for `take_new`; errors are chained to `error`."""
         reason = printable(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
         try:
@@ -93,22 +101,29 @@ class Tolerance:
         if new:
             self._new.append(BadSample(index, reason, _path(error)))
 
-    def delivered(self, index: Any, dataset: Any) -> Any:
-        """Return the numbers of the samples that a batch of `index` has, of good ones only."""
-        numbers = [_number(one) for one in index] if self.known and _is_group(index) else []
-        if not any(number in self.known for number in numbers):
-            return index
-        if self.on_error == "substitute":
-            return [self._in_place_of(number, dataset) for number in numbers]
-        good = [number for number in numbers if number not in self.known]
-        return good or [self._in_place_of(numbers[0], dataset)]  # a batch is never empty
+    def delivered(self, index: Any, dataset: Any, *, many: bool = True) -> Any:
+        """Return the samples that a batch of `index` has, of good ones only.
 
-    def _in_place_of(self, number: int, dataset: Any) -> int:
-        tried = (
-            replacement(number, k, *span_of(dataset, number)) for k in range(_MAX_REPLACEMENTS)
-        )
+        many: whether `index` is a group of samples, not one.
+        """
+        if not self.known:
+            return index
+        batch = list(iter(index)) if many else [index]
+        keys = [key_of(one) for one in batch]
+        if not any(key in self.known for key in keys):
+            return index
+        if not many:
+            return self._in_place_of(batch, 0, dataset)
+        if self.on_error == "substitute":
+            return [self._in_place_of(batch, place, dataset) for place in range(len(batch))]
+        good = [key for key in keys if key not in self.known]
+        return good or [self._in_place_of(batch, 0, dataset)]  # a batch is never empty
+
+    def _in_place_of(self, batch: Sequence[Any], place: int, dataset: Any) -> Key:
+        tried = (batch[place], *candidates(batch, place, dataset))
         # None is left if a sample that was good in this batch was bad in another.
-        return next((one for one in (number, *tried) if one not in self.known), number)
+        left = (key for one in tried if (key := key_of(one)) not in self.known)
+        return next(left, key_of(batch[place]))
 
     def take_new(self) -> tuple[BadSample, ...]:
         """Return the samples that `found` has noted since the last call."""
@@ -124,57 +139,83 @@ class Tolerant(Dataset[Any]):
         self._dataset = dataset
         self._reads = dataset if reads is None else reads
         self._tolerance = tolerance
+        self._good: Any = None  # the sample that was read last
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
         """Read one sample outside of a batch; a bad one is replaced, as it cannot be skipped."""
-        return self._read(index, replace=True)
+        return self._read([index], 0, replace=True)
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+    def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
         """Read the samples of a batch with the calls torch makes; a skipped one is `_SKIPPED`."""
-        known = self._tolerance.known
+        known, batch = self._tolerance.known, list(iter(indices))
         many = getattr(self._reads, "__getitems__", None)
-        if many is not None and not any(_number(i) in known for i in indices):
+        if many is not None and not any(key_of(one) in known for one in batch):
             try:
-                return list(many(indices))
+                return list(many(batch if isinstance(indices, Iterator) else indices))
             except Exception:  # noqa: BLE001, S110  reading one by one finds the bad sample
                 pass
         replace = self._tolerance.on_error == "substitute"
         samples = []
-        for place, index in enumerate(indices):
+        for place in range(len(batch)):
             if self._reads is not self._dataset:
                 self._reads.begin_sample(place)
-            samples.append(self._read(index, replace=replace))
-        if indices and all(sample is _SKIPPED for sample in samples):
-            samples[0] = self._replacement(_number(indices[0]))  # a batch is never empty
+            samples.append(self._read(batch, place, replace=replace))
+        if samples and all(sample is _SKIPPED for sample in samples):
+            samples[0] = self._replacement(batch, 0)  # a batch is never empty
         return samples
 
-    def _read(self, index: Any, *, replace: bool) -> Any:
-        if _number(index) not in self._tolerance.known:
+    def _read(self, batch: Sequence[Any], place: int, *, replace: bool) -> Any:
+        index, key = batch[place], key_of(batch[place])
+        if key not in self._tolerance.known:
             try:
-                return self._reads[index]
+                sample = self._reads[index]
             except Exception as e:
-                if _number(index) < 0:
+                if isinstance(key, int) and key < 0:
                     raise  # not a valid index: the sampler is at fault
-                self._tolerance.found(_number(index), e)
-        return self._replacement(_number(index)) if replace else _SKIPPED
+                self._tolerance.found(key, e)
+            else:
+                self._good = index
+                return sample
+        return self._replacement(batch, place) if replace else _SKIPPED
 
-    def _replacement(self, bad: int) -> Any:
-        n, first = span_of(self._dataset, bad)
-        for attempt in range(_MAX_REPLACEMENTS):
-            index = replacement(bad, attempt, n, first)
-            if index in self._tolerance.known:
+    def _replacement(self, batch: Sequence[Any], place: int) -> Any:
+        bad, tried = key_of(batch[place]), 0
+        last = [self._good] if isinstance(bad, str) and self._good is not None else []
+        for index in chain(candidates(batch, place, self._dataset), last):
+            key, tried = key_of(index), tried + 1
+            if key in self._tolerance.known:
                 continue
             try:
                 return self._reads[index]
             except Exception as e:  # noqa: BLE001  same as above
-                self._tolerance.found(index, e)
+                self._tolerance.found(key, e)
         raise TooManyBadSamplesError(
-            f"none of {_MAX_REPLACEMENTS} samples could be read in the place of sample {bad}:"
+            f"none of {tried} samples could be read in the place of sample {bad}:"
             f" {self._tolerance.known[bad]}"
         )
+
+
+def candidates(batch: Sequence[Any], place: int, dataset: Any) -> Iterator[Any]:
+    """Yield the samples that may take the place of one of a batch, the first choice first.
+
+    >>> [*candidates(["a", "b", "c"], 1, dataset=None)]
+    ['c', 'a']
+    """
+    key, mates = key_of(batch[place]), (*batch[place + 1 :], *batch[:place])
+    beside = getattr(dataset, "_creel_beside", None)
+    if beside is not None:  # a stream: earlier records may be deleted, and later ones not be there
+        others = beside([key_of(sample) for sample in batch])
+        yield from islice((*mates, *others), _MAX_REPLACEMENTS)
+        return
+    if isinstance(key, int) and (span := span_of(dataset, key)) is not None:
+        yield from (replacement(key, attempt, *span) for attempt in range(_MAX_REPLACEMENTS))
+        return
+    yield from mates
+    if isinstance(key, int):  # those before it are likely to be there
+        yield from range(key - 1, max(key - 1 - _MAX_REPLACEMENTS, -1), -1)
 
 
 def replacement(bad: int, attempt: int, n: int, first: int = 0) -> int:
@@ -216,13 +257,12 @@ def without_skipped(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return collated
 
 
-def _is_group(index: Any) -> bool:
-    return isinstance(index, (list, tuple)) or getattr(index, "ndim", 0) == 1
-
-
-def _number(index: Any) -> int:
-    """Return the index as a sample's number; -1 if it is not one."""
-    try:
+def key_of(index: Any) -> Key:
+    """Return the number of a sample that a sampler yielded; of another key, its text."""
+    if type(index) is int:
+        return index
+    with suppress(Exception):  # the person's class
         return operator.index(index)
-    except TypeError:
-        return -1
+    with suppress(Exception):
+        return repr(index)
+    return f"<{type(index).__name__}>"

@@ -71,7 +71,7 @@ def _index_below(root: str, options: Options) -> Listing | None:
         try:
             data = read_all(f"{root}/{name}", options)
         except SourceError as e:
-            if e.errno == errno.ENOENT or getattr(e.__cause__, "status", None) in {403, 404}:
+            if e.errno == errno.ENOENT or getattr(e.__context__, "status", None) in {403, 404}:
                 continue
             raise
         return parse_index(data, f"{root}/{name}")

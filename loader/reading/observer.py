@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.reading.lease import Buffer, Copied
-from creel.loader.reading.storage import is_local
 from creel.loader.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
@@ -90,8 +89,8 @@ def take_address(
         return by_creel(lambda: take_address(address, number, direct, options))
     lease, observed = this_thread.lease, this_thread.observed
     data = direct(address) if lease is None else lease.take(number, partial(direct, address), bytes)
-    if observed is not None and (is_local(address) or observed.options == options):
-        observed.add(address)
+    if observed is not None:
+        observed.add_address(address, options)
     return data
 
 
@@ -137,6 +136,12 @@ def passes_on() -> bool:
     """Whether this thread neither serves files from the cache nor records reads."""
     lease = this_thread.lease
     return this_thread.observed is None and (lease is None or not lease.serves)
+
+
+def announce(path: object) -> None:
+    """Note that a library in C is about to open a file, if this thread's reads are recorded."""
+    if this_thread.intercepts and this_thread.observed is not None:
+        this_thread.observed.opens_in_c(path)
 
 
 def open_source(original: Callable[..., T], *args: object) -> tuple[T, int]:

@@ -21,7 +21,7 @@ from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
 from creel.loader.reading.file_objects import in_memory, taken_over
 from creel.loader.reading.observer import find, take_address, timed
-from creel.loader.reading.storage import Options, absolute, absolute_path, read_all
+from creel.loader.reading.storage import Options, absolute, absolute_path, is_local, read_all
 from creel.loader.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def read(uri: str | os.PathLike[str], *, storage_options: Options = None) -> byt
     Raises:
         OSError: as Python's `open` for a local file; SourceError (an OSError) for a remote one.
     """
-    address = absolute(uri)
+    address = _announced(uri)
     direct = partial(read_all, options=storage_options)
     return take_address(address, find(address, storage_options), direct, storage_options)
 
@@ -71,7 +71,7 @@ def open(  # noqa: A001  creel.open
     """
     if mode != "rb":
         raise ConfigError(f"creel.open reads bytes: its mode is 'rb', not {mode!r}")
-    address = absolute(uri)
+    address = _announced(uri)
     number = find(address, storage_options)
     if number is None and not scheme_of(address):
         return open_local(address)
@@ -80,10 +80,33 @@ def open(  # noqa: A001  creel.open
     return io.BufferedReader(in_memory(data, address))
 
 
+def _announced(uri: str | os.PathLike[str]) -> str:
+    """Return the address, and note that it is about to be read: a relative path is one of now."""
+    address, observed = absolute(uri), this_thread.observed
+    if observed is not None and is_local(address):
+        given = os.fspath(uri)
+        observed.opens(address if "://" in given else os.path.expanduser(given))  # noqa: PTH111
+    return address
+
+
 def open_local(path: str) -> IO[bytes]:
     """Open the real file, observed if this thread's reads are being recorded."""
     real, waited_ns = timed(lambda: _python_open(path, "rb"))
     file: IO[bytes] = observed_file(real, path, waited_ns=waited_ns)
+    return file
+
+
+def open_for_library(path: str) -> IO[bytes]:
+    """`open_local` for a library that would open the path itself, and reads what it needs.
+
+    Each `read` asks the system once for just these bytes, as the library would: Python's usual
+    buffer asks twice, and for more. A buffer of one byte keeps nothing, and reads on after the
+    system has returned less than was asked for, as FileIO does not.
+    """
+    raw, waited_ns = timed(lambda: _python_open(path, "rb", 0))
+    file: IO[bytes] = observed_file(
+        io.BufferedReader(raw, 1), path, waited_ns=waited_ns, buffering=1
+    )
     return file
 
 
@@ -95,9 +118,10 @@ def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -
     observed = this_thread.observed
     if observed is None:
         return real
+    this_thread.latest = address
     fd, now_ns = real.fileno(), time.time_ns()
     status = os.fstat(fd)
-    if not _cacheable(status, address):
+    if not cacheable(status, address):
         return real
     read_ahead(fd, min(status.st_size, _AHEAD_NBYTES), status.st_dev)  # the kernel reads meanwhile
     part = observed.opened(address, status, now_ns, waited_ns)
@@ -133,12 +157,15 @@ def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> Partial
     `found`: the result of `look` for the file.
     """
     observed = this_thread.observed
-    if observed is None or found is None or not _cacheable(found[0], address):
+    if observed is None or found is None:
+        return None
+    this_thread.latest = address
+    if not cacheable(found[0], address):
         return None
     return observed.opened(address, *found, waited_ns)
 
 
-def _cacheable(status: os.stat_result, address: str) -> bool:
+def cacheable(status: os.stat_result, address: str) -> bool:
     """Whether this is a regular file with bytes. An empty one may be a lock: never cached."""
     regular = stat.S_ISREG(status.st_mode) and status.st_size > 0
     return regular and not address.startswith(NO_FILES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-#: The system's os.open, even while `creel.loader.tracing.intercept` has replaced it.
-os_open = os.open
+#: The system's functions, even while `creel.loader.tracing.intercept` has replaced them.
+os_open, os_stat = os.open, os.stat
 
 
 class PartialRead:

@@ -30,6 +30,7 @@ from creel.cache.storage.version import MISSING, of_stat
 from creel.config import Config
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.settings import FetchSettings
+from creel.streams.redis_stream import is_redis
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -116,6 +117,23 @@ def several(given: object) -> list[str | os.PathLike[str]]:
     return listed
 
 
+def check_installed(address: str) -> None:
+    """Check, without a request, that what reads an address is installed.
+
+    Raises:
+        ConfigError: a package is missing; the message says which.
+    """
+    scheme = scheme_of(address)
+    if not scheme or scheme in ARROW or is_redis(address):
+        return
+    from creel.cache.storage.stores.fsspec_store import needs  # with the first such address
+
+    try:
+        needs(scheme)
+    except SourceError as e:
+        raise ConfigError(f"{public(address)} cannot be opened: {e.strerror}") from None
+
+
 def is_folder(address: str) -> bool:
     """Whether a path is a folder; True for every remote address."""
     return bool(scheme_of(address)) or Path(address).is_dir()
@@ -183,20 +201,23 @@ def nbytes_of(address: str, options: Options = None) -> int:
 
 @contextmanager
 def _creel_errors(address: str, options: Options) -> Iterator[None]:
-    """Turn a storage's exception about `address` into one of creel's errors, in one sentence."""
+    """Turn a storage's exception about `address` into one of creel's errors, in one sentence.
+
+    That stands alone: 100 lines of a library's frames above it would bury it.
+    """
     try:
         yield
     except CreelError:
         raise
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001  stores raise what they like
         failure = source_error(e, address, options_of(scheme_of(address), options))
         if failure.errno == errno.ENOENT:
             why = failure.strerror or ""
             more = f": {why}" if "bucket" in why else ""
-            raise NotFoundError(f"there is no {failure.uri}{more}") from e
+            raise NotFoundError(f"there is no {failure.uri}{more}") from None
         if failure.errno == errno.EACCES:
-            raise ConfigError(f"{failure.uri}: {failure.strerror}") from e
-        raise failure from e
+            raise ConfigError(f"{failure.uri}: {failure.strerror}") from None
+        raise failure from None
 
 
 def _store(address: str, given: Options) -> Store:
@@ -211,7 +232,7 @@ def _store(address: str, given: Options) -> Store:
             return _stores[key]
     except (ImportError, ValueError, SourceError) as e:  # fsspec or a part is missing
         why = e.strerror if isinstance(e, SourceError) else e
-        raise ConfigError(f"{public(address)} cannot be opened: {why}") from e
+        raise ConfigError(f"{public(address)} cannot be opened: {why}") from None
 
 
 def _with_retries(address: str, job: Callable[[Store], R], options: Options) -> R:
@@ -222,8 +243,8 @@ def _read(address: str, offset: int, length: int, options: Options) -> bytes:
     stored = StoredFile(address)
     try:
         return _with_retries(address, lambda s: s.read(stored, offset, length), options)[0]
-    except Exception as e:
-        raise source_error(e, address, options_of(scheme_of(address), options)) from e
+    except Exception as e:  # noqa: BLE001  same as above
+        raise source_error(e, address, options_of(scheme_of(address), options)) from None
 
 
 # --- retries and deadlines --------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from creel.policies.thread_use import ThreadUse
 
@@ -17,15 +18,45 @@ if TYPE_CHECKING:
     from creel.loader.reading.storage import Options
 
 
-class ReadRecord(Protocol):
-    """What records a thread's reads (`creel.loader.tracing.observed`)."""
+#: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or a small
+#: part of a file as (address, bytes that were read, bytes of the file).
+Asked = str | tuple[int, int] | tuple[str, int, int]
+#: In place of a folder's descriptor: relative to the working directory (AT_FDCWD of Linux).
+AT_CWD = -100
 
-    options: Options
+
+class ReadRecord(Protocol):
+    """What records a thread's reads (`tracing/observed` for `creel.wrap`, `reading/inputs`)."""
+
     thread: ThreadReads
 
-    def add(self, asked: str | tuple[int, int] | tuple[str, int, int], /) -> None:
-        """Record the read of an address, of an object of a leaf by (id(leaf), number), or of a part
-        of a file: address, bytes read, bytes in all."""
+    def add(self, asked: Asked, /) -> None:
+        """Record a successful read."""
+        ...
+
+    def add_address(self, address: str, options: Options, /) -> None:
+        """Record the read of an address with these options of its store."""
+        ...
+
+    def opens(self, path: Any, /) -> None:
+        """Note a file or folder that is about to be read, by its path as it was given."""
+        ...
+
+    def opens_in_c(self, path: Any, /) -> None:
+        """Note what a library in C is about to open: if it is a folder, any file in it."""
+        ...
+
+    def looks_for(self, path: Any, folder_fd: int | None, /, *, follows: bool) -> None:
+        """Note a path whose status is about to be asked for.
+
+        Args:
+            folder_fd: an open folder that the path is relative to; None: the working directory.
+            follows: whether a link is followed.
+        """
+        ...
+
+    def inherit(self, inputs: Sequence[Sequence[Any]], owner: int, number: int, /) -> None:
+        """Note what a kept sample was made of: sample `number` of the dataset with id `owner`."""
         ...
 
     def opened(
@@ -45,6 +76,9 @@ class ThisThread(threading.local):
     lease: Lease | None = None
     observed: ReadRecord | None = None
     intercepts = False  # whether opens by code other than creel's are intercepted
+    latest = ""  # address that the present sample opened last, cached or not, if it is recorded
+    #: The folder's descriptor (or `AT_CWD`) of the `os.open` that is running; None outside.
+    folder_fd: int | None = None
 
 
 this_thread = ThisThread()

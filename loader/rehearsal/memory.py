@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 
 from creel.errors import ConfigError
+from creel.loader.decoded.attributes import changed, snapshot
 from creel.loader.order.rehearsing import Content, RehearsedBatches
 from creel.loader.rehearsal.rehearsed import KeptRows, Rehearsed, length_of, new_data
+from creel.loader.user_code.protected import attribute
+from creel.loader.user_code.values import check_whole, shown
 from creel.policies.arrays import Ints
 from creel.policies.rehearsal.content import (
     UNLABELLED,
@@ -28,6 +32,10 @@ from creel.policies.rehearsal.growth import Growth
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
+
+_log = logging.getLogger("creel.loader")
+#: At most so many changed attributes of a dataset are named.
+_NAMES = 5
 
 
 class Rehearsal:
@@ -62,12 +70,12 @@ class Rehearsal:
         seed: int = 0,
         every: int | None = None,
     ) -> None:
-        _check_number("per_batch", per_batch, 1)
-        _check_number("seed", seed, 0)
+        check_whole("per_batch", per_batch, 1)
+        check_whole("seed", seed, 0)
         if budget is not None:
-            _check_number("budget", budget, 1)
+            check_whole("budget", budget, 1)
         if every is not None:
-            _check_number("every", every, 1)
+            check_whole("every", every, 1)
         self.per_batch, self.budget, self.seed, self.every = per_batch, budget, seed, every
         nothing = np.empty(0, np.int64)
         self._kept = Offered(nothing, nothing, np.empty(0, np.uint64))
@@ -77,6 +85,8 @@ class Rehearsal:
         self._ordered: bool | None = None
         self._awaited: Any = None  # what a loader reads while nothing was added
         self._warned = False
+        #: Plain attributes and length of each dataset when it was added, by its id: rows hold it.
+        self._as_added: dict[int, tuple[dict[str, str], int]] = {}
 
     def add(
         self,
@@ -89,7 +99,8 @@ class Rehearsal:
 
         Args:
             dataset: map-style; it must stay as it is, since its samples are read when they are
-                replayed.
+                replayed. If its plain attributes or its length have changed when another loader is
+                made, the log names them.
             labels: (n,) numbers or texts: the memory is balanced over their values. None: all kept
                 samples are a random choice (a reservoir); so are those without labels, as a class
                 of their own, if others have some.
@@ -116,6 +127,8 @@ class Rehearsal:
         both = merged(self._kept, Offered(uids, classes, keys))
         chosen = kept(both, self.budget, self.seed + 1)
         self._dataset = _rows(self._dataset, dataset, n, chosen)
+        held = {id(one): one for one in self._dataset.datasets}
+        self._as_added = {i: self._as_added.get(i) or _state(one) for i, one in held.items()}
         self._kept = both.take(chosen)
         self._offered += n
         self._adds += 1
@@ -167,20 +180,24 @@ class Rehearsal:
         Raises:
             ConfigError: the dataset has no length.
         """
-        of_stream: Callable[[Content], Sampler[Any]] | None = getattr(sampler, "rehearsing", None)
+        of_stream: Callable[[Content], Sampler[Any]] | None = attribute(sampler, "rehearsing")
         if of_stream is not None and batch_size is None:
             return dataset, of_stream(self.content())
         batches = sampler if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
         data = self.behind(dataset)
         return data, RehearsedBatches(batches, self.content(), length_of(data))
 
-    def behind(self, dataset: Any) -> Any:
-        """Return new data with the memory's rows behind it; unchanged if there are none."""
+    def behind(self, dataset: Any, *, frames: int = 1) -> Any:
+        """Return new data with the memory's rows behind it; unchanged if there are none.
+
+        frames: of creel above this one, for warnings.
+        """
         dataset = new_data(dataset)
-        self._warn_of_nothing(dataset)
+        self._warn_of_nothing(dataset, frames)
+        self._warn_of_changes()
         return Rehearsed(dataset, self._dataset) if len(self._dataset) else dataset
 
-    def _warn_of_nothing(self, dataset: object) -> None:
+    def _warn_of_nothing(self, dataset: object, frames: int) -> None:
         """Warn once if a second dataset is trained on and nothing was added."""
         if self._adds or self._warned:
             return
@@ -191,19 +208,43 @@ class Rehearsal:
             warnings.warn(
                 "a second dataset is trained on, but nothing was added to the memory: call"
                 " memory.add(task, labels=...) after each task",
-                stacklevel=4,
+                stacklevel=frames + 3,
             )
+
+    def _warn_of_changes(self) -> None:
+        """Warn, once for each dataset, if one was changed since it was added."""
+        for one in self._dataset.datasets:
+            now, n_now = _state(one)
+            before, n = self._as_added.get(id(one), (now, n_now))  # none in a copy of this
+            names = [*changed(before, now), *([] if n == n_now else [f"{n} samples, now {n_now}"])]
+            if names:
+                self._as_added[id(one)] = now, n_now
+                _log.warning(
+                    "a %s was changed after it was added to the memory, which reads its rows from"
+                    " what it is now: add a dataset for each task (changed: %s)",
+                    type(one).__name__,
+                    ", ".join(names[:_NAMES]),
+                )
+
+
+def _state(dataset: Any) -> tuple[dict[str, str], int]:
+    """Return a dataset's plain attributes and length; nothing and 0 if they cannot be had."""
+    try:
+        return snapshot(dataset), len(dataset)
+    except Exception:  # noqa: BLE001  a user's object raises anything, such as keys of a mapping
+        return {}, 0
 
 
 def _rows(old: KeptRows, dataset: Any, n: int, chosen: NDArray[np.intp]) -> KeptRows:
     """Return the `chosen` rows of those of `old`, followed by the n samples of a dataset."""
     base, numbers = _flat(dataset, n)
-    datasets = [*old.datasets, base]
+    datasets, added = [*old.datasets, base], [*old.added, dataset]
     same = next(i for i, one in enumerate(datasets) if one is base)
     part = np.concatenate([old.part, np.full(n, same, np.int32)])[chosen]
     index = np.concatenate([old.index, numbers])[chosen]
     used, part = np.unique(part, return_inverse=True)
-    return KeptRows([datasets[i] for i in used], part.astype(np.int32), index)
+    part = part.astype(np.int32)
+    return KeptRows([datasets[i] for i in used], part, index, [added[i] for i in used])
 
 
 def _flat(dataset: Any, n: int) -> tuple[Any, Ints]:
@@ -219,7 +260,7 @@ def _flat(dataset: Any, n: int) -> tuple[Any, Ints]:
 
 def _classes(labels: ArrayLike, n: int) -> Ints:
     """Return the (n,) classes of labels: the numbers themselves, or hashes of texts."""
-    found = np.asarray(labels)
+    found = _array("labels", labels)
     if found.shape != (n,):
         raise ConfigError(f"labels have the shape {found.shape}, but the dataset {n} samples")
     if found.dtype.kind in "iub":
@@ -231,15 +272,22 @@ def _classes(labels: ArrayLike, n: int) -> Ints:
     return np.array(hashes, np.uint64).astype(np.int64)[which]
 
 
+def _array(name: str, values: ArrayLike) -> NDArray[Any]:
+    """Return values as an array.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    try:
+        return np.asarray(values)
+    except Exception as e:
+        raise ConfigError(f"{name}={shown(values)}: give one value for each sample: {e}") from e
+
+
 def _keys(order: ArrayLike, n: int) -> Keys:
-    found = np.asarray(order)
+    found = _array("order", order)
     if found.shape != (n,):
         raise ConfigError(f"order has the shape {found.shape}, but the dataset {n} samples")
     if found.dtype.kind not in "iubf" or np.isnan(found).any():
         raise ConfigError("order consists of numbers, and none of them is NaN")
     return ascending(found.astype(np.float64))
-
-
-def _check_number(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more")

@@ -19,16 +19,13 @@ import xxhash
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
     default_collate,
     default_convert,
 )
 
 from creel.loader.binding.tree import inside, unchanged
 from creel.loader.datasets.records import RecordDataset
-from creel.loader.order.epoch_order import inner_of
+from creel.loader.user_code.protected import attribute
 
 _MASK = (1 << 64) - 1
 #: In place of a sample's number: of what has none, and of a batch.
@@ -100,18 +97,6 @@ def kept_generators() -> Iterator[None]:
         torch.default_generator.set_state(torchs)
 
 
-def may_repeat(sampler: object) -> bool:
-    """Whether an epoch of a loader's index sampler may read a sample twice.
-
-    Not one of torch's samplers that read each sample once; DistributedSampler counts as one,
-    though it fills the last batch up with the epoch's first samples.
-    """
-    inner = inner_of(sampler)
-    if type(inner) is RandomSampler:
-        return inner.replacement or inner.num_samples > len(inner.data_source)
-    return type(inner) not in {SequentialSampler, DistributedSampler}
-
-
 def reads_singly(dataset: object) -> bool:
     """Whether `dataset[i]` for each sample is what torch's fetcher gets of a batch.
 
@@ -122,7 +107,7 @@ def reads_singly(dataset: object) -> bool:
     if below is not None:
         return all(map(reads_singly, below))
     rows = isinstance(dataset, RecordDataset) and dataset.batch_transform is None
-    return rows or not getattr(dataset, "__getitems__", None)  # as torch: it may be None
+    return rows or not attribute(dataset, "__getitems__")  # as torch: it may be None
 
 
 class Seeded(Dataset[Any]):

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import get_worker_info
-
+from creel.loader.order.epoch_order import may_repeat
 from creel.loader.seeding.by_sample import (
     BatchSeeds,
     Numbered,
     Seeded,
     kept_generators,
-    may_repeat,
     next_epoch,
 )
+from creel.loader.seeding.init_fn import init_of
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     MultiProcessingDataLoaderIter,
     SingleProcessDataLoaderIter,
 )
+
+
+def initialised_view(loader: Any) -> Any:
+    """Return a copy of a loader for torch's iterators, whose workers set up each of its datasets.
+
+    The loader itself, where that changes nothing.
+    """
+    init_fn = init_of(loader.dataset, loader.worker_init_fn)
+    if init_fn is loader.worker_init_fn or not loader.num_workers:
+        return loader
+    view = copy.copy(loader)
+    vars(view).update(worker_init_fn=init_fn)
+    return view
 
 
 def seeded_view(loader: Any, sampler: object) -> Any:
@@ -30,8 +41,8 @@ def seeded_view(loader: Any, sampler: object) -> Any:
     vars(view).update(
         dataset=seeded,
         collate_fn=seeded.collating(loader.collate_fn),
-        worker_init_fn=_InitFn(loader.dataset, loader.worker_init_fn),
-        creel_repeats=may_repeat(sampler),
+        worker_init_fn=init_of(seeded, loader.worker_init_fn),
+        _creel_repeats=may_repeat(sampler),
     )
     return view
 
@@ -44,28 +55,13 @@ def seeded_iterator(view: Any) -> BaseDataLoaderIter:
     return _SeededWorkers(view)
 
 
-class _InitFn:
-    """Calls the user's `worker_init_fn`, to which `get_worker_info().dataset` is the user's."""
-
-    def __init__(self, dataset: Any, init_fn: Callable[[int], None] | None) -> None:
-        self._dataset = dataset
-        self._init_fn = init_fn
-
-    def __call__(self, worker: int) -> None:
-        object.__setattr__(
-            get_worker_info(), "dataset", self._dataset
-        )  # torch's lets no one set it
-        if self._init_fn is not None:
-            self._init_fn(worker)
-
-
 class _Numbering(BaseDataLoaderIter):
     """An iterator that sends each batch's seeds along with the indices of its samples."""
 
     _seed: int | None = None  # of the epoch; None before its first batch
 
     def __init__(self, loader: Any) -> None:
-        self._repeats = loader.creel_repeats
+        self._repeats = loader._creel_repeats  # noqa: SLF001  see `seeded_view`
         self._numbered = 0
         super().__init__(loader)
 

@@ -138,7 +138,8 @@ class ArrivalIter(PacedIterator):
 
     def _begin(self) -> Arrived:
         """Begin the epoch: note that this reader holds back the producers."""
-        (start, memory), (self._rank, world) = self._sampler.start(), self._sampler.ranks()
+        self._rank, world = self._sampler.share.ranks()  # first: it may raise
+        start, memory = self._sampler.start()
         self._arrived = Arrived(self._log, start.chunk, start.record)
         self._arrived.check()  # first: a reader that cannot go on must not hold back producers
         self._global_size = self._sampler.batch_size * world
@@ -175,18 +176,34 @@ class ArrivalIter(PacedIterator):
         return -(-lacking // self._size) * self._size
 
     def _global_batch(self) -> NDArray[np.int64] | None:
-        """Return the numbers of the next global batch, None at the end of the stream."""
+        """Return the numbers of the next global batch, None at the end of the epoch."""
+        assert self._arrived is not None  # noqa: S101  see `arrived`
         parts, lacking = [self._left[: self._global_size]], self._global_size
         lacking -= len(parts[0])
         self._left = self._left[self._global_size :]
         while lacking:
+            if not self._arrived.count:
+                return self._incomplete(np.concatenate(parts))
             self._open_window()
-            if not len(self._left):
-                return None
             parts.append(self._left[:lacking])
             self._left = self._left[lacking:]
             lacking -= len(parts[-1])
         return np.concatenate(parts)
+
+    def _incomplete(self, records: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return the last records if they are a batch; says so once if they cannot be."""
+        sampler = self._sampler
+        if not len(records) or sampler.drop_last:
+            return None
+        if self._global_size == sampler.batch_size:
+            return records
+        if self._rank == 0 and not sampler.said:
+            sampler.said = True
+            _log.warning(
+                "%s: records left out at the end: %d, fewer than a step of all ranks takes (%d)",
+                *(self._log.path, len(records), self._global_size),
+            )
+        return None
 
     def _open_window(self) -> None:
         assert self._arrived is not None  # noqa: S101  see `arrived`

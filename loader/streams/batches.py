@@ -3,8 +3,8 @@
 The order is a function of the log alone, whatever the pace of producers and readers. Records are
 taken in *windows* of `shuffle` arrivals, each permuted (without shuffling, a window is one global
 batch). Step t of rank w has the global positions from `(t * world + w) * batch_size` on. So ranks
-need no messages, and all get equally many batches: an incomplete global batch at the end is left
-out.
+need no messages, and all get equally many batches: an incomplete global batch at the end is one of
+a single rank, unless `drop_last`; of several, it is left out.
 
 A place in this order is a window's first record and how many positions of the window are dealt. It
 needs nothing that was deleted, so a job resumes at it in the same time wherever it is.
@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from torch.utils.data import Sampler
 
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.order.rehearsing import Content
 from creel.loader.streams.arrival_iter import ArrivalIter, Place, SavedPlace
 from creel.loader.streams.replays import SavedMemory, growth_of
+from creel.loader.streams.share import Share
 from creel.streams.log import Log
 
 
@@ -39,29 +39,25 @@ class StreamBatches(Sampler[list[int]]):
         name: str | None,
         batch_size: int,
         *,
+        drop_last: bool,
         shuffle: int,
         seed: int,
         begin: int,
-        rank: int | None,
-        world: int | None,
+        share: Share,
         timeout_s: float | None,
     ) -> None:
         super().__init__()
         self.log, self.name, self.batch_size = log, name, batch_size
+        self.drop_last = drop_last
+        self.said = False  # that records are left out
         self.shuffle, self.seed, self.begin = shuffle, seed, begin
-        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self.share, self.timeout_s = share, timeout_s
         self._start: Place | None = None
         self._memory: SavedMemory | None = None  # at the start
         self.content: Content | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         return ArrivalIter(self)
-
-    def ranks(self) -> tuple[int, int]:
-        """Return rank and world: the given ones, else those of torch.distributed or a launcher."""
-        if self.rank is None or self.world is None:
-            return rank_and_world()
-        return self.rank, self.world
 
     def rehearsing(self, content: Content) -> StreamBatches:
         """Return the same batches, each with rows of a memory that takes in the stream itself.

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from creel.loader.streams.stream import Stream
-
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Gather
+    from creel.loader.streams.stream import Stream
     from creel.policies.arrays import Ints
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,12 +31,17 @@ from creel.loader.datasets.base import Raw, Sample, check_callable
 from creel.loader.datasets.records import RecordDataset
 from creel.loader.page_cache import local
 from creel.loader.streams.batches import StreamBatches
+from creel.loader.streams.direct import DirectBatches
 from creel.loader.streams.fields import Fields, Then
+from creel.loader.streams.share import Share
 from creel.policies.arrays import Ids, Ints
 from creel.streams import cursors
 from creel.streams.arrivals import behind
 from creel.streams.log import ABSENT, Log
 from creel.streams.redis_stream import shown
+
+if TYPE_CHECKING:
+    from creel.loader.binding.bind import Gather
 
 _log = logging.getLogger("creel.stream")
 
@@ -68,6 +73,9 @@ class Stream(RecordDataset):
             reader itself. All readers of a node give the same.
         timeout_s: how long to wait for a producer to begin, and for what comes next; None: for
             ever, with a warning each minute.
+        rank, world: which share of the records this process is dealt: rank 0 of 1 has all. Default:
+            that of torch.distributed; without it, all, or a launcher's rank and world once all its
+            ranks have opened the stream under this name.
 
     Raises:
         NotFoundError: no producer began within `timeout_s`.
@@ -86,6 +94,8 @@ class Stream(RecordDataset):
         batch_transform: Callable[[dict[str, torch.Tensor]], Any] | None = None,
         capacity: int = _CAPACITY,
         timeout_s: float | None = None,
+        rank: int | None = None,
+        world: int | None = None,
     ) -> None:
         if name is not None:
             cursors.check_name(name)
@@ -99,6 +109,7 @@ class Stream(RecordDataset):
         self.log = _awaited(path, timeout_s)
         self.name, self.shuffle, self.seed, self.begin = name, shuffle, seed, begin
         self.timeout_s = timeout_s
+        self.share = Share(self.log, name, rank, world)
         self.dtype, self.shape, self.nbytes = torch.uint8, (self.log.nbytes,), self.log.nbytes
         self.labels, self.to = None, None
         self.fields = fields = Fields(self.log.layout)
@@ -114,33 +125,52 @@ class Stream(RecordDataset):
         self._chunks = max(min(min(capacity, MAX_OBJECTS) // records, _MAX_CHUNKS), 1)
         self._size = (1 << 62) // records * records  # for numbers of samples beyond the capacity
 
+    #: A batch's records are read from the chunks' files.
+    builds_batches = True
+
+    def batch_builder(
+        self, gather: Gather, memory: Callable[[int], torch.Tensor], frozen: bool
+    ) -> DirectBatches:
+        """Return what reads records from files to their places in a batch."""
+        return DirectBatches(gather, self, memory, frozen)
+
     def __len__(self) -> int:
         raise TypeError(
             "a stream has no length: use creel.DataLoader, or batch_sampler=stream.batches(n)"
         )
 
     def batches(
-        self, batch_size: int, *, rank: int | None = None, world: int | None = None
+        self,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
     ) -> StreamBatches:
         """Return a batch sampler that deals the records to the ranks of a job as they arrive.
 
         Args:
             batch_size: of each rank.
-            rank, world: default: of torch.distributed or the launcher, when iteration begins.
+            drop_last: whether one rank leaves out the last batch if it is incomplete. Several ranks
+                always leave out an incomplete last step, since all get equally many batches.
+            rank, world: default: the stream's.
+
+        Raises:
+            ConfigError: an argument is invalid.
         """
         if operator.index(batch_size) < 1:
             raise ConfigError(f"batch_size is {batch_size!r}: give the records of a batch")
-        if (rank is None) != (world is None) or not 0 <= (rank or 0) < (world or 1):
-            raise ConfigError(f"rank={rank}, world={world}: give both, with 0 <= rank < world")
+        alike = rank is None and world is None
+        share = self.share if alike else Share(self.log, self.name, rank, world)
         return StreamBatches(
             self.log,
             self.name,
             batch_size,
+            drop_last=drop_last,
             shuffle=self.shuffle,
             seed=self.seed,
             begin=self.begin,
-            rank=rank,
-            world=world,
+            share=share,
             timeout_s=self.timeout_s,
         )
 
@@ -148,6 +178,14 @@ class Stream(RecordDataset):
         """Let producers go on without this reader: call it if training ends before the stream."""
         if self.name is not None:
             cursors.leave(self.log.medium, self.name)
+
+    def _creel_beside(self, numbers: Sequence[int]) -> list[int]:
+        """Return the records in the chunks of these, which are there as long as these are."""
+        records, beside = self.log.about.records, list[int]()
+        for chunk in sorted({number // records for number in numbers}):
+            there = max(self.log.size(chunk), 0) // self.log.nbytes
+            beside += range(chunk * records, chunk * records + there)
+        return beside
 
     # --- as a dataset of records ----------------------------------------------------------------
 
@@ -255,7 +293,12 @@ def _names(n: int, digits: int) -> pa.Array:
 
 
 def stream_batches(
-    stream: Stream, batch_size: int | None, *, shuffle: bool | None, shared: object
+    stream: Stream,
+    batch_size: int | None,
+    *,
+    shuffle: bool | None,
+    drop_last: bool,
+    shared: object,
 ) -> StreamBatches:
     """Return the batch sampler of a loader that was given only a stream.
 
@@ -271,4 +314,4 @@ def stream_batches(
         )
     if batch_size is None:
         raise ConfigError("a stream is read in batches: give batch_size")
-    return stream.batches(batch_size)
+    return stream.batches(batch_size, drop_last=drop_last)

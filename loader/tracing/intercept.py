@@ -38,7 +38,7 @@ from creel.loader.reading.opened import (
     look,
     observed_file,
 )
-from creel.loader.reading.this_thread import this_thread
+from creel.loader.reading.this_thread import AT_CWD, this_thread
 from creel.loader.tracing import libraries
 from creel.loader.tracing.observed import QUICK_OPEN_NS, SMALL
 from creel.system.forks import at_fork
@@ -132,6 +132,7 @@ def _open_recorded(
     ):
         return observed_file(real, address, waited_ns=waited_ns)
     read_ahead(fd, SMALL, status.st_dev)  # the kernel reads while this is recorded
+    this_thread.latest = address
     observed.opened(address, status, began)
     return real
 
@@ -168,6 +169,13 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(original)
     def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        this_thread.folder_fd = AT_CWD if dir_fd is None else dir_fd
+        try:
+            return opened(path, flags, mode, dir_fd)
+        finally:
+            this_thread.folder_fd = None
+
+    def opened(path: Any, flags: int, mode: int, dir_fd: int | None) -> int:
         address = local_address(path) if this_thread.intercepts and dir_fd is None else None
         if address is None:
             return original(path, flags, mode, dir_fd=dir_fd)
@@ -182,6 +190,29 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         return original(path, flags, mode)
 
     return opening
+
+
+def _stat_over(original: Callable[..., T], *, follows: bool = True) -> Callable[..., T]:
+    """Replace `original`, which asks whether a path exists, so that the question is recorded."""
+
+    @wraps(original)
+    def asking(path: Any, *args: Any, **more: Any) -> T:
+        observed = this_thread.observed if this_thread.intercepts else None
+        if observed is not None:
+            with suppress(Exception):  # the original then raises what is wrong
+                links = more.get("follow_symlinks", True) and follows
+                observed.looks_for(path, more.get("dir_fd"), follows=links)
+        return original(path, *args, **more)
+
+    known = os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks
+    for functions in (*known, os.supports_effective_ids):
+        if original in functions:  # where `shutil` looks up what it may pass
+            functions.add(asking)
+    return asking
+
+
+def _lstat_over(original: Callable[..., T]) -> Callable[..., T]:
+    return _stat_over(original, follows=False)
 
 
 def _static(over: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -199,9 +230,13 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("builtins", "open", _open_over),
     ("io", "open", _open_over),
     ("os", "open", _os_open_over),
+    ("os", "stat", _stat_over),
+    ("os", "lstat", _lstat_over),
+    ("os", "access", _stat_over),
     ("tarfile", "bltn_open", _open_over),
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
+    ("pathlib", "_NormalAccessor.stat", _static(_stat_over)),
     ("numpy.lib.format", "isfileobj", libraries.numpy_isfileobj),
     ("numpy.lib._format_impl", "isfileobj", libraries.numpy_isfileobj),  # from numpy 2.3 on
     ("cv2", "imread", libraries.reads_whole),

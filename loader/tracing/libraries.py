@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 from creel.loader.reading.file_objects import memory_file, read_by_methods
 from creel.loader.reading.lease import Buffer
-from creel.loader.reading.observer import copy_at, timed
+from creel.loader.reading.observer import announce, copy_at, timed
 from creel.loader.reading.opened import (
     Look,
     local_address,
     look,
-    open_local,
+    open_for_library,
     opened_part,
 )
 from creel.loader.reading.this_thread import this_thread
@@ -37,6 +37,7 @@ def torchvision_read_file(original: Call) -> Call:
 
     @wraps(original)
     def read_file(path: Any) -> Any:
+        announce(path)
         address = local_address(path) if this_thread.intercepts else None
         data = None if address is None else copy_at(address, bytearray)
         if data:
@@ -54,6 +55,7 @@ def reads_whole(original: Call) -> Call:
 
     @wraps(original)
     def reading(*args: Any, **more: Any) -> Any:
+        announce(args[0] if args else more.get("filename"))
         address = local_address(args[0]) if args and this_thread.intercepts else None
         if address is None:
             return original(*args, **more)
@@ -78,6 +80,7 @@ def maps(original: Call) -> Call:
 
     @wraps(original)
     def mapping(path: Any, mode: str = "r") -> Any:
+        announce(path)
         address = local_address(path) if this_thread.intercepts and mode == "r" else None
         data = None if address is None else copy_at(address, bytes)
         if data is not None:
@@ -98,6 +101,7 @@ def parquet(original: Call, at: int) -> Call:
 
     @wraps(original)
     def reading(*args: Any, **more: Any) -> Any:
+        announce(args[at] if len(args) > at else more.get("source"))
         unusual = more.get("filesystem") is not None or more.get("memory_map")
         plain = len(args) == at + 1 and not unusual
         address = local_address(args[at]) if plain and this_thread.intercepts else None
@@ -108,7 +112,7 @@ def parquet(original: Call, at: int) -> Call:
             return original(*args[:at], pa.BufferReader(data), **more)
         if this_thread.observed is None or not os.path.isfile(address):  # noqa: PTH113
             return original(*args, **more)
-        file = open_local(address)  # it counts the bytes read
+        file = open_for_library(address)  # it counts the bytes read
         if not at:
             with file:
                 return original(file, **more)
@@ -135,6 +139,7 @@ def hdf5(original: Call) -> Call:
 
     @wraps(original)
     def opening(self: Any, name: Any, *args: Any, **more: Any) -> None:
+        announce(name)
         address = local_address(name) if this_thread.intercepts else None
         reads = (args[0] if args else more.get("mode", "r")) == "r"
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
 from creel.loader.reading.bad_samples import note_path
+from creel.loader.reading.opened import cacheable, local_address, look
 from creel.loader.reading.read_counts import PartialRead, ThreadReads
 from creel.loader.reading.storage import Options, is_local, version_at
-from creel.loader.reading.this_thread import this_thread, usage
+from creel.loader.reading.this_thread import Asked, this_thread, usage
 
 if TYPE_CHECKING:
     from creel.loader.reading.this_thread import ReadRecord
 
-#: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or a small
-#: part of a file as (address, bytes that were read, bytes of the file).
-Asked = str | tuple[int, int] | tuple[str, int, int]
 #: An opened file is worth caching if at least 1/4 of it was read ...
 WORTH = 4
 #: ... or if it has at most this many bytes: copying all of it costs no more than opening it.
@@ -103,6 +102,7 @@ class ObservedReads:
         Parts of files are included only if copying the whole file saves time.
         """
         asked, self._asked = self._asked, {}
+        this_thread.latest = ""
         found: list[Asked] = []
         for what, part in asked.items():
             got = -1 if self._whole or part is None else part.got()
@@ -115,8 +115,10 @@ class ObservedReads:
     def add(self, asked: Asked) -> None:
         """Record a successful read. The daemon would only repeat a failed one."""
         self._asked[asked] = None
-        if isinstance(asked, str) and is_local(asked):
-            self._versions.enter(asked, version_at(asked))
+        if isinstance(asked, str):
+            this_thread.latest = asked
+            if is_local(asked):
+                self._versions.enter(asked, version_at(asked))
 
     def opened(
         self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
@@ -140,12 +142,36 @@ class ObservedReads:
             part.waited_ns = max(part.waited_ns, waited_ns)
         return part
 
+    def add_address(self, address: str, options: Options) -> None:
+        """`add`, if it was read with this record's options."""
+        if is_local(address) or self.options == options:
+            self.add(address)
+
+    def opens(self, path: Any) -> None:
+        """Do nothing: files are recorded once they are open."""
+
+    opens_in_c = opens
+
+    def looks_for(self, path: Any, folder_fd: int | None, *, follows: bool) -> None:
+        """Do nothing: a status is not cached."""
+
+    def inherit(self, inputs: Sequence[Sequence[Any]], owner: int, number: int) -> None:
+        """Record the files of a kept sample; remote ones are unknown by now."""
+        for path, _ in inputs:
+            address = local_address(path)
+            status = None if address is None else look(address)
+            if address is None:
+                self.add((owner, number))
+            elif status is not None and cacheable(status[0], address):
+                self.add(address)
+
     def __enter__(self) -> ObservedReads:
         self._outer, this_thread.observed = this_thread.observed, self
+        this_thread.latest = ""
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         this_thread.observed = self._outer
         self.thread.close()
         if error is not None:
-            note_path(error, next((a for a in reversed(self._asked) if isinstance(a, str)), ""))
+            note_path(error, this_thread.latest)

@@ -28,6 +28,7 @@ from creel.loader.binding.adapters import serve_torchvision
 from creel.loader.binding.tree import unchanged
 from creel.loader.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
 from creel.loader.datasets.base import Transformed, fetch_many, position
+from creel.loader.reading.this_thread import Asked
 from creel.loader.tracing.intercept import look_again
 from creel.loader.tracing.journal import (
     NUMBER,
@@ -44,7 +45,7 @@ from creel.loader.tracing.journal import (
     own_place,
     record_of,
 )
-from creel.loader.tracing.observed import Asked, FoundVersions, ObservedReads
+from creel.loader.tracing.observed import FoundVersions, ObservedReads
 from creel.loader.tracing.trace import AccessTrace, by_sample, parts_of
 from creel.system.forks import forget_in_child
 

@@ -190,6 +190,11 @@ class WrappedReads:
         recorder = self._recorder
         return recorder is not None and not recorder.place.empty
 
+    def recording(self) -> bool:
+        """Whether it is not known yet what samples read."""
+        recorder = self._recorder
+        return recorder is not None and not recorder.over
+
     def _bind(self) -> Binding | None:
         """Return the declared or recorded objects; starts recording if there are neither."""
         if not self._bound and not switched_off() and not self._settings().loader.disable:

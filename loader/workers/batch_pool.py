@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from creel.loader.plan.publish import Claim
+    from creel.loader.client.claim import Claim
     from creel.loader.reading.bad_samples import BadSample
     from creel.loader.seeding.by_sample import BatchSeeds
     from creel.loader.workers.events import BatchResult, WorkerEvent
-    from creel.loader.workers.own_files import Reader
+    from creel.loader.workers.kernel_waits import Reader
     from creel.loader.workers.pinner import Pinner
 
 

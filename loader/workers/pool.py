@@ -21,14 +21,14 @@ from pickle import PicklingError
 from typing import Protocol, TypeAlias, cast
 
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
-from creel.loader.reading.bad_samples import BadSample
+from creel.loader.reading.bad_samples import BadSample, Key
 from creel.loader.transport.batch_message import BatchMessage, Inbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.unpacking import discard
 from creel.loader.workers.batch_pool import BatchPool, BatchTask
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
-from creel.loader.workers.own_files import Reader, process
-from creel.loader.workers.stages import NO_TIMES, READING, STAGE_NAMES, STARTING, BatchTimes
+from creel.loader.workers.kernel_waits import Reader, process
+from creel.loader.workers.stages import NO_TIMES, STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import WorkerArgs, worker_main
 from creel.loader.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords
 from creel.system.forks import at_fork
@@ -200,7 +200,7 @@ class WorkerPool(BatchPool):
 
     # --- sending --------------------------------------------------------------------------
 
-    def again(self, bad: Mapping[int, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> int:
         """Begin another epoch in all workers, which keep their state; return its tag.
 
         bad: the samples known to be bad.
@@ -360,7 +360,7 @@ class WorkerPool(BatchPool):
 
     def readers(self) -> list[Reader]:
         rows = zip(self.members, self._words.rows, strict=True)
-        return [process(m.process.pid or 0, partial(_reads, row)) for m, row in rows]
+        return [process(m.process.pid or 0, partial(_stage, row)) for m, row in rows]
 
     def new_counts(self) -> dict[str, int]:
         """Return what all workers together have counted since the last call, by name."""
@@ -415,9 +415,9 @@ class WorkerPool(BatchPool):
         return member.inbox.unused(_SPARE_NBYTES // self._workers)
 
 
-def _reads(row: memoryview) -> bool:
-    """Whether the worker with these shared words reads samples at the moment."""
-    return bool(row[STAGE] == READING)
+def _stage(row: memoryview) -> tuple[int, int]:
+    """Return the stage of the worker with these shared words, and its batch."""
+    return row[STAGE], row[BATCH]
 
 
 def _process_state(pid: int | None) -> str:

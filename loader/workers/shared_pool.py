@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from creel.loader.reading.bad_samples import Key
 from creel.loader.transport.batch_message import BatchMessage
 from creel.loader.transport.buffers import keep_freed_memory
 from creel.loader.transport.channel import Channel, pair
@@ -95,7 +96,7 @@ class SharedPool(WorkerPool):
 
     # --- sending --------------------------------------------------------------------------
 
-    def again(self, bad: Mapping[int, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> int:
         self._orders += 1
         return super().again(bad)
 
@@ -118,7 +119,7 @@ class SharedPool(WorkerPool):
             if freed := self._freed(number):
                 self._post(member, ("freed", freed))
         whole = "any", self._orders, task.message([])
-        cuttable = isinstance(task.index, (list, tuple, np.ndarray))
+        cuttable = type(task.index) in {list, tuple, np.ndarray}  # a subclass slices in its own way
         made = _OpenTask(whole, {WHOLE: whole}, rows=len(task.index) if cuttable else 1)
         count = self._parts(made.rows, task.batch)
         if count > 1:

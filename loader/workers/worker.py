@@ -45,8 +45,8 @@ import torch
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.client.claim import Claim
 from creel.loader.decoded import worth
-from creel.loader.plan.publish import Claim
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.seeding.by_sample import BatchSeeds, Seeded
@@ -96,7 +96,7 @@ class WorkerArgs:
     auto_collation: bool
     drop_last: bool
     base_seed: int
-    init_fn: Callable[[int], None] | None
+    init_fn: Callable[[int], object] | None
     worker_id: int
     num_workers: int
     binding: Binding | None
@@ -198,7 +198,7 @@ class _Worker(StepReader):
 
         return timed
 
-    def run_init_fn(self, init_fn: Callable[[int], None] | None) -> None:
+    def run_init_fn(self, init_fn: Callable[[int], object] | None) -> None:
         """Call the user's `worker_init_fn`; its exception becomes the result of every batch.
 
         torch reports it for the first batch, and an UnboundLocalError of its own for the others.

@@ -73,6 +73,11 @@ class ClusterEviction(PlannedEviction):
         self._digested: tuple[Nodes | None, int] = None, 0
 
     @property
+    def view(self) -> ClusterView | None:
+        """The nodes, as this one sees them."""
+        return self.deals.view
+
+    @property
     def lacks(self) -> int | None:
         """The mark of the epoch's order if a peer must say which node holds what, else None."""
         order = self.deals.orders.get(self.epoch)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import Index, Ints, Mask, joined
 from creel.policies.cluster.boundary import SOURCE, ClusterView
+from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.recent import MostRecentFirst, ReleaseLog
 from creel.policies.next_use import NEVER, NextUses
@@ -60,12 +61,14 @@ class Homes:
 
     Args:
         views: the nodes of each job, one or more.
+        first: nodes that are homes because they read objects first; None: all homes are by hash.
 
     Attributes:
         share: the part of all objects that this node is home of.
     """
 
-    def __init__(self, views: Sequence[ClusterView]) -> None:
+    def __init__(self, views: Sequence[ClusterView], first: FirstReaders | None = None) -> None:
+        self.first = first
         origins: dict[str, int] = {}
         self._asked = np.zeros(_BUCKETS, np.bool_)
         for view in views:
@@ -83,7 +86,8 @@ class Homes:
 
     def asked(self, ids: NDArray[np.integer]) -> Mask:
         """Return (k,) whether peers of some job ask this node for each object."""
-        return self._asked[_bucket(ids)]
+        asked = self._asked[_bucket(ids)]
+        return asked if self.first is None else self.first.asked(ids, asked)
 
     def relayed(self, ids: NDArray[np.integer]) -> Mask:
         """Return (k,) whether peers of one job ask here for an object at home in another."""
@@ -91,7 +95,12 @@ class Homes:
 
     def origins(self, ids: NDArray[np.integer]) -> Ints:
         """Return (k,) the peer to ask for each object, or SOURCE."""
-        return self._origin[_bucket(ids)]
+        home = self._origin[_bucket(ids)]
+        return home if self.first is None else self.first.origins(ids, home)
+
+    def awaited(self, ids: Index, epoch: int, left: int) -> Mask | None:
+        """Return (k,) whether to ask for each object only later, or None (`FirstReaders`)."""
+        return None if self.first is None else self.first.awaited(ids, epoch, left)
 
 
 def memory_of(views: Sequence[ClusterView]) -> int:

@@ -73,5 +73,13 @@ class PeerHomes(Protocol):
     def asked(self, ids: Index) -> Mask:
         """Return (k,) whether peers of some job ask this node for each object."""
 
+    def awaited(self, ids: Index, epoch: int, left: int) -> Mask | None:
+        """Return (k,) whether to ask for each object only later, or None.
+
+        Args:
+            epoch: the epoch that reads the objects.
+            left: steps that the ranks of this node have left of the epoch before.
+        """
+
     def relayed(self, ids: Index) -> Mask:
         """Return (k,) whether peers of one job ask here for an object at home in another."""

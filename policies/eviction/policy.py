@@ -93,9 +93,13 @@ class EvictionPolicy:
         """Return (k,) the peer that holds each object when `epoch` reads it, or -1, or None."""
         return None if self.homes is None else self.homes.origins(ids)
 
-    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:  # noqa: ARG002
+    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
         """Return (k,) whether each object's holder in `epoch` does not have it yet, or None."""
-        return None
+        if self.homes is None:
+            return None
+        uses = self.all_uses[0]
+        left = uses.span(epoch - 1)[1] - clock if uses.knows(epoch - 1) else 0
+        return self.homes.awaited(ids, epoch, left)
 
     def brings(self, ids: Index) -> Mask:
         """Return (k,) whether to read each absent object when a peer asks (`reads_for_peers`)."""

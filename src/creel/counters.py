@@ -183,6 +183,11 @@ COUNTERS = (
         kind="gauge",
     ),
     Counter(
+        *("rank", "overdue", "daemon", "s", "creel_overdue_seconds"),
+        "How long training has waited for its next batch so far, from a second on.",
+        kind="gauge",
+    ),
+    Counter(
         *("rank", "utilisation", "daemon", "share", "creel_accelerator_utilisation"),
         *("Share of the recent time in which training did not wait for data.", "fed"),
         kind="gauge",

@@ -82,6 +82,49 @@ def test_a_wrong_creel_argument_is_refused_at_once() -> None:
         creel.DataLoader(NUMBERS, creel=5)  # type: ignore[arg-type]
 
 
+WRONG: list[Any] = [32, 3.5, "x", ["skip"], {"a": 1}, torch.zeros(99), object(), print, True]
+ARGUMENTS = ["remap", "replicate", "on_error", "max_bad_samples", "rehearsal", "seeding", "workers"]
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, "creel", "creel_args", "num_workers"])
+def test_a_value_of_a_wrong_type_gets_one_sentence_that_names_the_argument(name: str) -> None:
+    right: dict[str, set[type]] = {
+        "replicate": {int},
+        "max_bad_samples": {int},
+        "creel": {str, dict, bool},
+    }
+    right["num_workers"] = set(map(type, WRONG)) - {str}  # torch's own errors
+    for value in WRONG:
+        if type(value) in right.get(name, set()):
+            continue
+        with pytest.raises(ConfigError) as caught:
+            creel.DataLoader(NUMBERS, 4, **{name: value})
+        assert str(caught.value).startswith(f"{name}=")
+        assert len(str(caught.value).splitlines()) == 1
+        assert ": give " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call, names",
+    [
+        (lambda memory, _: memory.add(5), "length"),
+        (lambda memory, _: memory.add(NUMBERS, [[1], [1, 2]]), "labels="),
+        (lambda memory, _: memory.add(NUMBERS, order=[[1], [1, 2]]), "order="),
+        (lambda memory, _: memory.add(NUMBERS, labels="x"), "labels"),
+        (lambda *_: creel.Rehearsal("x"), "per_batch="),  # type: ignore[arg-type]
+        (lambda *_: creel.Rehearsal(2, budget=1.5), "budget="),  # type: ignore[arg-type]
+        (lambda _, loader: loader.state_dict(delivered="x"), "delivered is 'x'"),
+        (lambda _, loader: loader.load_state_dict(loader.state_dict(), leave_out=5), "leave_"),
+    ],
+)
+def test_so_does_one_of_a_method(call: Any, names: str) -> None:
+    loader = resumable()
+    next(iter(loader))
+    with pytest.raises(ConfigError) as caught:
+        call(creel.Rehearsal(2), loader)
+    assert names in str(caught.value)
+
+
 def test_without_torch_the_command_line_works_and_the_rest_says_what_to_install(
     tmp_path: Path,
 ) -> None:

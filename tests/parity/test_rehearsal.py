@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
+    get_worker_info,
 )
 
 import creel
@@ -29,6 +31,7 @@ from creel.errors import ConfigError
 from creel.loader.client import connections
 from creel.loader.client.session import Session
 from creel.loader.plan import batch_stream
+from creel.loader.rehearsal.rehearsed import new_data
 from kit import unique_name, until
 from shown import plain
 from testbed.ranks import ranks
@@ -174,7 +177,12 @@ def test_the_dataset_shows_the_new_data_and_may_be_given_back() -> None:
     assert shown.targets is data.targets
     sampler: DistributedSampler[Any] = DistributedSampler(shown, 2, 1)
     again = creel.DataLoader(shown, 8, sampler=sampler, rehearsal=rows, creel=False)
-    assert again.dataset.new is data  # type: ignore[attr-defined]  # it is Rehearsed
+    assert new_data(again.dataset) is data
+    shown.new = shown.kept = shown._mine = 3
+    assert (data.new, data.kept, data._mine) == (3, 3, 3)
+    del shown._mine
+    assert not hasattr(data, "_mine")
+    assert not hasattr(shown, "_mine")
     rows.add(shown)
     assert rows.uids.max() < OLD + NEW
     copied = pickle.loads(pickle.dumps(loader))
@@ -183,6 +191,64 @@ def test_the_dataset_shows_the_new_data_and_may_be_given_back() -> None:
     batches = [plain(batch) for batch in loader]
     torch.manual_seed(0)
     assert batches == [plain(batch) for batch in copied]
+
+
+class Drawing(Dataset[Any]):
+    """Draws from a generator of its own, which `set_up` sets; notes whose sample it is."""
+
+    def __init__(self, n: int, first: int = 0) -> None:
+        self.n, self.first, self.calls = n, first, 0
+        self.rng = random.Random(0)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        info: Any = get_worker_info()
+        mine = info.dataset is self or getattr(info.dataset, "dataset", None) is self
+        return self.first + index, self.rng.random(), info.seed, self.calls, mine
+
+
+def columns(loader: Any) -> list[list[list[Any]]]:
+    return [[column.tolist() for column in batch] for batch in loader]
+
+
+def set_up(worker: int) -> None:
+    """As people write it, for a dataset or a Subset of one; draws from a global generator, too."""
+    info: Any = get_worker_info()
+    data = info.dataset.dataset if isinstance(info.dataset, Subset) else info.dataset
+    assert type(data) is Drawing
+    assert info.id == worker
+    data.rng = random.Random(info.seed + torch.randint(99, ()).item())
+    data.calls += 1
+
+
+@pytest.mark.parametrize("how", ["no daemon", "disabled"])
+@pytest.mark.parametrize("seeding", [None, "sample"])
+@pytest.mark.parametrize("subsets", [False, True])
+def test_a_worker_init_fn_sets_up_the_dataset_of_each_task(
+    subsets: bool, seeding: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is called with each of them, and leaves the worker as without a memory."""
+    tasks: list[Any] = [Drawing(n, first) for n, first in ((NEW, 0), (20, 1000), (20, 2000))]
+    if subsets:
+        tasks = [Subset(Drawing(90), range(a, b)) for a, b in ((0, NEW), (40, 60), (60, 80))]
+        tasks[1].dataset = tasks[2].dataset = tasks[0].dataset
+    rows = creel.Rehearsal(4)
+    for old in tasks[1:]:
+        rows.add(old)
+    options = {"num_workers": 2, "worker_init_fn": set_up, "seeding": seeding}
+    torch.manual_seed(3)
+    theirs = columns(creel.DataLoader(tasks[0], 8, creel=False, **options))
+    options |= switched_off(monkeypatch, how)
+    torch.manual_seed(3)
+    ours = columns(creel.DataLoader(tasks[0], 8, rehearsal=rows, **options))
+    for batch, alone in zip(ours, theirs, strict=True):
+        assert subsets or [column[:-4] for column in batch] == alone, "they are as without one"
+        assert set(batch[3]) == {1}, "of several Subsets of a dataset one is set up"
+        assert all(batch[4])
+    assert not set(ours[0][1]) & set(ours[1][1]), "workers augment differently"
+    assert all(task.calls == 0 for task in tasks if not subsets)
 
 
 def test_numbers_of_subsets_are_those_of_the_dataset_below() -> None:
@@ -289,6 +355,17 @@ def test_four_folders_read_each_file_once(
     # All first: a file that has just been written is read again.
     tasks = [files(tmp_path / f"task-{number}", 30) for number in range(4)]
     assert reads(tasks, daemon, num_workers=workers) == 4 * [30]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_task_that_comes_back_reads_nothing(
+    tmp_path: Path, daemon: dict[str, Any], workers: int
+) -> None:
+    """As a new dataset of the same files, which the memory knows by the old one."""
+    tasks = [files(tmp_path / f"task-{number}", 30) for number in range(3)]
+    again = [tmp_path / "task-1", tmp_path / "task-0"]
+    tasks += [creel.FileDataset(folder, "*.bin", decode=bytes) for folder in again]
+    assert sum(reads(tasks, daemon, num_workers=workers)) == 3 * 30
 
 
 @pytest.mark.parametrize("at_once", [10, 1 << 18])

@@ -55,9 +55,14 @@ def order(task: int, epoch: int, budget: int) -> JobOrder:
 class Rehearsing(Nodes):
     """Four ranks of a job that rehearses: each on a node of its own, or all on one."""
 
-    def __init__(self, nodes: int, held: float, budget: int) -> None:
-        """`held`: of all objects, by all memories together."""
+    def __init__(self, nodes: int, held: float, budget: int, joins: int = 0) -> None:
+        """`held`: of all objects, by all memories together.
+
+        `joins`: the step of the first epoch before which the nodes hear of each other.
+        """
         self.budget, self.refused, self.lost = budget, 0, 0
+        self.peers: list[int] = []  # objects that each epoch reads from peers
+        self._joins = joins
         every = JobOrder(SAMPLES, RANKS, TASK // RANKS, BATCH, 0)
         super().__init__(nodes, every, held)
 
@@ -80,12 +85,22 @@ class Rehearsing(Nodes):
             number = epoch - self._began[node]
             skipped = 0 if number else self._skipped[node]
             first = int(np.append(0, dealt.ends)[skipped])
-            shell.feed(EpochDealt(1, number, dealt, self._view(node)))
+            if not self._joins:
+                shell.feed(EpochDealt(1, number, dealt, self._view(node)))
             shell.tell(1, number, ranks[node][first:].copy(), dealt.ends[skipped:] - first)
         else:
             steps = zip(*(np.split(ids, dealt.ends[:-1]) for ids in ranks), strict=True)
             ids = np.concatenate([part for step in steps for part in step])
             shell.tell(1, epoch, ids, RANKS * dealt.ends)
+
+    def _join(self) -> None:
+        """Let the nodes hear of each other, and of all epochs that loaders foretell."""
+        self._joins = 0
+        for node in self.alive:
+            self.shells[node].feed(EpochDealt(1, 0, order(0, 0, self.budget), self._view(node)))
+            for ahead in range(1, AHEAD + 1):
+                self._tell_of(node, 0, ahead)
+        self._settle()
 
     def replace(self, node: int, task: int, epoch: int, step: int) -> int:
         """Kill a node's daemon before a step, and start another; return the objects it held."""
@@ -116,15 +131,18 @@ class Rehearsing(Nodes):
                 self._begin_task(node, task)
             for epoch in range(EPOCHS):
                 self.counts.clear()
-                for ahead in range(0 if epoch == 0 else AHEAD, AHEAD + 1):
+                for ahead in range(0 if epoch == 0 else AHEAD, 1 if self._joins else AHEAD + 1):
                     for node in self.alive:
                         self._tell_of(node, task, epoch + ahead)
                 self._settle()
                 for step in range(self.order.steps):
                     if killed is not None and killed[1:] == (task, epoch, step):
                         self.lost = self.replace(*killed)
+                    if self._joins and step == self._joins:
+                        self._join()
                     self._step(epoch, step)
                 sources.append(self.counts["source"])
+                self.peers.append(self.counts["peer"])
                 self.refused += self.counts["refused"]
         for node in self.alive:
             self.shells[node].core.check()
@@ -145,6 +163,19 @@ def test_nodes_read_what_one_memory_of_the_sum_would_read(
     assert nodes.refused <= 0.002 * together
     if held >= 0.6:  # what may still be read is .25 + .3 of all objects
         assert together <= 1.02 * SAMPLES
+
+
+@pytest.mark.parametrize("held", [1.1, 0.6])
+@pytest.mark.parametrize("joins", [0, 5, TASK // RANKS // BATCH - 1])
+def test_who_reads_an_object_first_reads_it_from_the_source_and_keeps_it(
+    joins: int, held: float
+) -> None:
+    """Whenever the nodes hear of each other: what they have read until then is not read again."""
+    nodes = Rehearsing(RANKS, held, int(0.3 * SAMPLES), joins)
+    sources = nodes.run_all()
+    assert nodes.peers[0] <= 0.1 * TASK  # ahead of the next epoch
+    assert sources[: EPOCHS + 1] == [TASK, 0, 0, TASK]
+    assert sum(sources) <= (1.0 if held > 1 else 1.02) * SAMPLES
 
 
 def test_objects_that_a_killed_daemon_held_are_read_again_once() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.system
 N, BATCH = 60, 8
 WORKERS_STAY = {"num_workers": 2, "persistent_workers": True}
 BAD = frozenset({3, 17, 40})
+SKIP: Any = {"on_error": "skip", "creel": False}
 
 
 class Files(Dataset[torch.Tensor]):
@@ -123,6 +126,7 @@ def test_those_that_are_found_while_reads_are_recorded_are_listed_later(
     """Below `creel.wrap` no daemon is asked before that, and no bad sample is read again."""
     given = {"daemon.name": served, "loader.direct": "never"}
     data = creel.wrap(OwnFiles(tmp_path))
+    (tmp_path / "17").write_text("")  # which is never cached
     loader: Any = creel.DataLoader(data, BATCH, on_error="skip", creel=given, **more)
     for _ in range(3):
         assert sum(len(batch) for batch in loader) == N - len(BAD)
@@ -268,6 +272,74 @@ def test_an_error_may_be_of_any_text(served: str, tmp_path: Path, workers: int) 
     more: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "creel": served}
     loader: Any = creel.DataLoader(Unprintable(tmp_path), BATCH, **more)
     assert sum(len(batch) for batch in loader) == N - len(BAD)
+
+
+class Keyed(Dataset[torch.Tensor]):
+    """Samples by any key of the letters' numbers; without a length, as a database has none."""
+
+    def __init__(self, key: Callable[[int], Any], bad: frozenset[int]) -> None:
+        self.numbers = {key(i): i for i in range(16)}
+        self.bad = bad
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        number = self.numbers[key if isinstance(key, (str, tuple)) else int(key)]
+        if number in self.bad:
+            raise ValueError("damaged")
+        return torch.tensor(number)
+
+
+KEYS: dict[str, Callable[[int], Any]] = {
+    "texts": lambda i: f"key {i}",
+    "tuples": lambda i: (i, "a"),
+    "numbers": lambda i: i,
+}
+GROUPS: dict[str, Callable[[list[Any]], Any]] = {
+    "lists": list,
+    "tuples": tuple,
+    "arrays": np.array,
+    "tensors": torch.tensor,
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+@pytest.mark.parametrize(
+    "keys, group",
+    [("texts", "lists"), ("tuples", "tuples"), *(("numbers", group) for group in GROUPS)],
+)
+def test_samples_are_left_out_or_replaced_whatever_names_them(
+    keys: str, group: str, on_error: Any, workers: int
+) -> None:
+    """Another sample of the batch replaces one, where no number says what else there is."""
+    key = KEYS[keys]
+    given = [GROUPS[group]([key(i) for i in range(at, at + 4)]) for at in range(0, 16, 4)]
+    data = Keyed(key, frozenset({5, 12, 13, 14, 15}))
+    loader: Any = creel.DataLoader(
+        data, batch_sampler=given, on_error=on_error, num_workers=workers
+    )
+    for _ in range(2):
+        found = []
+        for batch in loader:
+            found.append(batch.tolist())
+            if keys == "numbers":
+                assert loader.indices.tolist() == found[-1]
+        before = 11 if keys == "numbers" or not workers else 7  # what that worker has read
+        last = [before] if on_error == "skip" else [before] * 4
+        assert found[:3] == [
+            [0, 1, 2, 3],
+            [4, 6, 7] if on_error == "skip" else [4, 6, 6, 7],
+            [8, 9, 10, 11],
+        ]
+        assert found[3] == last
+
+
+def test_a_single_sample_without_a_number_is_replaced_by_one_before() -> None:
+    given: Any = [f"key {i}" for i in range(8)]
+    data = Keyed(KEYS["texts"], frozenset({3, 4}))
+    loader: Any = creel.DataLoader(data, None, sampler=given, on_error="skip", creel=False)
+    assert [int(sample) for sample in loader] == [0, 1, 2, 2, 2, 5, 6, 7]
+    with pytest.raises(TooManyBadSamplesError, match=r"in the place of sample 'key 0': .*damaged"):
+        list(creel.DataLoader(Keyed(KEYS["texts"], frozenset({0})), None, sampler=given, **SKIP))
 
 
 def test_an_index_may_be_a_tensor(tmp_path: Path) -> None:

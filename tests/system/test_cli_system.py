@@ -216,8 +216,15 @@ def test_data_of_a_program_is_found_in_memory_by_its_training(name: str, tmp_pat
 
 
 @pytest.mark.usefixtures("daemon")
-def test_files_that_a_dataset_opens_itself_are_read_and_warmed(name: str, tmp_path: Path) -> None:
-    """Its training records them in the first epoch and finds them in memory from the second on."""
+@pytest.mark.parametrize("direct", ["auto", "never"])
+def test_files_that_a_dataset_opens_itself_are_read_and_warmed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    """Its training records them in the first epoch and finds them in memory from the second on.
+
+    They have just been written and lie in the page cache, where training itself needs no daemon.
+    """
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", direct)
     (tmp_path / "mydata.py").write_text(_PROGRAM)
     (tmp_path / "records.bin").write_bytes(bytes(60_000))
     for i in range(5):
@@ -290,8 +297,12 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
     finally:
         creel("--name", name, "stop", "--now")
     until(lambda: forked("--name", name, "status")[0] == 3, what="the daemon has ended")
+    for nothing in ("/nope", "mydata:absent"):
+        assert "started" not in forked("--name", name, "warm", nothing)[2]
+        creel("--name", name, "status", code=3)
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     creel("--name", name, "warm", str(folder), code=3)
+    creel("--name", name, "warm", "/nope", code=3)
     creel("--name", name, "warm", str(folder), "--time", "soon", code=2)
     creel("--name", name, "warm", str(folder), "--time", "1s", "--background", code=2)
 
@@ -360,10 +371,32 @@ def test_run_gives_the_command_a_daemon_and_takes_its_exit_code() -> None:
     creel("--name", theirs, "status", code=3)
 
 
-def test_run_takes_no_options_of_the_command_and_says_which_settings_cannot_be() -> None:
+def test_run_takes_no_options_of_the_command() -> None:
     out = creel("run", "--memory", "8MiB", sys.executable, "-c", "print(0)", "--memory", "--help")
     assert out == "0\n"
-    creel("run", "--memory", "900TiB", sys.executable, "-c", "print(0)", code=2)
+
+
+@pytest.mark.parametrize("gib", [1, 8])
+def test_run_runs_the_command_whatever_address_space_its_queue_allows(gib: int) -> None:
+    """SGE's h_vmem and PBS's pvmem set `ulimit -v`, often to 4 GB, which a daemon may not fit."""
+    limited = 'ulimit -v "$0"; exec "$@"'
+    words = [*CREEL, "run", "--memory", "50%", "--", "sh", "-c", "echo ran; exit 7"]
+    done = subprocess.run(
+        ["sh", "-c", limited, str(gib << 20), *words],
+        env=os.environ | {"CREEL_DAEMON__LINGER_S": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (7, "ran\n"), done.stderr
+
+
+def test_run_runs_the_command_where_the_daemon_cannot_start(name: str, served: str) -> None:
+    """A budget beyond the machine's, a name that is taken: the job has waited in a queue."""
+    for words in (["--name", name, "run", "--memory", "900TiB"], ["--name", served, "run"]):
+        code, _, err = forked(*words, "--", "sh", "-c", "echo ran; exit 7")
+        assert (code, err.count("sh runs without a daemon of its own")) == (7, 1), err
 
 
 def test_run_hands_signals_on_and_tells_by_which_one_it_ended(name: str) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from creel.loader.reading.storage import version_at
+from kit import until
 from testbed.cgroups import Cgroups, limits_of
 from testbed.host import TestbedError
 
@@ -91,3 +93,49 @@ def test_creel_verify_compares_with_samples_that_are_decoded_anew(tmp_path: Path
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     told = json.loads(done.stdout)
     assert (told["equal"], told["batches"]) == (True, 3 * N // 4)
+
+
+_EXPERIMENT = """
+import os, sys, creel
+number, shared_as, paths = int(os.environ["SLURM_PROCID"]), sys.argv[1] or None, sys.argv[2:]
+
+def decode(data):
+    with open(f"{paths[0]}.log", "a") as log:
+        log.write(".")
+    return data.decode() * (number + 1 if shared_as is None else 1)
+
+class Own:
+    def __len__(self):
+        return len(paths)
+    def __getitem__(self, i):
+        with open(paths[i], "rb") as file:
+            return decode(file.read())
+
+files = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB", shared_as=shared_as)
+kept = creel.kept(Own(), "1MiB", shared_as=shared_as)
+print(*(sample[0] for data in (files, kept) for sample in [data] * 2), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("shared_as", ["", "letters"])
+def test_tasks_of_a_step_share_samples_only_under_a_name(tmp_path: Path, shared_as: str) -> None:
+    """They may be experiments of a sweep: each has its own setting, in a global."""
+    path = tmp_path / "0"
+    path.write_text("x")
+    until(lambda: version_at(str(path)) > 0)
+    step = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
+    tasks, samples = [], []
+    for number in range(2):
+        env = {**os.environ, **step, "SLURM_JOB_ID": "7", "SLURM_PROCID": str(number)}
+        command = [sys.executable, "-c", _EXPERIMENT, shared_as, str(path)]
+        pipe = subprocess.PIPE
+        tasks.append(subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True))
+        assert tasks[-1].stdout is not None
+        samples.append(tasks[-1].stdout.readline().split())
+    for task in tasks:
+        task.communicate("\n")
+    assert samples == [["x"] * 4, [("x" if shared_as else "xx")] * 4]
+    calls = 2 * 2  # of both datasets, whose only sample is made twice at first
+    # Of a named store the second task compares a sample of each with its own.
+    assert (tmp_path / "0.log").stat().st_size == calls + (4 if shared_as else calls)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import creel
 from creel.cache.storage.manifest import Manifest
+from creel.cli.watching.view import status_pairs
+from creel.loader.client.client import Client
 from daemons import Running, folder, opened, plan, read_steps
 from kit import Cores, unique_name, until
 
@@ -245,6 +248,23 @@ def test_a_second_daemon_goes_without_and_says_so(files: Manifest, scratch: Path
         assert told(second)["spilled"] == 0
         assert "there is no disk tier" in second.log()
         assert second.log().count("another daemon uses it") == 1
+
+
+@pytest.mark.parametrize("path", ["file", "/proc", "missing"])
+def test_training_says_that_its_disk_tier_cannot_be_used(
+    tmp_path: Path, embedded: str, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """The daemon that it starts has a log that nobody sees."""
+    (tmp_path / "file").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/sample").write_bytes(bytes(100))
+    given = {"disk.path": str(tmp_path / path), "daemon.name": embedded}
+    list(creel.DataLoader(creel.FileDataset(tmp_path / "data", nbytes=True), creel=given))
+    (said,) = [m for m in caplog.messages if "there is no disk tier" in m]
+    assert str(tmp_path / path) in said
+    with Client.connect(embedded, "cli") as client:
+        shown = dict(status_pairs(client.ask("status")))
+        assert "there is no disk tier" in shown["disk"]
 
 
 def test_a_dropped_dataset_is_not_found_by_the_next_daemon(files: Manifest, scratch: Path) -> None:

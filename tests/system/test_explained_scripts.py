@@ -123,7 +123,7 @@ def test_a_script_that_ends_too_soon_says_so(
     script: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert explained(script, "short") == 2
-    assert "took too few batches" in capfd.readouterr().err
+    assert "one DataLoader must give 17 or more before the script ends" in capfd.readouterr().err
     assert main.main(["explain", str(script) + "x"]) == 2
     assert "there is no script" in capfd.readouterr().err
 

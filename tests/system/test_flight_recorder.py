@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> list[str]:
 
 def stream_of(loader: creel.DataLoader[Any]) -> Any:
     """Return the session of the loader's iterator."""
-    run: Any = loader._loader_state().run
+    run: Any = loader._creel_state.run
     assert run is not None
     assert run.stream is not None
     return run.stream.session
@@ -98,7 +98,7 @@ def test_every_batch_has_its_row_and_waits_sum_to_the_stalls(
         for row in rows:
             assert row.packed - row.collating >= 1e6
             assert row.collating - row.ready >= BATCH * 1e6
-    loader._loader_state().run._count()  # type: ignore[union-attr]
+    loader._creel_state.run._count()  # type: ignore[union-attr]
     stalls = sum(loader.stats()["stall_s"].values())  # type: ignore[attr-defined]
     waits = sum(row.taken - row.wait_began for row in rows)
     assert waits / 1e9 == pytest.approx(stalls, rel=0.01)
@@ -177,7 +177,7 @@ def test_a_dataset_without_objects_is_counted_and_recorded_where_a_daemon_runs(
         epochs += 1
         assert [int(i) for batch in loader for i in batch] == [*range(64)]
         # The session may have come too late for this epoch: then the next one looks again.
-        return loader._loader_state()._stream is not None
+        return loader._creel_state._stream is not None
 
     until(counted, what="the daemon counts")
     before = answer_of(daemon)["ranks"][0]

@@ -23,6 +23,7 @@ import pytest
 from kit import Cores
 from testbed import cluster as hosts
 from testbed import http_server, jobs
+from testbed.rehearse_on_nodes import SIZES
 
 FILES = 1200
 #: Per node and epoch, besides heartbeats: handshakes, and plans that were missed.
@@ -223,6 +224,31 @@ def test_hosts_that_rehearse_read_each_file_once(kind: str) -> None:
     assert opens - first <= 2 * once
     cores.skip_unless_spare()
     assert opens - first <= 1.05 * once
+
+
+def test_hosts_that_rehearse_read_no_file_that_another_host_has_read() -> None:
+    """Datasets of three sizes, and the first again; each host has memory for everything."""
+    cores = Cores()
+    files, tasks, epochs, world = 2720, 4, 2, 3
+    opens = []
+    with jobs.storage(files) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, "8", str(epochs), "40", "4", "returning", "0", "4"]
+        memory = int(1.3 * files * jobs.HELD_NBYTES)
+        with jobs.job(cluster, world, words, memory, script=jobs.REHEARSES) as ranks:
+            for _ in range(tasks * epochs):
+                for one in ranks:
+                    said = one.next("epoch")["epoch"]
+                    assert said["digest"] == said["expected"]
+                opens.append(storage.totals()["opens"])
+            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+    first = files * SIZES[0] / sum(SIZES)
+    assert min(peer["hits"] for peer in peers) > 0
+    # 1.3 if a home read what another host had read before they knew of each other.
+    assert opens[epochs - 1] <= 1.15 * first
+    assert opens[-1] <= 1.15 * files
+    cores.skip_unless_spare()
+    assert opens[epochs - 1] <= 1.02 * first
+    assert opens[-1] <= 1.05 * files
 
 
 def test_a_host_that_joins_reads_its_share_of_what_is_replayed_and_no_more() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import creel
-from creel.errors import ConfigError, SourceError
+from creel.errors import ConfigError, SourceError, TooManyBadSamplesError
 from creel.streams.log import Log
 from daemons import Running
 from kit import seeds, unique_name
@@ -58,14 +58,14 @@ def read(loader: DataLoader[Any]) -> list[list[int]]:
     return out
 
 
-def expected(n: int, b: int, shuffle: int) -> list[list[int]]:
+def expected(n: int, b: int, shuffle: int, *, drop_last: bool = False) -> list[list[int]]:
     order: list[int] = []
     for j in range(0, n, shuffle or n):
         window = np.arange(j, min(j + (shuffle or n), n))
         generator = torch.Generator().manual_seed(j // (shuffle or n))
         own = torch.randperm(len(window), generator=generator).numpy()
         order += (window[own] if shuffle else window).tolist()
-    return [order[i : i + b] for i in range(0, n - b + 1, b)]
+    return [order[i : i + b] for i in range(0, n - b + 1 if drop_last else n, b)]
 
 
 @pytest.fixture
@@ -116,9 +116,13 @@ def test_a_finished_stream_has_torchs_batches(
         "batch_transform": {"batch_transform": lambda b: {"s": b["x"].sum(1), "i": b["i"]}},
     }
     data = stream(folder, **kinds[how])
-    mine = list(creel.DataLoader(data, batch_size=6, num_workers=workers))
-    theirs = list(DataLoader(data, batch_sampler=data.batches(6), num_workers=workers))
-    assert len(mine) == len(theirs) == 33
+    mine, theirs = [], []
+    for drop_last in (False, True):
+        options: dict[str, Any] = {"num_workers": workers}
+        mine += list(creel.DataLoader(data, batch_size=6, drop_last=drop_last, **options))
+        dealt = data.batches(6, drop_last=drop_last)
+        theirs += list(DataLoader(data, batch_sampler=dealt, **options))
+    assert len(mine) == len(theirs) == 34 + 33
     for a, b in zip(mine, theirs, strict=True):
         assert type(a) is type(b)
         parts = [(a[k], b[k]) for k in (a if isinstance(a, dict) else range(len(a)))]
@@ -149,8 +153,10 @@ def test_batches_and_replays_are_the_same_whatever_the_pace(folder: Path, produc
         workers = pace.randint(0, 2)
         loader = creel.DataLoader(live, batch_size=b, num_workers=workers, rehearsal=memory)
         got = read(loader)
-        assert [own[:b] for own in got] == expected(n, b, shuffle), seed
-        assert all(len(own) == b + memory.per_batch for own in got[3:])
+        new = expected(n, b, shuffle)
+        assert [own[: len(one)] for own, one in zip(got, new, strict=True)] == new, seed
+        rows = [len(own) - len(one) for own, one in zip(got, new, strict=True)]
+        assert rows == [memory.per_batch if step >= 3 else 0 for step in range(len(new))]
         again, batches = memory.over(*finished(path, b, shuffle), None)
         assert read(DataLoader(again, batch_sampler=batches)) == got, seed
 
@@ -210,7 +216,7 @@ def test_ranks_of_a_job_get_equally_many_batches(folder: Path, monkeypatch: Any)
         first, second = ranks(train, folder)
     assert len(first) == len(second) == n // (2 * b)
     steps = [[*a, *c] for a, c in zip(first, second, strict=True)]
-    assert steps == expected(n, 2 * b, 0)
+    assert steps == expected(n, 2 * b, 0, drop_last=True)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -279,6 +285,51 @@ def read_resumed(folder: Path, state: Any) -> list[list[int]]:
     loader = creel.DataLoader(stream(folder, "a", shuffle=32), batch_size=3, num_workers=1)
     loader.load_state_dict(state)
     return read(loader)
+
+
+#: Numbers of records that a transform refuses: some of a batch of four, a whole one, and its chunk.
+BAD = {9, 10, 20, 21, 22, 23, 33}
+
+
+def good_only(record: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if int(record["i"]) in BAD:
+        raise ValueError("damaged")
+    return record
+
+
+@pytest.mark.usefixtures("daemon", "source")
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_a_record_that_a_transform_refuses_is_left_out_or_replaced_by_one_that_is_there(
+    folder: Path, chunk: int
+) -> None:
+    """By one of its batch, or of the chunks of that: others may be deleted, or yet to come."""
+    n = 20 if chunk == 1 else 40  # beside a batch of 20 to 23 nothing need be there
+    produce(folder, n, chunk=chunk, linger_s=1e9)
+    data = stream(folder, transform=good_only)
+    for mode in ("skip", "substitute"):
+        got = []
+        for workers in (0, 2):
+            loader = creel.DataLoader(data, 4, on_error=mode, num_workers=workers)
+            batches = []
+            for batch in loader:
+                batches.append(batch["i"].tolist())
+                assert loader.indices.tolist() == batches[-1]
+            got.append(batches)
+        assert got[0] == got[1]
+        for k, batch in zip(range(0, n, 4), got[0], strict=True):
+            good = [i for i in range(k, k + 4) if i not in BAD]
+            beside = range(k // chunk * chunk, ((k + 3) // chunk + 1) * chunk)
+            assert [i for i in batch if i in good] == good or mode == "substitute"
+            assert len(batch) == (4 if mode == "substitute" else max(len(good), 1))
+            assert set(batch) <= set(good or beside) - BAD
+
+
+def test_a_batch_without_a_good_record_beside_it_raises(folder: Path) -> None:
+    produce(folder, 24, chunk=1)
+    data = stream(folder, transform=good_only)
+    loader = creel.DataLoader(data, 4, on_error="skip", creel=False)
+    with pytest.raises(TooManyBadSamplesError, match="could be read in the place of sample 20"):
+        list(loader)
 
 
 def test_a_loader_of_a_stream_says_what_it_cannot_do(folder: Path) -> None:

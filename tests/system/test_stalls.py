@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import Dataset, Sampler, default_collate
 
 import creel
+from creel.cli import main
 from creel.loader.client import connections
 from daemons import Running
 from kit import until
 from testbed.http_server import Server
+from testbed.same import needs_fuse
+from testbed.slowfs import SlowFS
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -232,6 +236,67 @@ def test_batches_that_were_not_foreseen_are_counted_exactly(
     del batches
     session = stats_of(node)
     assert (session["batches"], session["samples"]) == (40, 160)
+
+
+class Own(Dataset[torch.Tensor]):
+    """A dataset that knows nothing of creel."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [str(folder / f"{i:03}.raw") for i in range(FILES)]
+
+    def __len__(self) -> int:
+        return FILES
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return decode(Path(self.paths[i]).read_bytes())
+
+
+@needs_fuse
+@WORKERS
+@pytest.mark.parametrize("own", [False, True])
+def test_a_wait_that_has_not_ended_is_told_while_storage_hangs(
+    own: bool,
+    workers: int,
+    node: Running,
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mount = tmp_path_factory.mktemp("mount")
+    with SlowFS(str(folder), str(mount)) as slow:  # type: ignore[no-untyped-call]
+        paths = [str(mount / f"{i:03}.raw") for i in range(FILES)]
+        files: Any = Own(mount) if own else creel.FileDataset(paths, decode=decode)
+        loader = creel.DataLoader(files, 4, num_workers=workers)
+        slow.set(stall=600)
+        training = threading.Thread(target=epoch, args=(loader,))
+        training.start()
+        try:
+            until(lambda: awaits_storage(overdue(node)), 60, what="the file is named")
+            told = overdue(node)
+            assert main.main(["--name", node.name, "stats", "--why"]) == 0
+        finally:
+            slow.set(stall=0)
+            training.join()
+    assert told["overdue_file"] in paths
+    assert f"storage has not delivered {mount}/" in capsys.readouterr().out
+    with node.client("cli") as client:
+        (rank,) = client.ask("stats")["ranks"]
+    assert rank["overdue_s"] == 0, "it has ended"
+    assert rank["stall_s"]["source"] >= told["stall_s"]["source"]
+    counted: Any = loader.stats()["stall_s"]
+    assert sum(rank["stall_s"].values()) == pytest.approx(sum(counted.values()))
+
+
+def overdue(node: Running) -> dict[str, Any]:
+    """Return the session of the only loader, once it has one."""
+    with node.client("cli") as client:
+        return next(iter(client.ask("stats")["sessions"]), {})
+
+
+def awaits_storage(session: dict[str, Any]) -> bool:
+    """Whether a session has a wait that is counted, of this cause and with its file."""
+    told = session.get("overdue_cause"), bool(session.get("overdue_file"))
+    return told == ("source", True) and session["stall_s"]["source"] > 1
 
 
 @WORKERS

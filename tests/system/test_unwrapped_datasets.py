@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import creel
 from creel.cli import main
-from creel.loader.workers import own_files
+from creel.loader.waits import own_files
+from kit import until
 from testbed.same import needs_fuse
 from testbed.slowfs import SlowFS
 
@@ -39,15 +45,29 @@ def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[Path]:
-    """A folder of files each of which takes 20 ms to read: an epoch takes torch 5 s."""
+def files(tmp_path: Path) -> Iterator[Any]:
+    """Files each of which takes 20 ms to read: an epoch takes torch 5 s. Also all in one file."""
     data, mountpoint = tmp_path / "data", tmp_path / "mount"
     data.mkdir()
+    rows = np.random.default_rng(0).integers(0, 256, (FILES, 1000), np.uint8)
     for i in range(FILES):
-        (data / f"{i}").write_bytes(bytes(1000))
+        (data / f"{i}").write_bytes(rows[i].tobytes())
+    wide = np.repeat(rows, 8, axis=1)  # two pages each
+    wide.tofile(data / "0.bin")
+    with suppress(ImportError):
+        import h5py
+
+        with h5py.File(data / "0.h5", "w") as f:
+            f["x"] = wide
     mountpoint.mkdir()
-    with SlowFS(str(data), str(mountpoint), read_latency=20.0):  # type: ignore[no-untyped-call]
-        yield mountpoint
+    with SlowFS(str(data), str(mountpoint), read_latency=20.0) as slow:  # type: ignore[no-untyped-call]
+        yield slow
+
+
+@pytest.fixture
+def slow(files: Any) -> Path:
+    """Their folder."""
+    return Path(files.mountpoint)
 
 
 def epochs(dataset: Any, name: str, workers: int, many: int) -> None:
@@ -66,24 +86,129 @@ def test_a_file_that_training_waits_for_is_named_once_and_by_stats_why(
 ) -> None:
     epochs(Files(slow), served, workers, 2)
     epochs(Files(slow), served, workers, 1)
-    (said,) = [m for m in caplog.messages if "opens files itself" in m]
-    assert said.startswith(
-        "this dataset opens files itself; creel.wrap(dataset) caches them (training waits for "
-        f"{slow}/"
-    )
+    (said,) = hints(caplog)
+    assert said.startswith(f"this dataset opens files itself ({slow}/")
+    assert ": creel.wrap(dataset) caches files that Python code opens" in said
     assert main.main(["--name", served, "stats", "--why"]) == 0
-    assert f"files that the dataset opens itself ({slow}/" in capsys.readouterr().out
+    assert f"files that the dataset reads itself ({slow}/" in capsys.readouterr().out
     assert main.main(["--name", served, "stats", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert any(one["own_file"].startswith(f"{slow}/") for one in told["ranks"])
 
 
+def hints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was said of files that datasets read themselves."""
+    said = "training waits for storage: "
+    return [m.removeprefix(said) for m in caplog.messages if m.startswith(said)]
+
+
+@pytest.mark.parametrize("served_by", [creel.wrap, creel.kept])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_wrapped_dataset_is_not_told_to_be_wrapped(
-    workers: int, slow: Path, served: str, caplog: pytest.LogCaptureFixture
+def test_a_dataset_that_creel_serves_is_told_nothing(
+    workers: int,
+    served_by: Callable[[Any], Any],
+    slow: Path,
+    served: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    epochs(creel.wrap(Files(slow)), served, workers, 1)
-    assert not [m for m in caplog.messages if "opens files itself" in m]
+    epochs(served_by(Files(slow)), served, workers, 3)
+    assert not hints(caplog)
+
+
+class KeptOpen(Files):
+    """Samples are rows of one HDF5 file, which each process opens once."""
+
+    file: Any = None
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if self.file is None:
+            self.file = pytest.importorskip("h5py").File(self.paths[0] + ".h5", "r")
+        return torch.from_numpy(self.file["x"][i])
+
+
+class Mapped(Files):
+    """As nanoGPT reads its tokens."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        rows = np.memmap(self.paths[0] + ".bin", np.uint8, "r").reshape(FILES, -1)
+        return torch.from_numpy(np.array(rows[i]))
+
+
+class ByThreads(Files):
+    """As zarr reads its chunks."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().__getitem__, i).result()
+
+
+class ByC(Files):
+    """As soundfile and other libraries open paths."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        libc, data = ctypes.CDLL(None), bytearray(1000)
+        fd = libc.open(self.paths[i].encode(), os.O_RDONLY)
+        nbytes = libc.read(fd, (ctypes.c_char * 1000).from_buffer(data), 1000)
+        libc.close(fd)
+        assert nbytes == 1000
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+UNSERVED = pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (KeptOpen, ".h5: many samples read parts of it, or keep it open"),
+        (ByThreads, ": a library in C, C++ or Rust opens it, or a thread"),
+        (ByC, ": a library in C, C++ or Rust opens it, or a thread"),
+    ],
+)
+
+
+@UNSERVED
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrapped_dataset_that_creel_cannot_serve_is_told_why_and_what_does(
+    kind: type[Files],
+    why: str,
+    workers: int,
+    slow: Path,
+    served: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loader = creel.DataLoader(creel.wrap(kind(slow)), BATCH, num_workers=workers, creel=served)
+    until(lambda: bool(list(loader) and hints(caplog)), 60, what="it is told")
+    (said,) = hints(caplog)
+    assert said.startswith(f"creel.wrap cannot serve {slow}/")
+    assert f"{why}" in said
+    assert said.endswith("creel.kept(dataset, size) below the random transforms keeps its samples")
+    assert main.main(["--name", served, "stats", "--why"]) == 0
+    assert "creel.kept(dataset, size)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [KeptOpen, Mapped])
+def test_an_unwrapped_dataset_is_not_told_of_what_would_not_serve_it(
+    kind: type[Files], slow: Path, served: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    epochs(kind(slow), served, 2, 1)
+    (said,) = hints(caplog)
+    assert "creel.wrap" not in said
+    assert "creel.kept(dataset, size)" in said
+
+
+@pytest.mark.parametrize("kind", [KeptOpen, Mapped, ByThreads, ByC])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_kept_samples_are_read_in_the_first_epoch_only_whoever_reads_them(
+    kind: type[Files], workers: int, files: Any, served: str
+) -> None:
+    files.set(read_latency=0)
+    dataset, kept = kind(Path(files.mountpoint)), creel.kept(kind(Path(files.mountpoint)), "64MiB")
+    torchs = list(DataLoader(dataset, BATCH))
+    loader = creel.DataLoader(kept, BATCH, num_workers=workers, creel=served)
+    for epoch in range(3):
+        files.reset()
+        assert all(map(torch.equal, loader, torchs))
+        totals = files.totals()
+        assert bool(totals["opens"] + totals["reads"]) == (epoch == 0), totals
 
 
 class Busy(Files):
@@ -102,4 +227,4 @@ def test_training_that_waits_for_decoding_is_told_nothing(
     for i in range(FILES):
         (tmp_path / f"{i}").write_bytes(bytes(1000))
     epochs(Busy(tmp_path), served, workers, 1)
-    assert not [m for m in caplog.messages if "opens files itself" in m]
+    assert not hints(caplog)

@@ -93,6 +93,14 @@ def test_a_loader_is_verified(project: Path, loader: str, batches: int) -> None:
     assert (told["equal"], told["batches"], told["difference"]) == (True, batches, None)
 
 
+def test_options_behind_the_script_are_told_to_come_before_it(project: Path) -> None:
+    """The script's own parser of arguments ends it, and names an error of the script's."""
+    code, _, err = verify(project, "train.py", "0", "--steps", "10", "fail")
+    assert (code, "'--steps' went to the script" in err) == (1, True)
+    code, _, err = verify(project, "train.py", "0", "fail")
+    assert (code, "went to the script" in err) == (1, False)
+
+
 def test_a_difference_is_named_and_ends_with_1(project: Path) -> None:
     told = json.loads(creel("verify", "--json", "loaders:drifting", cwd=project, code=1))
     difference = told["difference"]

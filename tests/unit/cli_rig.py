@@ -10,6 +10,7 @@ import pytest
 from creel.loader.client.client import Client
 
 STATUS: dict[str, Any] = {
+    "disk": {"path": "", "failure": ""},
     "name": "default",
     "pid": 7,
     "version": "0.1.0",
@@ -47,6 +48,10 @@ SESSION: dict[str, Any] = {
     "utilisation": 0.87,
     "made": 3,
     "own_file": "",
+    "own_remedy": "",
+    "overdue_s": 0.0,
+    "overdue_cause": "",
+    "overdue_file": "",
 }
 STATS: dict[str, Any] = {
     "memory": STATUS["memory"],

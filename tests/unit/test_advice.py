@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
 import creel
-from creel.errors import ConfigError, SourceError
+from creel.errors import ConfigError, CreelError, SourceError
 from creel.loader.iterators import advice
+from creel.loader.reading import storage
+from creel.settings import FetchSettings
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +163,45 @@ def test_http_without_its_packages_names_them_and_the_extra(
     assert f"http:// needs {absent}: pip install 'creel-data[http]'" in str(raised.value)
     assert str(raised.value).count("without-") == 1
     assert "Errno" not in str(raised.value)
+    with pytest.raises(ConfigError, match=f"http:// needs {absent}: pip install"):
+        creel.FileDataset(["http://127.0.0.1:9/never-read"])
+
+
+_KEYS = {"endpoint_url": "http://127.0.0.1:1", "key": "k", "secret": "s"}
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        lambda: creel.read("http://127.0.0.1:1/a"),
+        lambda: creel.FileDataset("http://127.0.0.1:1/a"),
+        lambda: creel.FileDataset(["http://127.0.0.1:1/a"])[0],
+        lambda: creel.read("s3://bucket/a", storage_options=_KEYS),
+        lambda: creel.ImageFolder("s3://bucket/a", storage_options=_KEYS),
+        lambda: creel.FileDataset(["/nowhere/a"])[0],
+        lambda: creel.read("nothing-has-this://a/b"),
+    ],
+)
+def test_an_error_of_storage_stands_alone(
+    reading: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not below a hundred lines of the client's own frames."""
+    monkeypatch.setattr(storage, "_settings", FetchSettings(attempts=1))
+    with pytest.raises(CreelError) as raised:
+        reading()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+
+
+def test_an_option_by_another_name_is_told_the_documented_one() -> None:
+    with pytest.raises(SourceError, match="did you mean 'endpoint_url'") as raised:
+        creel.read("s3://bucket/a", storage_options={"endpoint": "http://127.0.0.1:1"})
+    page = (Path(__file__).parents[2] / "docs/s3.md").read_text()
+    names = re.search(r"names are fsspec's \((.*), \.\.\.\)", page)
+    assert names is not None
+    assert all(name in str(raised.value) for name in re.findall(r"`(\w+)`", names[1]))
+
+
+def test_settings_are_not_taken_for_a_daemons_name() -> None:
+    with pytest.raises(ConfigError, match=r"creel=\{'memory.budget': '1GiB'\}"):
+        creel.DataLoader([1], creel="memory.budget=1GiB")  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cli import main, run, targets, warm
 from creel.cli.commands import daemon as daemon_commands
 from creel.cli.watching import stats
+from creel.config import Config
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.loader.client import embed
 from creel.loader.client.client import Client
@@ -171,8 +173,9 @@ def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
 ) -> None:
     monkeypatch.setattr(targets, "folder_manifest", lambda _: Manifest.of_files(["/a"]))
     client: Any = mock.Mock(ask=mock.Mock(return_value={"datasets": [{"dataset": "another"}]}))
+    monkeypatch.setattr(warm, "_daemon", lambda _: nullcontext(client))
     with pytest.raises(CreelError, match="dropped"):
-        warm.warm(client, "/", "any", quiet=True)
+        warm.warm(Config(), "/", quiet=True)
 
 
 def test_a_file_is_what_training_makes_of_it(tmp_path: Path) -> None:
@@ -196,12 +199,13 @@ def test_loading_ends_when_its_time_is_over_and_the_daemon_is_told(
         return {"datasets": [row]} if what == "datasets" else row
 
     client: Any = mock.Mock(ask=ask, register=lambda _: "d")
-    told = warm.warm(client, "/", "any", quiet=True, time_s=0.0)
+    monkeypatch.setattr(warm, "_daemon", lambda _: nullcontext(client))
+    told = warm.warm(Config(), "/", quiet=True, time_s=0.0)
     assert (told["ended"], told["resident"], told["objects"]) == ("time", 1, 2)
     assert asked == [{"dataset": "d", "linger_s": warm.LINGER_S}, {"dataset": "d", "stop": True}]
     assert "1 of 2 files (5 B) in memory" in warm.sentence(told)
     assert "the time is over" in warm.sentence(told)
-    told = warm.warm(client, "/", "any", quiet=True, background=True)
+    told = warm.warm(Config(), "/", quiet=True, background=True)
     assert told["ended"] == "background"
     assert warm.sentence(told) == "loading 2 files: `creel ls` shows how far it is"
 
@@ -247,19 +251,22 @@ def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:
         run.check_command("/nowhere/python")
 
 
-@pytest.mark.parametrize("report", ["", None])
+@pytest.mark.parametrize(
+    "failure",
+    ["", "0no memory", UnavailableError("no process can be started"), MemoryError(), ImportError()],
+)
 def test_a_command_runs_also_where_no_daemon_starts(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], report: str | None
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failure: str | Exception
 ) -> None:
     """It ended, was late, or could not be started; the training reads directly then."""
 
     class Never:
         def __init__(self, *_: object, **__: object) -> None:
-            if report is None:
-                raise UnavailableError("no process can be started")
+            if isinstance(failure, Exception):
+                raise failure
 
         def report(self, _: float) -> str:
-            return ""
+            return str(failure)
 
         def close(self) -> None:
             pass

@@ -16,6 +16,7 @@ from cli_rig import SESSION, STATS, STATUS, FakeClient, answering
 
 from creel.cli import main
 from creel.cli.watching import view
+from creel.cli.watching.why import reason
 
 
 @pytest.fixture
@@ -70,12 +71,20 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
         ({"batches": 0}, {}, "no batch was taken yet"),
         ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "faster data would gain nothing"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "waited 1 min 30 s for 100 batches, 100 % of"),
-        ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "creel.wrap"),
+        ({"stall_s": CAUSES | {"decode": 90.0}, "nbytes": 0}, {}, "creel.wrap"),
         (
-            {"stall_s": CAUSES | {"decode": 90.0}, "own_file": "/data/1"},
+            {"stall_s": CAUSES | {"decode": 90.0}, "own_file": "/data/1", "own_remedy": "try it"},
             {},
-            "files that the dataset opens itself (/data/1): creel.wrap(dataset)",
+            "files that the dataset reads itself (/data/1): try it",
         ),
+        (
+            {"overdue_s": 14.0, "overdue_cause": "source", "overdue_file": "/data/1"},
+            {},
+            "has waited 14.0 s for its next batch so far: storage has not delivered /data/1",
+        ),
+        ({"overdue_s": 14.0, "overdue_cause": "decode"}, {}, "dataset[i] has not returned"),
+        ({"overdue_s": 14.0, "batches": 0}, {}, "has waited 14.0 s for its next batch so far\n"),
+        ({"stall_s": CAUSES | {"source": 90.0}, "nbytes": 0}, {}, "creel does not serve so far"),
         ({"stall_s": CAUSES | {"collate": 90.0}, "own_file": "/data/1"}, {}, "collation"),
         ({"stall_s": CAUSES | {"sampler": 90.0}}, {}, "your sampler"),
         ({"stall_s": CAUSES | {"daemon": 90.0}}, {}, "persistent_workers=True"),
@@ -106,8 +115,25 @@ def test_why_is_one_sentence_with_what_would_help(
     assert out.count("\n") == 1
     assert main.main(["stats", "--why", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["why"]
-    assert says in row["why"]
+    assert says.strip() in row["why"]
     assert row["pid"] == 70
+
+
+@pytest.mark.usefixtures("daemon")
+def test_why_says_whose_batches_are_counted_if_there_are_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATS, "sessions", [])
+    monkeypatch.setitem(STATS, "ranks", [])
+    assert main.main(["stats", "--why"]) == 0
+    assert "creel.DataLoader counts its batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kept", [{"nbytes": 1}, {"nbytes": 0, "decoded_hits": 1}])
+def test_who_is_served_is_not_told_to_wrap(kept: dict[str, Any]) -> None:
+    told = reason(SESSION | kept | {"stall_s": CAUSES | {"decode": 90.0}}, STATS)
+    assert "a cache of files has nothing to add" in told
+    assert "creel.wrap" not in told
 
 
 @pytest.mark.parametrize(("word", "coloured"), [("", True), ("1", False)])

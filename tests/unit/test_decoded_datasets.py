@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import logging
+import os
 import pickle
 import random
+import resource
 import tarfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from creel.errors import ConfigError
 from creel.loader.binding.bind import bind
 from creel.loader.binding.tree import keepings_in, kept_on_top
 from creel.loader.datasets.base import CreelDataset, Transformed
-from creel.loader.decoded.alike import description
+from creel.loader.decoded import shared_store
 from kit import until
 
 N = 6
+#: Calls of a decoder, if each file is decoded once: the first sample is made twice, and compared.
+ONCE = N + 1
 
 
 class Decoder:
@@ -71,9 +73,9 @@ def test_a_file_is_decoded_once(paths: list[str]) -> None:
     dataset = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
     for _ in range(3):
         check(dataset, paths)
-    assert decode.calls == N
+    assert decode.calls == ONCE
     assert dataset[-1].tolist() == dataset[N - 1].tolist()
-    assert decode.calls == N
+    assert decode.calls == ONCE
 
 
 def test_a_transform_may_change_the_sample(paths: list[str]) -> None:
@@ -169,11 +171,13 @@ def test_assigned_samples_get_nothing_of_others(tmp_path: Path, paths: list[str]
         folder.keeping.open()
 
 
-def test_a_copy_that_decodes_alike_finds_what_was_kept(paths: list[str]) -> None:
+def test_a_copy_of_a_dataset_has_what_was_kept_and_an_equal_dataset_has_not(
+    paths: list[str],
+) -> None:
+    """What `decode` does may depend on anything: only the same object is known to be the same."""
     dataset = creel.FileDataset(paths, decode=len, keep_decoded="1MiB")
     assert [dataset[i] for i in range(N)] == list(range(10, 10 + N))
-    other = creel.FileDataset(paths, decode=len, transform=str, keep_decoded="1MiB")
-    twins: list[Any] = [copy.deepcopy(dataset), copy.copy(dataset), other]
+    twins: list[Any] = [copy.deepcopy(dataset), copy.copy(dataset)]
     twins.append(pickle.loads(pickle.dumps(dataset)))
     assert dataset.keeping is not None
     for twin in twins:
@@ -182,7 +186,104 @@ def test_a_copy_that_decodes_alike_finds_what_was_kept(paths: list[str]) -> None
         assert twin.keeping.store is dataset.keeping.store
     twins[1].decode = hash
     twins[1].keeping.open()
-    assert twins[1].keeping.store is not dataset.keeping.store
+    equal: Any = creel.FileDataset(paths, decode=len, keep_decoded="1MiB")
+    for other in (twins[1], copy.copy(twins[1]), equal):
+        other.keeping.open()
+        assert other.keeping.store is not dataset.keeping.store
+
+
+class Sized(Dataset[Any]):
+    """Its samples depend on its own attribute, on its transform's, and on one of the module."""
+
+    def __init__(self) -> None:
+        self.size, self.transform = 1, Scaled()
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.size * 10 + self.transform.scale * 100 + SIZE * 1000
+
+
+class Scaled:
+    scale = 0
+
+    def __call__(self, sample: Any) -> Any:
+        return sample
+
+
+SIZE = 1
+
+
+def test_a_copy_of_a_changed_dataset_has_nothing_of_the_old_one() -> None:
+    data = Sized()
+    kept = creel.kept(data, "1MiB")
+    assert kept[1] == 1011
+    data.size = 2
+    assert copy.deepcopy(kept)[1] == pickle.loads(pickle.dumps(kept))[1] == 1021
+
+
+def test_equal_datasets_that_a_global_makes_differ_have_samples_of_their_own(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(data: bytes) -> int:
+        return len(data) * SIZE
+
+    held = []  # as long as one of them exists, its store does
+    for size in (1, 2):
+        monkeypatch.setitem(globals(), "SIZE", size)
+        kept: Any = creel.kept(Sized(), "1MiB")
+        files = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
+        held += [kept, files]
+        assert [kept[1], files[1]] == [1000 * size + 11, 11 * size]
+
+
+@pytest.mark.parametrize("name", ["size", "transform.scale"])
+def test_attributes_that_change_between_epochs_are_named_and_samples_made_anew(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Sized()
+    loader = creel.DataLoader(creel.kept(data, "1MiB"), N)
+    for value in (1, 2, 2, 3):
+        setattr(data.transform if "." in name else data, name.rpartition(".")[2], value)
+        assert next(iter(loader)).tolist() == [data[i] for i in range(N)]
+    (said,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert name in said
+
+
+@pytest.mark.parametrize("holds", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_a_dataset_that_draws_from_a_generator_of_its_own_is_not_kept(
+    holds: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it draws as often as without creel: the batches are torch's."""
+
+    class Own(Sized):
+        def __init__(self) -> None:
+            self.draws = holds(3)
+
+        def __getitem__(self, index: int) -> float:
+            return float((getattr(self.draws, "random", None) or self.draws.rand)())
+
+    plain, kept = Own(), creel.kept(Own(), "1MiB")
+    assert [kept[i % N] for i in range(2 * N)] == [plain[i % N] for i in range(2 * N)]
+    assert caplog.text.count("random numbers") == 1
+    assert "creel.datasets.Transformed" in caplog.text
+
+
+def test_a_sample_that_is_another_one_when_made_again_is_named_and_not_kept(
+    paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Drawn(Sized):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": [index, float(np.random.default_rng().random())]}
+
+    kept: Any = creel.kept(Drawn(), "1MiB")
+    files: Any = creel.FileDataset(paths, decode=lambda _: Drawn()[0], keep_decoded="1MiB")
+    for dataset in (kept, files):
+        assert len({dataset[0]["x"][1] for _ in range(3)}) == 3
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(said) == 2
+    assert all("sample 0, made twice, is not the same at ['x'][1]" in one for one in said)
 
 
 def test_a_limit_of_nothing_and_creel_disabled_keep_nothing(
@@ -203,6 +304,27 @@ def test_a_limit_of_nothing_and_creel_disabled_keep_nothing(
     check(dataset, paths)
     check(dataset, paths)
     assert decode.calls == 4 * N
+
+
+def test_where_descriptors_run_out_further_datasets_keep_nothing(
+    paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of them are left to the person's own files."""
+    shared_store._say_once.cache_clear()
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * descriptor + 8, before[1]))
+    try:
+        datasets = [creel.kept(Files(paths), "1MiB") for _ in range(2 * descriptor + 20)]
+        for dataset in datasets:
+            assert dataset[0].tolist() == fresh(Path(paths[0]).read_bytes())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    stores = [dataset.keeping.store for dataset in datasets]
+    assert stores[0] is not None
+    assert stores[-1] is None
+    assert caplog.text.count("few descriptors are left") == 1
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, "much", True, b"1"])
@@ -237,7 +359,7 @@ def test_members_of_a_tar_are_decoded_once_each_by_its_function(tmp_path: Path) 
             sample = dataset[i]
             assert sample["c"] == bytes([i]) * (5 + i)
             assert sample["a"].tolist() == sample["b"].tolist() == [5 + i, i, i, i]
-    assert one.calls == other.calls == N
+    assert one.calls + other.calls == 2 * N + 1
     assert dataset.keeping is not None
     assert not dataset.keeping.complete  # "c" is read as it is
     dataset.decode = {"a": len, "b": hash}
@@ -282,10 +404,10 @@ def test_any_dataset_is_read_once(paths: list[str]) -> None:
     kept = creel.kept(dataset, "1MiB")
     for _ in range(3):
         check(kept, paths)
-    assert dataset.reads == N
+    assert dataset.reads == ONCE
     assert len(kept) == N
     assert kept[-1].tolist() == kept[N - 1].tolist()
-    assert dataset.reads == N + 1  # what -1 means is for the dataset to say
+    assert dataset.reads == ONCE + 1  # what -1 means is for the dataset to say
     with pytest.raises(IndexError):
         kept[N]
 
@@ -402,39 +524,3 @@ def test_samples_of_records_are_not_kept(
     for _ in range(2):
         assert torch.equal(kept[1], records[1])
     assert caplog.text.count("not checked here") == 1
-
-
-# --- alike ----------------------------------------------------------------------------------------
-
-
-class Sized:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, data: bytes) -> int:
-        return len(data) + self.size
-
-    def method(self, data: bytes) -> int:
-        return self(data)
-
-
-def closure(size: int) -> Callable[[bytes], int]:
-    return lambda data: len(data) + size
-
-
-def test_functions_with_another_effect_are_not_alike() -> None:
-    functions: list[Any] = [
-        *(len, hash, bytes, closure(1), closure(2), Sized(1), Sized(2), Sized(1).method),
-        *(Sized(2).method, functools.partial(closure, 1), functools.partial(closure, 2)),
-        *(lambda data: len(data), lambda data: hash(data)),  # noqa: PLW0108  on one line
-        *(lambda _, n=1: n, lambda _, n=2: n, lambda _, *, n=1: n),
-    ]
-    described = [description(function) for function in functions]
-    assert None not in described
-    assert len(set(described)) == len(functions)
-    assert description(closure(1)) == description(closure(1))
-    assert description(Sized(3)) == description(Sized(3))
-
-
-def test_functions_that_cannot_be_described_are_like_no_other() -> None:
-    assert description(functools.partial(print, threading.Lock())) is None

@@ -57,13 +57,15 @@ def test_a_budget_below_two_batches() -> None:
 
 def test_a_dataset_that_opens_its_own_files_and_waits_for_them() -> None:
     assert running.opened([SESSION]).level == "ok"
-    found = running.opened([SESSION, SESSION | {"own_file": "/data/1"}])
-    assert _warns(found, "creel.wrap(dataset)")
-    assert found.found.endswith("itself: pid 70 for /data/1")
+    remedies = {"own_file": "/data/1", "own_remedy": "try it"}
+    found = running.opened([SESSION, SESSION | remedies, SESSION | remedies])
+    assert _warns(found, "try it")
+    assert found.remedy.count("try it") == 1
+    assert found.found.endswith("itself: pid 70 for /data/1, pid 70 for /data/1")
 
 
 def test_all_that_a_daemon_tells_is_looked_at() -> None:
-    session = SESSION | {"workers": 99, "own_file": "/data/1"}
+    session = SESSION | {"workers": 99, "own_file": "/data/1", "own_remedy": "try it"}
     stats = {"sessions": [session], "memory": {"budget_nbytes": 1}}
     found = {one.name: one.level for one in running.looks(stats, FILES, {}, 2.0)}
     assert found == {"workers": "warn", "OMP threads": "ok", "batches": "warn", "own files": "warn"}
@@ -210,6 +212,7 @@ def test_a_listing_that_does_not_end_in_time_is_no_answer() -> None:
         ("resolving region for bucket 'b': NETWORK_CONNECTION: curlCode 6", "proxies"),
         ("s3://region-1/denied: Connection refused", "proxies"),
         ("s3://us-region/there-is-no-skew/: ACCESS_DENIED for key 'region'", "AWS_ACCESS_KEY_ID"),
+        ("s3://b: access denied: check the credentials", "AWS_SECRET_ACCESS_KEY"),
         ("http needs aiohttp: pip install 'creel-data[http]'", "creel-data[all]"),
     ],
 )

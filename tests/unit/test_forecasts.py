@@ -41,6 +41,10 @@ def test_a_job_that_waits_for_nothing_is_left_in_peace() -> None:
     assert rows(session(0, 100, 5.0, 0.0)) == [("job training", "100 ms a step, no wait for data")]
 
 
+def test_nothing_is_foretold_of_a_job_that_waits_for_a_batch_that_does_not_come() -> None:
+    assert rows(session(0, 100, 5.0, 0.0), session(1, 100, 5.0, 0.0) | {"overdue_s": 2.0}) == []
+
+
 def test_the_late_rank_is_named_with_its_cause_and_what_would_help() -> None:
     """Rank 1 decodes 0.4 s a batch with 2 workers; a step of training is 0.1 s."""
     slow, quick = session(1, 50, 20.0, 5.0), session(0, 50, 2.0, 0.0)
@@ -70,6 +74,16 @@ def test_each_stream_has_its_own_wait() -> None:
 def test_no_number_of_workers_is_named_where_cores_do_not_suffice() -> None:
     ((_, text),) = rows(session(0, 50, 20.0, 5.0), cores=2.0)
     assert "rank 0 waits" in text
+    assert "num_workers" not in text
+
+
+def test_a_loader_keeps_its_workers_between_two_epochs() -> None:
+    """At that moment none run: it was told to take two, which it has."""
+    between = session(0, 50, 20.0, 5.0) | {"workers": 0}
+    assert rows(between) == [], "nobody knows how many they were"
+    told = Forecasts(2.0)
+    assert rows(session(0, 50, 20.0, 5.0), judged=told) == rows(between, judged=told)
+    ((_, text),) = rows(between, judged=told)
     assert "num_workers" not in text
 
 

@@ -158,8 +158,10 @@ def test_errors_of_a_folder_are_torchvisions(tmp_path: Path, make: Callable[...,
     with pytest.raises(FileNotFoundError):
         make(tmp_path / "nowhere")
     (tmp_path / "a").mkdir()
-    with pytest.raises(FileNotFoundError, match="Couldn't find any class folder in"):
+    (tmp_path / "a/1.png").touch()
+    with pytest.raises(FileNotFoundError, match="Couldn't find any class folder in") as flat:
         make(tmp_path / "a")
+    assert make is not ImageFolder or "creel.FileDataset(folder, decode=...)" in str(flat.value)
     (tmp_path / "a/x").mkdir()
     (tmp_path / "a/w").mkdir()
     with pytest.raises(FileNotFoundError) as e:

@@ -144,6 +144,30 @@ def test_changes_bring_what_a_simulated_storage_says(
         assert told.step_s == pytest.approx(came, rel=0.1), share
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_change_that_changes_nothing_is_worth_nothing(workers: int, seed: int) -> None:
+    """However long training waits for other reasons: the start of workers in short epochs."""
+    rng = np.random.default_rng([seed, workers])
+    source, decode, waits, trains = rng.exponential([seed % 4, 8.0, 8.0, 8.0])
+    waited = waits + (decode + source) / max(workers, 1)
+    busy = {"source": source, "decode": decode}
+    one = RankWindow(trains + waited, 64, workers, busy, {"all": waited}, cpu_s=decode)
+    cores = float(rng.integers(1, 5))
+    (now,) = forecast([one], cores)
+    if workers:
+        (same,) = forecast([with_workers(one, workers)], cores)
+        assert same.step_s == pytest.approx(now.step_s)
+    for unchanged in (with_memory(one, 0.0), with_decoded(one, 0.0, 0.5, 0.1)):
+        (same,) = forecast([unchanged], cores)
+        assert same.step_s == pytest.approx(now.step_s)
+    (held,) = forecast([with_memory(one)], cores)
+    gain = now.step_s - held.step_s
+    assert -1e-9 <= gain <= source / 64 / max(workers, 1) + 1e-9, "no more than it takes away"
+    (again,) = forecast([with_memory(with_memory(one))], cores)
+    assert again.step_s == pytest.approx(held.step_s)
+
+
 def test_finished_batches_last_as_long_as_it_says() -> None:
     train_s, supply_s, made = 0.1, 0.125, 8
     one = RankWindow(10.0, 100, 1, {"decode": 100 * supply_s}, {}, made=made)

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from creel.loader.workers import own_files
-from creel.loader.workers.own_files import Looks, OwnFiles, Reader, awaited
+from creel.loader.waits import own_files
+from creel.loader.waits.own_files import AwaitedFile, Looks, OwnFiles
+from creel.loader.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
+from creel.loader.workers.stages import READING
 from kit import until
+
+NOTHING = KernelWait(storage=False)
 
 
 @pytest.fixture
@@ -31,25 +35,74 @@ def test_the_file_that_a_thread_waits_for_is_the_one_it_reads(
     waiting: tuple[threading.Thread, Path],
 ) -> None:
     thread, path = waiting
-    until(lambda: awaited(os.getpid(), thread.native_id or 0) == (True, str(path)), what="it reads")
-    looks = Looks([Reader(os.getpid(), lambda: [thread.native_id or 0], lambda: True)])
+    until(
+        lambda: awaited(os.getpid(), thread.native_id or 0) == (True, str(path), False), what="it"
+    )
+    looks = looks_at(thread)
     until(lambda: looks.over, what="all looks are done")
-    assert (looks.path, looks.share) == (str(path), 1.0)
+    assert (looks.file, looks.share) == (AwaitedFile(str(path), False, frozenset({7})), 1.0)
+
+
+def looks_at(thread: threading.Thread, serves: bool = False) -> Looks:
+    reader = Reader(os.getpid(), lambda: [thread.native_id or 0], lambda: (READING, 7))
+    return Looks([reader], lambda _: serves)
+
+
+def test_a_file_that_creel_serves_is_not_named(waiting: tuple[threading.Thread, Path]) -> None:
+    looks = looks_at(waiting[0], serves=True)
+    until(lambda: looks.over, what="all looks are done")
+    assert looks.file is None
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_file_whose_open_a_thread_waits_for_is_named(
+    relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has opened the other end of the pipe."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "data"
+    os.mkfifo(path)
+    thread = threading.Thread(target=Path(path.name if relative else path).read_bytes)
+    thread.start()
+    until(
+        lambda: awaited(os.getpid(), thread.native_id or 0) == KernelWait(True, str(path)),
+        what="open",
+    )
+    path.write_bytes(b"")
+    thread.join()
+
+
+def test_a_reader_waits_for_what_the_thread_that_it_waits_for_reads(
+    waiting: tuple[threading.Thread, Path],
+) -> None:
+    """zarr reads in threads of its own."""
+    readers, end = [], threading.Event()
+
+    def read() -> None:
+        readers.append(this_thread(lambda: 3))
+        end.wait()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    until(lambda: bool(readers) and readers[0].waits().path == str(waiting[1]), what="it waits")
+    assert readers[0].stage() == (READING, 3)
+    end.set()
+    thread.join()
 
 
 def test_a_thread_that_runs_or_waits_for_another_one_waits_for_no_file() -> None:
-    assert awaited(os.getpid(), threading.get_native_id()) == (False, "")
+    assert awaited(os.getpid(), threading.get_native_id()) == NOTHING
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
-    assert awaited(os.getpid(), thread.native_id or 0) == (False, "")
+    assert awaited(os.getpid(), thread.native_id or 0) == NOTHING
     end.set()
     thread.join()
-    assert awaited(os.getpid(), thread.native_id or 0) == (False, ""), "it has ended"
+    assert awaited(os.getpid(), thread.native_id or 0) == NOTHING, "it has ended"
 
 
 def test_a_fork_ends_the_looks_before_their_time(waiting: tuple[threading.Thread, Path]) -> None:
-    looks = Looks([Reader(os.getpid(), lambda: [waiting[0].native_id or 0], lambda: True)])
+    looks = looks_at(waiting[0])
     looks.pause()
     assert looks.over
     assert not looks._thread.is_alive()
@@ -59,9 +112,12 @@ class Sight(Looks):
     """Looks that are done at once and saw what a test says."""
 
     of = "/data/1", 1.0
+    mapped, batches = False, 1
 
-    def __init__(self, _: object) -> None:
-        self.over, self.path = True, self.of[0]
+    def __init__(self, *_: object) -> None:
+        self.over, self.file = True, None
+        if self.of[0]:
+            self.file = AwaitedFile(self.of[0], self.mapped, frozenset(range(self.batches)))
 
     @property
     def share(self) -> float:
@@ -69,7 +125,7 @@ class Sight(Looks):
 
 
 @pytest.mark.parametrize(
-    ("path", "share", "waited_s", "batches", "unseen", "found"),
+    ("path", "share", "waited_s", "batches", "unserved", "found"),
     [
         ("/data/1", 1.0, 2.0, 10, True, "/data/1"),
         ("/data/1", 1.0, 2.0, 10, False, ""),  # creel knows the dataset's objects
@@ -86,7 +142,7 @@ def test_a_file_is_named_once_training_has_waited_long_for_storage(
     share: float,
     waited_s: float,
     batches: int,
-    unseen: bool,
+    unserved: bool,
     found: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -96,13 +152,47 @@ def test_a_file_is_named_once_training_has_waited_long_for_storage(
     monkeypatch.setattr(Sight, "of", (path, share))
     files = OwnFiles()
     for _ in range(2):
-        files.epoch_begins(unseen=unseen, batches=batches, waited_s=5.0)
+        files.epoch_begins(unserved=unserved, batches=batches, waited_s=5.0)
         for _ in range(3):
             files.delivered(5, 5.0 + waited_s, ())
     assert files.path == found
-    said = ["this dataset opens files itself; creel.wrap(dataset) caches them"] * bool(found)
-    assert [m.partition(" (training waits for ")[0] for m in caplog.messages] == said
-    assert not found or f"(training waits for {found})" in caplog.text
+    said = [f"training waits for storage: this dataset opens files itself ({found}): creel.wrap"]
+    assert [m.partition("(dataset)")[0] for m in caplog.messages] == said * bool(found)
+    assert files.remedy in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "mapped", "batches", "says"),
+    [
+        (False, False, 1, "opens files itself (/data/1): creel.wrap(dataset) caches"),
+        (False, True, 1, "reads /data/1 itself, and it is mapped into memory"),
+        (False, False, 5, "reads /data/1 itself, and many samples read parts of it, or keep it"),
+        (True, False, 1, "creel.wrap cannot serve /data/1: a library in C"),
+        (True, True, 1, "creel.wrap cannot serve /data/1: it is mapped into memory"),
+        (True, False, 5, "creel.wrap cannot serve /data/1: many samples read parts of it"),
+    ],
+)
+def test_only_what_serves_a_file_is_named(
+    wrapped: bool,
+    mapped: bool,
+    batches: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(own_files, "_said", set())
+    monkeypatch.setattr(own_files, "Looks", Sight)
+    monkeypatch.setattr(Sight, "mapped", mapped)
+    monkeypatch.setattr(Sight, "batches", batches)
+    files = OwnFiles()
+    files.epoch_begins(unserved=True, batches=10, waited_s=0.0, wrapped=wrapped)
+    for _ in range(3):
+        files.delivered(5, 2.0, ())
+    (said,) = caplog.messages
+    assert says in said
+    assert "creel.kept(dataset, size)" in said
+    assert ("creel.wrap(dataset)" in said) == ("creel.wrap(dataset)" in files.remedy)
+    assert ("creel.wrap(dataset)" in said) == (not wrapped and not mapped and batches == 1)
 
 
 def test_waits_that_are_a_small_part_of_an_epoch_start_no_look(
@@ -111,7 +201,7 @@ def test_waits_that_are_a_small_part_of_an_epoch_start_no_look(
     """100 s of training are over, 10 of 100 batches: an epoch takes 1,000 s."""
     began = time.monotonic()
     files = OwnFiles()
-    files.epoch_begins(unseen=True, batches=100, waited_s=0.0)
+    files.epoch_begins(unserved=True, batches=100, waited_s=0.0)
     monkeypatch.setattr(time, "monotonic", lambda: began + 100)
-    monkeypatch.setattr(own_files, "Looks", lambda _: pytest.fail("there was a look"))
+    monkeypatch.setattr(own_files, "Looks", lambda *_: pytest.fail("there was a look"))
     files.delivered(10, 29.0, ())

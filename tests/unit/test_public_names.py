@@ -32,12 +32,21 @@ def test_a_misspelt_name_gets_a_suggestion(wrong: str, right: str) -> None:
         getattr(creel, wrong)
 
 
-def test_the_errors_are_there_after_a_plain_import() -> None:
-    program = "import creel; print(creel.errors.ConfigError.__name__, creel.datasets.__name__)"
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import creel; print(creel.errors.ConfigError.__name__, creel.datasets.__name__)",
+        (
+            "from creel.errors import ConfigError as error; from creel.datasets import Transformed;"
+            "import creel.datasets; print(error.__name__, creel.datasets.__name__)"
+        ),
+    ],
+)
+def test_the_stable_modules_are_there_however_they_are_imported(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout == "ConfigError creel.loader.datasets\n"
+    assert done.stdout == "ConfigError creel.datasets\n"
 
 
 def test_a_name_like_no_other_gets_none() -> None:
@@ -56,7 +65,9 @@ def test_a_service_is_written_and_one_of_the_persons_own_is_kept(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = tmp_path / "systemd/user/creeld.service"
     assert main.main(["service", "install"]) == 0
-    assert f"wrote {path}\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"wrote {path}\n" in told
+    assert "loginctl enable-linger" in told
     written = path.read_text()
     assert re.search(r"^ExecStart=/.*/creeld$", written, re.MULTILINE)
     assert main.main(["service", "install"]) == 0

@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from torch.utils.data import BatchSampler, DistributedSampler
 
+import creel
+from creel.errors import ConfigError
 from creel.loader.cluster.ranks import job_name, launched, on_one_node
+from creel.loader.groups.exchange import agreed
+from creel.loader.groups.replicate import group_of, place_of
+from creel.loader.iterators import advice
 from creel.messages import Open, encode
 
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}
@@ -67,6 +73,31 @@ def test_a_jobs_name_is_text_whatever_its_bytes() -> None:
     name = job_name({"TORCHELASTIC_RUN_ID": os.fsdecode(b"caf\xe9")})
     assert name == "caf\\udce9"
     encode(Open("dataset", name, 0, 1, "never"))
+
+
+def test_a_launchers_ranks_may_be_programs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of `mpirun -n 4 sim : -n 1 train`: what costs more than speed asks for a process group."""
+    for name, value in {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "5"}.items():
+        monkeypatch.setenv(name, value)
+    for ranks in (1, 5):
+        sampler = DistributedSampler(range(8), ranks, 0)  # type: ignore[arg-type,var-annotated]
+        batches = BatchSampler(sampler, 2, drop_last=False)
+        if ranks == 1:
+            assert agreed(batches).node_of == (0,)
+        else:
+            with pytest.raises(ConfigError, match=r"remap needs torch\.distributed\.init"):
+                agreed(batches)
+    assert (group_of(1), place_of(2)) == ((0,), (0, 1))
+    with pytest.raises(ConfigError, match=r"replicate needs torch\.distributed\.init"):
+        group_of(5)
+    monkeypatch.setattr(advice, "_said", set())
+    same = DistributedSampler(range(8), 2, 0)  # type: ignore[arg-type,var-annotated]
+    loader = creel.DataLoader(range(8), sampler=same, creel=False)  # type: ignore[arg-type,var-annotated]
+    for _ in range(2):
+        list(loader)
+    assert "each epoch has the same order" in caplog.text
 
 
 def test_ranks_are_on_one_node_where_the_launcher_says_so() -> None:

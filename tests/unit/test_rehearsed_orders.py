@@ -380,6 +380,28 @@ def test_another_memory_is_refused() -> None:
         first[0].load_state_dict(alone.state_dict())
 
 
+def test_a_dataset_that_is_changed_after_it_was_added_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Switched(list[int]):
+        task = 0
+
+    memory = creel.Rehearsal(per_batch=1)
+    switched: Any = Switched(range(8))
+    other: Any = Switched(range(8))
+    memory.add(switched)
+    memory.add(other)
+    creel.DataLoader(other, 4, rehearsal=memory)
+    assert not caplog.messages
+    switched.task = 1
+    other.append(8)
+    for _ in range(2):
+        creel.DataLoader(switched, 4, rehearsal=memory)
+    first, second = caplog.messages
+    assert "(changed: task)" in first
+    assert "(changed: 8 samples, now 9)" in second
+
+
 def test_rows_of_steps_are_those_of_torchs_permutations() -> None:
     passes = Passes(50, 3, 2, 8)
     replays = Replays(passes, 1, EpochStart(7, grows=False), 900)

@@ -63,10 +63,11 @@ def test_each_block_replays_what_was_kept_of_the_blocks_before(place: Place, see
         )
     ]
     steps = dealt(stream, memory, b, world)
-    assert [[own[:b] for own in step] for step in steps] == bare
-    for t, step in enumerate(steps):
+    assert len(steps) == len(bare)
+    for t, (step, new) in enumerate(zip(steps, bare, strict=True)):
         block, inside = divmod(t, every)
-        rows = [own[b:] for own in step]
+        assert [own[: len(one)] for own, one in zip(step, new, strict=True)] == new
+        rows = [own[len(one) :] for own, one in zip(step, new, strict=True)]
         if not block:
             assert rows == [[]] * world
             continue
@@ -102,7 +103,9 @@ def test_a_rehearsed_stream_goes_on_at_any_batch_with_any_ranks_of_as_large_step
             batches.load_state_dict(state)
             ranks.append(taken(batches))
         steps = [sorted(n for own in step for n in own) for step in zip(*ranks, strict=True)]
-        assert steps == [sorted(step[0]) for step in whole[count:]]
+        complete = [sorted(step[0]) for step in whole[count:] if len(step[0]) % 4 == 0]
+        assert steps[: len(complete)] == complete
+        assert len(steps) == (len(whole) - count if world == 1 else len(complete))
 
 
 def test_training_may_be_many_blocks_behind_what_was_dealt(tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ def test_over_is_what_the_loader_reads(tmp_path: Path) -> None:
     theirs = [b["i"].tolist() for b in DataLoader(data, batch_sampler=batches, num_workers=1)]
     loader = creel.DataLoader(stream, 4, rehearsal=memory, creel=False)
     assert [b["i"].tolist() for b in loader] == theirs
-    assert {len(b) for b in theirs[2:]} == {7}
+    assert [len(b) for b in theirs] == [4] * 2 + [7] * 35 + [5]  # the last one is incomplete
     given = creel.DataLoader(
         stream, batch_sampler=stream.batches(4, rank=0, world=1), rehearsal=memory, creel=False
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from creel.loader.client.claim import DIRECT
 from creel.loader.groups.follower import Follower, ReplicaPool
 from creel.loader.groups.leader import Leader, SentBatches
-from creel.loader.plan.publish import DIRECT
 from creel.loader.transport.batch_message import Inbox, Outbox
 from creel.loader.transport.channel import Channel, pair
 from creel.loader.transport.unpacking import unpack

@@ -159,7 +159,8 @@ def test_retries_make_one_line_in_the_log(
             failing.read(i)
     (line,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
     assert line.name == "creel.source"
-    assert "000: the disk coughs: trying again for up to 60 s" in line.getMessage()
+    again = f"trying again, at most {QUICK.attempts - 1} times and for at most 60 s"
+    assert f"000: the disk coughs: {again}" in line.getMessage()
 
 
 def test_retries_leave_the_persons_random_numbers_alone(failing: Source) -> None:

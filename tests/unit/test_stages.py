@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from creel.cache.memory.memfd import sealed_memfd
+from creel.cache.memory.shared_words import HEARTBEAT, OVERDUE, WORDS_NBYTES, SharedWords
+from creel.counters import CAUSES
 from creel.loader.iterators.meter import Meter
+from creel.loader.waits.overdue import Awaited, Overdue
 from creel.loader.workers.stages import READING, WAITING, BatchTimes, divide
 from kit import seeds
 
@@ -52,3 +60,79 @@ def test_told_times_add_up_to_those_counted() -> None:
     stalls = [n for k, n in said.items() if k.startswith("stall_")]
     assert sum(stalls) == 5 * 75 + 5 * 7
     assert (said["busy_handover_ns"], said["direct_reads"], said["direct_nbytes"]) == (20, 25, 3000)
+
+
+class Run:
+    """What `Overdue` asks of an iterator."""
+
+    def __init__(self, session: Any) -> None:
+        self.stream: Any = SimpleNamespace(alive=True, session=session)
+        self.batch: int | None = 3
+        self.absent = "/data/1"
+
+    def awaited(self) -> Awaited:
+        return Awaited(self.stream, self.batch, self.absent, ())
+
+
+@pytest.fixture
+def words() -> Iterator[SharedWords]:
+    fd = sealed_memfd("words", WORDS_NBYTES)
+    made = SharedWords(fd)
+    os.close(fd)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_a_wait_is_counted_once_whatever_was_said_of_it_before_its_end(
+    seed: int, words: SharedWords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters only grow, and sum up to what training has waited."""
+    rng, clock = random.Random(seed), 10**12
+    monkeypatch.setattr("time.monotonic_ns", lambda: clock)
+    run = Run(SimpleNamespace(words=words))
+    wait, whole, before = Overdue(run.awaited), 0, 0
+    for _ in range(50):
+        wait.begins()
+        began = clock
+        for _ in range(rng.randrange(4)):
+            clock += rng.randrange(2 * 10**9)
+            run.absent, run.batch = rng.choice(["", "/data/1"]), rng.choice([None, 3])
+            words[HEARTBEAT] = clock
+            wait.look()
+            counted = sum(words.counters()[f"stall_{cause}_ns"] for cause in CAUSES)
+            assert before <= counted
+            assert counted - whole == (clock - began if words[OVERDUE] else 0)
+            before = counted
+        whole += clock - began
+        counts = {f"stall_{rng.choice(CAUSES)}_ns": clock - began, "direct_reads": 1}
+        for name, n in wait.settle(counts).items():
+            assert n >= 0
+            words.add(name, n)
+        wait.ends()
+        assert words[OVERDUE] == 0
+        assert sum(words.counters()[f"stall_{cause}_ns"] for cause in CAUSES) == whole
+        before = whole
+        clock += rng.randrange(10**9)
+    assert words.counters()["direct_reads"] == 50
+
+
+def test_a_wait_of_less_than_a_second_is_not_told(
+    words: SharedWords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 10**12
+    monkeypatch.setattr("time.monotonic_ns", lambda: clock)
+    run = Run(SimpleNamespace(words=words))
+    wait = Overdue(run.awaited)
+    wait.look()  # training computes
+    wait.begins()
+    clock += 999_999_999
+    wait.look()
+    assert words.overdue() == (0, "", "")
+    clock += 1
+    wait.look()  # the daemon does not answer
+    assert words.overdue() == (0, "", "")
+    words[HEARTBEAT] = clock
+    wait.look()
+    assert words.overdue() == (10**12, "source", "/data/1")
+    assert words.counters()["stall_source_ns"] == 10**9

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ PROMISED = {
     "creel_prefetch_lead_seconds": ("gauge", {"job", "rank"}),
     "creel_worker_busy_seconds_total": ("counter", {"job", "rank", "stage"}),
     "creel_accelerator_utilisation": ("gauge", {"job", "rank"}),
+    "creel_overdue_seconds": ("gauge", {"job", "rank"}),
     "creel_samples_total": ("counter", {"job", "rank"}),
     "creel_errors_total": ("counter", {"kind"}),
     "creel_build_info": ("gauge", {"version"}),
@@ -56,6 +58,7 @@ TOLD: dict[str, Any] = {
             "direct_reads": 2,
             "direct_nbytes": 6,
             "utilisation": 0.75,
+            "overdue_s": 14.0,
             "stall_s": dict.fromkeys(CAUSES, 0.0) | {"source": 10.0},
             "busy_s": dict.fromkeys(STAGES, 0.0) | {"decode": 20.0, "source": 1.0},
         }
@@ -70,6 +73,7 @@ class Session:
     opened: Open
     words: SharedWords
     own_file: str = ""
+    own_remedy: str = ""
 
     def count(self, **counters: int) -> None:
         """Count as a trainer does."""
@@ -139,6 +143,32 @@ def test_the_loaders_of_a_rank_are_one_timeline(session: Callable[..., Any]) -> 
     (told,) = ranks.reports(loaders[:1])
     assert told["utilisation"] == pytest.approx(0.75)
     assert "utilisation" not in ranks.reports([session("a", 0)])[0]
+
+
+def test_a_wait_that_has_not_ended_counts_as_one(session: Callable[..., Any]) -> None:
+    """Forty batches a second apart without a wait; then one that has not come for as long."""
+    one, now = session("a", 0), time.monotonic_ns()
+    for i in range(40):
+        one.words.log.add(0, 0, 0, 0, *[now - (80 - i) * 10**9] * 2, 0)
+    assert Ranks().reports([one])[0]["overdue_s"] == 0
+    one.words.set_overdue(now - 40 * 10**9, "source", "/data/1")
+    (told,) = Ranks().reports([session("a", 0), one])
+    assert told["overdue_s"] >= 40
+    assert (told["overdue_cause"], told["overdue_file"]) == ("source", "/data/1")
+    assert told["utilisation"] < 0.5
+    one.words.set_overdue(now - 40 * 10**9, "source", "/long" * 1000 + "/1")
+    assert Ranks().reports([one])[0]["overdue_file"].endswith("/long/1")
+    one.words.set_overdue(0)
+    assert Ranks().reports([one])[0]["overdue_s"] == 0
+
+
+@pytest.mark.parametrize("since", [-1, 2**63 - 1])
+def test_a_client_that_lies_of_its_wait_has_none(since: int, session: Callable[..., Any]) -> None:
+    one = session("a", 0)
+    one.words.set_overdue(since, "\udcff", "\x1b[2J")
+    assert Ranks().reports([one])[0]["overdue_s"] == 0
+    one.words.set_overdue(1, "\udcff", "\x1b[2J")
+    assert Ranks().reports([one])[0]["overdue_file"] == ""
 
 
 @pytest.mark.parametrize("seed", seeds(5))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import threading
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +88,7 @@ def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
     (folder / "end.0").touch()
     stream = Stream(folder, None)
     got = list(DataLoader(stream, batch_sampler=stream.batches(5)))
-    assert [b["x"].tolist() for b in got] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [b["x"].tolist() for b in got] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
@@ -306,11 +310,160 @@ def test_a_wrong_record_is_refused_and_not_appended(place: Place, wrong: dict[st
     assert Log.open(place).size(0) == NBYTES
 
 
-def test_numbers_are_cast_within_their_kind(place: Place) -> None:
-    with Producer(place, {"x": "float32", "n": "int16"}) as producer:
-        producer.put(x=np.float64(0.1), n=np.int64(7))
-    found = Stream(place, None)[0]
-    assert found == {"x": torch.tensor(0.1), "n": torch.tensor(7, dtype=torch.int16)}
+#: Of a field's type: values that fit, whatever their own type, and ones that do not.
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "uint8": (
+        [3, np.int64(255), 7.0, True, 2 + 0j, torch.tensor(9), Fraction(4, 2)],
+        [300, -1, np.int64(256), 0.5, -1.0, float("nan"), 1 + 1j, None, "3", b"3"],
+    ),
+    "int32": ([-(2**31), np.uint64(5), -3.0], [2**31, np.int64(-(2**31) - 1), 1e300, 10**400]),
+    "int64": ([2**63 - 1, np.float32(2**62)], [2**63, 2.0**63, np.uint64(2**63), Decimal("0.5")]),
+    "uint64": ([2**64 - 1, np.float64(2**63)], [2**64, 2.0**64, -1, np.int8(-1)]),
+    "bool": ([True, 0, 1.0], [2, 0.5, float("nan")]),
+    "float16": ([0.1, 2048, np.float64(65504)], [70000, 2049, 1e5, np.float32(1e5)]),
+    "float32": (
+        [0.1, 2**24, 2**70, float("inf"), np.float64(1e-60), Decimal("0.1"), False],
+        [2**24 + 1, np.int64(2**24 + 1), 1e39, np.float64(-1e39), 1j, Decimal("1e400"), None],
+    ),
+    "float64": ([2**53, np.uint64(2**63)], [2**53 + 1, np.int64(2**53 + 1), np.int64(2**63 - 1)]),
+    "complex64": ([3, 0.1, 1j], [2**24 + 1, 1e39, 1 + 1e39j]),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_value_that_fits_is_taken_whatever_its_type_and_no_other_is(
+    tmp_path: Path, kind: str
+) -> None:
+    """As a scalar and within an array; what was taken is the number that was given."""
+    fitting, others = VALUES[kind]
+    for shape in ((), (2, 1)):
+        place = tmp_path / f"{len(shape)}"
+        with Producer(place, {"n": (kind, shape)}, chunk=100, linger_s=1e9) as producer:
+            for value in fitting:
+                producer.put(n=[[value], [0]] if shape else value)
+            for value in others:
+                with pytest.raises(ConfigError, match=r"^n is .*") as raised:
+                    producer.put(n=[[0], [value]] if shape else value)
+                assert kind in str(raised.value)
+        found = np.fromfile(Log.open(place).chunk(0), kind).reshape(len(fitting), -1)[:, 0]
+        given = [value if kind == "complex64" else value.real for value in fitting]
+        assert found.tolist() == [np.dtype(kind).type(value) for value in given]
+
+
+def test_large_ints_beside_floats_are_not_rounded(tmp_path: Path) -> None:
+    with Producer(tmp_path / "s", {"n": ("int64", 2)}) as producer:
+        producer.put(n=[2**53 + 1, 1.0])
+        with pytest.raises(ConfigError, match=r"n is 0.5, which does not fit int64"):
+            producer.put(n=[2**53 + 1, 0.5])
+        with pytest.raises(ConfigError, match="n is no array of numbers: "):
+            producer.put(n=[[1], [2, 3]])
+    assert Stream(tmp_path / "s", None)[0]["n"].tolist() == [2**53 + 1, 1]
+
+
+# --- threads and copies of a producer -------------------------------------------------------------
+
+
+def put_records(producer: Producer, first: int, n: int) -> list[int]:
+    for i in range(first, first + n):
+        producer.put(**record(i))
+    producer.flush()
+    return list(range(first, first + n))
+
+
+def records_of(place: Place) -> list[int]:
+    """Return the numbers of all records of a finished stream, whose other field must be theirs."""
+    stream = Stream(place, None)
+    found = [stream[n] for batch in taken(stream.batches(1)) for n in batch]
+    assert all(torch.equal(one["x"], torch.full((3, 2), int(one["i"]) / 2)) for one in found)
+    return [int(one["i"]) for one in found]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_threads_of_one_producer_lose_and_mix_nothing(tmp_path: Path, chunk: int) -> None:
+    each, switched = 400, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with Producer(tmp_path / "s", FIELDS, chunk=chunk) as producer:
+            threads = [
+                threading.Thread(target=put_records, args=(producer, k * each, each))
+                for k in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+    finally:
+        sys.setswitchinterval(switched)
+    found = records_of(tmp_path / "s")
+    assert sorted(found) == list(range(4 * each))
+    of_each = [[i for i in found if i // each == k] for k in range(4)]
+    assert of_each == [sorted(own) for own in of_each]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_copies_of_a_producer_do_not_write_what_it_had_not_written(place: Place) -> None:
+    """In forked children, also of a child and while a thread is at work, and pickled ones."""
+    producer = Producer(place, FIELDS, chunk=8, linger_s=1e9)
+    expected = [0, 1, 2]
+    for i in expected:
+        producer.put(**record(i))
+
+    def child(*firsts: int) -> None:
+        pid = os.fork()
+        if not pid:
+            try:
+                put_records(producer, firsts[0], 11)
+                producer.put(**record(-1))  # never written: the child ends without `flush`
+                child(*firsts[1:]) if firsts[1:] else None
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    child(100, 200)
+    with producer._lock:  # as if by another thread, which no child has
+        threading.Thread(target=child, args=(300,)).start()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(60)
+    for first, twin in ((400, pickle.loads(pickle.dumps(producer))), (500, copy.copy(producer))):
+        put_records(twin, first, 11)
+    producer.close()
+    expected += [first + i for first in (100, 200, 300, 400, 500) for i in range(11)]
+    assert sorted(records_of(place)) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_record_behind_the_end_is_refused(place: Place, chunk: int) -> None:
+    """A copy counts as a producer where it is closed, and nobody would read what comes then."""
+    producer = Producer(place, FIELDS, chunk=chunk)
+    copy.copy(producer).close()
+    for i in range(chunk - 1):
+        producer.put(**record(i))
+    with pytest.raises(ConfigError, match="has ended, nobody would read this: producers=1 have"):
+        producer.put(**record(chunk))
+    assert not Log.open(place).numbers()
+
+
+def test_a_signal_handler_during_a_put_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for itself, or write records twice."""
+    link, refused = os.link, list[str]()
+
+    def interrupted(*args: Any) -> None:
+        with pytest.raises(ConfigError, match="this producer is at work") as raised:
+            producer.close()
+        refused.append(str(raised.value))
+        link(*args)
+
+    with Producer(folder, FIELDS, chunk=1) as producer:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", interrupted)
+            producer.put(**record(0))
+        producer.put(**record(1))
+    assert len(refused) == 1
+    assert records_of(folder) == [0, 1]
 
 
 def test_on_a_full_disk_nothing_half_written_is_seen(

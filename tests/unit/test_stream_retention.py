@@ -223,6 +223,8 @@ def test_the_slowest_reader_and_rank_hold_producers_back(place: Place) -> None:
     assert fill() == 0  # b has not begun
     cursors.write(medium_of(place), "b", 0, Cursor(4, 0, NBYTES, ranks=2))
     assert fill() == 0  # its rank 1 has not
+    with pytest.raises(UnavailableError, match=r"waiting for b \(not begun: rank 1\) for 0 s"):
+        producer.put(**record(0))
     cursors.write(medium_of(place), "b", 1, Cursor(2, 0, NBYTES, ranks=2))
     assert fill() == 4
     assert Log.open(place).numbers()[0] == 2

@@ -31,6 +31,11 @@ def folder(place: Any) -> Any:
 # --- the order ------------------------------------------------------------------------------------
 
 
+def steps_of(records: int, b: int, world: int, *, drop_last: bool = False) -> int:
+    """Steps of so many records: one rank has an incomplete last one, as of torch's BatchSampler."""
+    return records // (b * world) if world > 1 or drop_last else -(-records // b)
+
+
 def arrivals(log: Log) -> list[int]:
     """Numbers of all records of a finished log, in the order of arrival: an oracle."""
     k = log.about.records
@@ -44,9 +49,13 @@ def test_ranks_are_dealt_the_arrivals_in_global_batches(folder: Path, seed: int)
     b, world = draw.randint(1, 6), draw.randint(1, 4)
     shuffle = draw.choice([0, 0, 1, 5, 17, 1000])
     stream = Stream(folder, None, shuffle=shuffle, seed=seed)
-    by_rank = [taken(stream.batches(b, rank=rank, world=world)) for rank in range(world)]
+    drop_last = draw.random() < 0.3
+    by_rank = [
+        taken(stream.batches(b, drop_last=drop_last, rank=rank, world=world))
+        for rank in range(world)
+    ]
     order = arrivals(log)
-    steps = len(order) // (b * world)
+    steps = steps_of(len(order), b, world, drop_last=drop_last)
     assert {len(own) for own in by_rank} == {steps}
     flat = [n for step in zip(*by_rank, strict=True) for own in step for n in own]
     windows = [order[i : i + shuffle] for i in range(0, len(order), shuffle)] if shuffle else []
@@ -83,7 +92,7 @@ def test_an_epoch_goes_on_at_any_batch_with_any_ranks_and_batch_size(
         assert [n for batch in taken(batches) for n in batch][:1] == whole[b2 * rank :][:1]
     flat = [n for step in zip(*by_rank, strict=True) for own in step for n in own]
     rest = whole[count * b * world :]
-    assert flat == rest[: len(rest) // (b2 * world2) * b2 * world2]
+    assert flat == rest[: steps_of(len(rest), b2, world2) * b2 * world2]
 
 
 def test_a_state_of_another_stream_is_refused(tmp_path: Path) -> None:
@@ -109,8 +118,24 @@ def test_arrived_says_whether_a_batch_is_there(folder: Path) -> None:
     assert not items.arrived()
     producer.close()
     assert items.arrived()
+    assert next(items) == [12]
+    assert items.arrived()
     with pytest.raises(StopIteration):
         next(items)
+
+
+def test_what_several_ranks_leave_out_at_the_end_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(folder, [8, 5])
+    stream = Stream(folder, None)
+    for rank in (0, 1, 2):
+        batches = stream.batches(2, rank=rank, world=3)
+        assert [len(taken(batches)), len(taken(batches))] == [2, 2]
+    assert taken(stream.batches(2, drop_last=True, rank=0, world=3)) == [[0, 1], [6, 7]]
+    assert caplog.messages == [
+        f"{folder}: records left out at the end: 1, fewer than a step of all ranks takes (6)"
+    ]
 
 
 def test_a_wait_has_a_deadline_and_a_name(folder: Path) -> None:

@@ -115,6 +115,14 @@ def test_of_a_slow_storage_only_memory_helps() -> None:
     assert found.changes[0].step_s == pytest.approx(0.2 * 0.75)
 
 
+def test_memory_is_no_remedy_where_all_is_in_memory() -> None:
+    """The epoch that has just filled it waited for storage; the next one will not."""
+    filled = answer(session())
+    filled["core"]["datasets"]["d"]["resident_objects"] = FILES
+    found = outlooks(filled, {1: rows(0.1, 0.3, 0.1)}, BIG)[1]
+    assert "memory" not in {one.values["what"] for one in found.changes}
+
+
 def test_changes_that_would_not_help_are_not_named() -> None:
     words = str(one(Machine(2.0, 512 * GIB, 500 * GIB)))
     assert "workers" not in words, "two cores already have two workers"

@@ -130,6 +130,13 @@ def options_of(scheme: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     return options
 
 
+def option_names(scheme: str) -> list[str]:
+    """Return fsspec's names of a scheme's options, which docs/s3.md has; [] for others."""
+    if scheme == "s3":
+        return [*_S3_NAMES, "client_kwargs"]
+    return [*_GS_NAMES, "token"] if scheme in {"gs", "gcs"} else []
+
+
 def _s3_of_environment(options: Mapping[str, Any]) -> dict[str, str]:
     """Return what the environment adds to the options of an S3 client."""
     found = {}

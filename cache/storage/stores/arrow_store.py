@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.stores.access import option_names
 from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each, tag_of
 from creel.cache.storage.stores.store import Filled, Run, StoredFile, check_size, too_short
 from creel.errors import ConfigError
@@ -41,18 +43,18 @@ def arrow_of(uri: str, deadline_s: float, options: Mapping[str, Any]) -> tuple[A
     from pyarrow import fs
 
     parts = urlsplit(uri)
-    if parts.scheme.lower() == "s3":
+    scheme = parts.scheme.lower()
+    if scheme == "s3":
+        if options.keys() - _S3_SERVER - _S3_ACCOUNT:  # before a request for the bucket's region
+            local = fs.S3FileSystem(region="us-east-1", anonymous=True)
+            _check_options(scheme, options, local.__reduce__()[1][0])
         uri, options = _of_s3(parts, options)
     system, path = fs.FileSystem.from_uri(uri)
     reduced: Any = system.__reduce__()
     make, (known,) = reduced
     if not isinstance(known, Mapping):  # a file system without options
         known = {}
-    if unknown := options.keys() - known.keys():
-        raise ConfigError(
-            f"pyarrow's client of {parts.scheme}:// has no option {min(unknown)!r}: it has"
-            f" {', '.join(sorted(known))}"
-        )
+    _check_options(scheme, options, known)
     limits = {
         "connect_timeout": deadline_s / _S3_TRIES,
         "request_timeout": deadline_s / _S3_TRIES,
@@ -60,6 +62,20 @@ def arrow_of(uri: str, deadline_s: float, options: Mapping[str, Any]) -> tuple[A
     }
     changed = {**{k: v for k, v in limits.items() if k in known}, **options}
     return make(known | changed) if changed else system, path
+
+
+def _check_options(scheme: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that is not among those of pyarrow's client."""
+    unknown = options.keys() - known.keys()
+    if not unknown:
+        return
+    name, ours = min(unknown), option_names(scheme)
+    guess = get_close_matches(name, [*ours, *sorted(known)], 1)
+    meant = f" (did you mean {guess[0]!r}?):" if guess else ":"
+    names = [*ours, "and those of pyarrow's client (docs/s3.md)"] if ours else sorted(known)
+    raise ConfigError(
+        f"storage_options of {scheme}:// has no option {name!r}{meant} it has {', '.join(names)}"
+    )
 
 
 def _of_s3(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote
 
@@ -176,6 +177,20 @@ def _check_span(uri: str, content_range: str, offset: int) -> None:
 # --- other schemes ----------------------------------------------------------------------------
 
 
+def needs(scheme: str) -> None:
+    """Check, without importing them, that fsspec and what it needs for HTTP are installed.
+
+    Other schemes may need more, which fsspec says when its file system is made.
+
+    Raises:
+        SourceError: they are not.
+    """
+    for name in ("fsspec", "aiohttp") if scheme in {"http", "https"} else ("fsspec",):
+        if find_spec(name) is None:
+            text = f"{scheme}:// needs {name}: pip install 'creel-data[http]'"
+            raise SourceError(0, text, f"{scheme}://")
+
+
 def fsspec_of(uri: str, deadline_s: float, options: Mapping[str, Any], *, handed: bool) -> Any:
     """Return fsspec's file system of an address.
 
@@ -191,18 +206,15 @@ def fsspec_of(uri: str, deadline_s: float, options: Mapping[str, Any], *, handed
         ImportError, ValueError: fsspec has no such file system.
     """
     scheme = uri.partition("://")[0].lower()
-    try:
-        import fsspec
+    needs(scheme)
+    import fsspec
 
-        if scheme in {"http", "https"}:
-            import aiohttp
-    except ImportError as e:
-        text = f"{scheme}:// needs {e.name}: pip install 'creel-data[http]'"
-        raise SourceError(0, text, uri) from e
     if handed:
         fsspec.config.conf.clear()
     given = dict(options)
     if scheme in {"http", "https"}:
+        import aiohttp
+
         limit = aiohttp.ClientTimeout(None, sock_connect=deadline_s, sock_read=deadline_s)
         configured = fsspec.config.conf.get(scheme, {}).get("client_kwargs", {})
         given["client_kwargs"] = {

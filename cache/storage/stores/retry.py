@@ -191,7 +191,7 @@ def retried(
             pause = pause_s(settings, tries, elapsed_s, _random.random())
             if pause is None or not transient(error):
                 raise error
-            _warn(error, uri, settings.deadline_s)
+            _warn(error, uri, settings)
             time.sleep(pause)
             on_retry()
             error = None
@@ -199,7 +199,7 @@ def retried(
         del error  # breaks a cycle: its traceback refers to this frame
 
 
-def _warn(error: Exception, uri: str, deadline_s: float) -> None:
+def _warn(error: Exception, uri: str, settings: FetchSettings) -> None:
     """Log a retry; a warning only once in _QUIET_S for each storage."""
     now, storage = time.monotonic(), "/".join(uri.split("/", 3)[:3]) if "://" in uri else ""
     level = logging.DEBUG
@@ -207,5 +207,7 @@ def _warn(error: Exception, uri: str, deadline_s: float) -> None:
         _warned[storage], level = now, logging.WARNING
     reported = source_error(error, uri)
     log.log(
-        level, "%s: %s: trying again for up to %g s", reported.uri, reported.strerror, deadline_s
+        level,
+        "%s: %s: trying again, at most %d times and for at most %g s",
+        *(reported.uri, reported.strerror, settings.attempts - 1, settings.deadline_s),
     )

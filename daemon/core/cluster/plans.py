@@ -10,6 +10,7 @@ from creel.daemon.core.readers.dataset_readers import DatasetReaders
 from creel.daemon.core.residency import Residency
 from creel.policies.cluster.boundary import SOURCE
 from creel.policies.cluster.eviction import ClusterEviction
+from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.cluster.shared_plan import PlanDigest
 from creel.policies.policy_for import joint
 
@@ -65,6 +66,7 @@ class ClusterPlans:
         question, policy = self._questions.get(e.dataset), self._policy(e.dataset)
         if policy is not None and e.plan is not None:
             policy.take_plan(e.plan)
+            self._residencies[e.dataset].policy.stale = True
         if question is not None and question.seed == e.seed:
             question.pending = False
             question.vain += policy is None or policy.lacks == e.seed
@@ -93,7 +95,7 @@ class ClusterPlans:
         question = self._questions.get(residency.name)
         if question is None or question.seed != seed:
             question = self._questions[residency.name] = _Question(seed, now)
-        view = policy.deals.view
+        view = policy.view
         peers = [] if view is None else [x for x in view.origin.tolist() if x != SOURCE]
         policy.waits = question.vain < len(peers) and now < question.since + _PATIENCE_S
         if question.pending or not peers or now < question.again:
@@ -120,14 +122,14 @@ class ClusterPlans:
         readers = self._readers.items()
         return frozenset(name for name, one in readers if one.shared_with_others(cluster))
 
-    def _within(self, cluster: str) -> Iterator[ClusterEviction]:
+    def _within(self, cluster: str) -> Iterator[ClusterEviction | FirstReaders]:
         """Yield the policies of datasets that are planned in this cluster."""
         for residency in self._residencies.values():
             policy = joint(residency.policy)
-            view = None if policy is None else policy.deals.view
+            view = None if policy is None else policy.view
             if policy is not None and view is not None and view.cluster == cluster:
                 yield policy
 
-    def _policy(self, dataset: str) -> ClusterEviction | None:
+    def _policy(self, dataset: str) -> ClusterEviction | FirstReaders | None:
         residency = self._residencies.get(dataset)
         return None if residency is None else joint(residency.policy)

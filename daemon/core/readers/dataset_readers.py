@@ -13,9 +13,11 @@ from creel.daemon.core.readers.sessions import JobGroup, RankStream
 from creel.daemon.core.residency import ONE, Residency
 from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import ClusterView
+from creel.policies.cluster.first_readers import FirstReaders, FirstReadsTask
 from creel.policies.cluster.homes import Homes, memory_of
-from creel.policies.cluster.job_order import SampleObjects
+from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.policies.cluster.jobs import DealtJob
+from creel.policies.cluster.placement import Uses
 from creel.policies.cluster.scheme import scheme_of
 from creel.policies.eviction.context import PlanningTask
 from creel.policies.eviction.policy import NoEviction
@@ -98,16 +100,19 @@ class DatasetReaders:
         unplanned = all(s.unplanned for g in groups for s in g.sessions.values())
         dealt, once, alive = _dealt(groups), groups[0].once(), self._alive()
         merged = len(groups) > 1 or alive is not None
+        by_hash = any(residency.name in view.by_hash for view in views)
         scheme = scheme_of(
             len(groups),
             peers=bool(views),
             dealt=dealt is not None if merged else not groups[0].deals.followed,
-            by_hash=any(residency.name in view.by_hash for view in views),
+            by_hash=by_hash,
             once=once,
             unplanned=unplanned,
             together=residency.nbytes <= memory_of(views),
             rehearses=alive is not None,
         )
+        one_order = len(groups) == 1 and dealt is not None and not by_hash and not unplanned
+        readers = residency.first_readers if one_order and alive is not None else None
         return Readers(
             [g.uses for g in groups],
             lambda: clocks(groups),
@@ -116,7 +121,7 @@ class DatasetReaders:
             epoch=first.stream.epoch(first.cursors.done)[0] + first.epoch_shift,
             deals=groups[0].deals,
             scheme=scheme,
-            homes=self._homes(views) if scheme.by_home else None,
+            homes=self._homes(views, readers) if scheme.by_home else None,
             dealt=dealt,
             alive=alive,
         )
@@ -133,11 +138,19 @@ class DatasetReaders:
             self._told = told, alive
         return None if self._told is None else self._told[1]
 
-    def _homes(self, views: list[ClusterView]) -> Homes:
+    def _homes(self, views: list[ClusterView], readers: FirstReaders | None) -> Homes:
         """Return the homes of objects at these nodes."""
-        if self._seen is None or self._seen[0] != views:
-            self._seen = views, Homes(views)
+        if readers is not None:
+            readers.seen(views[0])
+        if self._seen is None or self._seen[0] != views or self._seen[1].first is not readers:
+            self._seen = views, Homes(views, readers)
         return self._seen[1]
+
+    def dealt(self, session: RankStream, epoch: int, order: JobOrder, view: ClusterView) -> None:
+        """Note how an epoch of a session's job is dealt to all ranks."""
+        if session.rehearsed is not None:
+            self._residency.first_readers.dealt(epoch, order, view)
+        self.choose_policy()
 
     def shared_with_others(self, cluster: str) -> bool:
         """Return whether this node reads the dataset for this cluster and for a job elsewhere."""
@@ -150,8 +163,19 @@ class DatasetReaders:
         """Return the retention plan to compute outside the loop, if the policy wants one."""
         if not self.groups:
             return None
+        if (first := self._residency.first_readers.task()) is not None:
+            return first
         job = PlannedJob(self._residency, self.groups[0], admission, window)
         return self._residency.policy.planning_task(job)
+
+    def planned(self, task: PlanningTask, plan: object) -> None:
+        """Take the answer to a planning task."""
+        if isinstance(task, FirstReadsTask):
+            if isinstance(plan, Uses):
+                self._residency.first_readers.planned(task, plan)
+                self._residency.policy.stale = True
+        else:
+            self._residency.policy.retention_planned(task, plan)
 
     def pins(self) -> NDArray[np.int32]:
         """Return (n,) how many pins the sessions have on each object."""

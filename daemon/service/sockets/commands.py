@@ -47,6 +47,7 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
         "state": node.state,
         "uptime_s": time.monotonic() - node.started,
         "memory": memory,
+        "disk": {"path": node.effective.disk.path, "failure": node.disk.failure},
         "clients": node.clients(),
         "sessions": len(node.registry.sessions),
         "datasets": len(node.registry.datasets),
@@ -113,12 +114,18 @@ def _stats(node: Node, args: Args) -> dict[str, Any]:
 
 
 def _own_file(node: Node, args: Args) -> dict[str, Any]:
-    """Note a file that a session's dataset opens itself, while its training waits for it."""
-    path = args.get("path")
-    if not isinstance(path, str):
-        raise ConfigError("a file needs a path")
-    _session_of(node, args).own_file = path[:_MAX_PATH]
+    """Note a file that a session's dataset reads itself, while its training waits for it."""
+    session = _session_of(node, args)
+    session.own_file = _text(args, "path")
+    session.own_remedy = _text({"remedy": "", **args}, "remedy")
     return {}
+
+
+def _text(args: Args, name: str) -> str:
+    text = args.get(name)
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}: a text is needed")
+    return text[:_MAX_PATH]
 
 
 def _named(node: Node, args: Args) -> DatasetRecord:
@@ -147,12 +154,20 @@ def _all_named(node: Node, args: Args) -> list[DatasetRecord]:
     return found
 
 
+def _config(node: Node, _: Args) -> dict[str, Any]:
+    return {
+        "settings": node.config.flat(),
+        "effective": node.effective.flat(),
+        "disk_failure": node.disk.failure,
+    }
+
+
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "ping": lambda node, _: {"state": node.state},
     "status": lambda node, _: _status(node, stats.memory(node, node.core.snapshot())),
     "stats": _stats,
     "datasets": lambda node, _: {"datasets": stats.datasets(node, time.monotonic())},
-    "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
+    "config": _config,
     "warm": _warm,
     "drop": _drop,
     "bad_samples": _bad_samples,

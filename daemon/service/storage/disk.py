@@ -62,10 +62,16 @@ class Disk:
         self._store: DiskStore | None = None
         self._opened = not settings.path
         self._lost = False  # whether the core knows that the disk is lost
+        self._unusable = ""  # why the store could not be opened
         self._found: dict[str, FoundOnDisk] = {}
         self._writer = BackgroundThread("creel-disk")
         self._until = float("inf")  # time after which nothing more is written
         self._late = 0  # objects that were not written because of that
+
+    @property
+    def failure(self) -> str:
+        """Why there is no disk tier, although one is set; "": it works, or none is set."""
+        return self._unusable or (self._store.failure if self._store else "")
 
     # --- in the node's background thread ---------------------------------------------------------
 
@@ -91,6 +97,7 @@ class Disk:
             budget = disk_budget(self._settings)
             self._store = DiskStore(path, budget, self._settings.keep_free)
         except (OSError, ConfigError) as e:
+            self._unusable = str(e)
             log.warning("there is no disk tier in %s: %s", path, e)
         else:
             self._post(DiskOpened(self._store.nbytes, self._store.unit))

@@ -15,11 +15,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order.custom.sampler_state import attribute
 from creel.loader.order.epoch_order import EpochOrder, IteratorStart, OrderState
 from creel.loader.order.epoch_plan import EpochPlan
 from creel.loader.order.generators import decode_state, encode_state, set_state, state_of
 from creel.loader.order.rehearsing import EpochStart
+from creel.loader.user_code.protected import attribute
 
 #: How many samplers may be around one of torch's.
 _DEEPEST = 4

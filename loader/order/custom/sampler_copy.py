@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from creel.loader.order.custom.sampler_state import attribute
 from creel.loader.order.epoch_plan import EpochPlan, PredictedEpoch, run_to_end
 from creel.loader.order.generators import RandomSource, set_state, state_of
+from creel.loader.user_code.protected import attribute
 
 _log = logging.getLogger("creel.loader")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from creel.loader.log_lines import with_rank
+from creel.loader.user_code.protected import attribute
 
 _log = logging.getLogger("creel.loader")
 
@@ -17,17 +18,6 @@ class OwnState(TypedDict, total=False):
 
     state: object  # its own `state_dict()`
     epoch: int  # for its own `set_epoch`
-
-
-def attribute(sampler: object, name: str) -> Any:
-    """Return an attribute of the user's; None if it is missing or a `__getattr__` fails.
-
-    torch itself does not read it, so it must not raise.
-    """
-    try:
-        return getattr(sampler, name, None)
-    except Exception:  # noqa: BLE001  the user's code, which torch does not run
-        return None
 
 
 def own_states(sampler: object) -> list[OwnState]:

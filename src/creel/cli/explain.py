@@ -81,8 +81,8 @@ def explain(
                 _end(child)
     if trial is None or min(trial.batches) <= FIRST + BATCHES:
         raise ConfigError(
-            f"{script} took too few batches from one DataLoader: {FIRST + BATCHES + 1} are needed,"
-            " and more say more"
+            f"{script} took too few batches: one DataLoader must give {FIRST + BATCHES + 1} or more"
+            " before the script ends or the time of --limit is over"
         )
     machine = Machine(limits.cores(), *limits.memory(active=True))
     return foretold(trial, machine)

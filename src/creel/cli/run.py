@@ -63,18 +63,19 @@ def creeld(context: click.Context, /, **options: str | None) -> None:
 def around(config: Config, command: Sequence[str]) -> int:
     """Start a daemon, run `command` with it, stop it; return the command's exit code.
 
-    Runs it without a daemon, after a warning, if that does not start: training reads directly then.
+    Runs it without a daemon of its own, after a warning, if that does not start for any reason:
+    training then reads directly, or through the daemon that has the name.
 
     Raises:
-        ConfigError: no such command, or settings that cannot be met.
-        UnavailableError: another daemon has its name.
+        ConfigError: no such command.
     """
-    refuse_name_in_use(config.daemon.name)
     with ExitStack() as stack:
         try:
+            refuse_name_in_use(config.daemon.name)
             stack.enter_context(own_daemon(config))
-        except (UnavailableError, OSError) as e:
-            click.echo(f"creel: {e}; {command[0]} runs without a daemon of its own", err=True)
+        except Exception as e:  # noqa: BLE001  also MemoryError, or a library that cannot be mapped
+            reason = str(e) or type(e).__name__
+            click.echo(f"creel: {reason}; {command[0]} runs without a daemon of its own", err=True)
         return _run(command, daemon_env(config))
 
 

@@ -132,6 +132,8 @@ def install(*, system: bool, force: bool) -> None:
         click.echo(f"other users may not enter {folder}: their daemons cannot start", err=True)
     manager, name = ("systemctl", "creeld@USER") if system else ("systemctl --user", "creeld")
     click.echo(f"start it: {manager} daemon-reload && {manager} enable --now {name}")
+    if not system:
+        click.echo("let it run also while you are not logged in: loginctl enable-linger")
 
 
 @click.group(name="slurm")

@@ -55,7 +55,8 @@ def _of_program(module: str, name: str, daemon: str, *, quiet: bool) -> Manifest
         if not quiet and sys.stderr.isatty():
             click.echo(text, err=True)
 
-    os.environ["CREEL_SOCKET"] = daemon  # a loader that the module makes starts no other one
+    os.environ["CREEL_SOCKET"] = daemon  # a loader that the module makes uses no other one ...
+    os.environ["CREEL_LOADER__EMBED"] = "false"  # ... and starts none
     return manifest_of(module, name, said)
 
 

@@ -19,6 +19,7 @@ from creel.system.progress import ProgressLine
 from creel.units import format_size
 
 if TYPE_CHECKING:
+    from creel.cache.storage.manifest import Manifest
     from creel.loader.client.client import Client
 
 _POLL_S = 0.1
@@ -29,8 +30,12 @@ _SETTLED_S = 1.0  # without a fetch in flight for this long, loading is complete
 LINGER_S = 3600.0
 
 
+def _may_start(config: Config) -> bool:
+    return config.loader.embed and not config.loader.disable
+
+
 @contextmanager
-def daemon(config: Config) -> Iterator[Client]:
+def _daemon(config: Config) -> Iterator[Client]:
     """Yield a connection to the daemon; start one if none runs, and say so.
 
     Args:
@@ -43,7 +48,7 @@ def daemon(config: Config) -> Iterator[Client]:
         try:
             client = stack.enter_context(connection(config.daemon.name))
         except NoDaemonError as e:
-            if not config.loader.embed or config.loader.disable:
+            if not _may_start(config):
                 raise
             from creel.loader.client.embed import connect_or_start
 
@@ -58,27 +63,49 @@ def daemon(config: Config) -> Iterator[Client]:
 
 
 def warm(
-    client: Client,
-    target: str,
-    name: str,
-    *,
-    quiet: bool,
-    time_s: float = math.inf,
-    background: bool = False,
+    config: Config, target: str, *, quiet: bool, time_s: float = math.inf, background: bool = False
 ) -> Values:
     """Load a target (see `manifest_of_target`), and show the progress.
 
+    A daemon is started if none runs, once it is known that there is something to load.
+
     Args:
-        name: of the daemon.
         time_s: load no more after so many seconds, including the search for the files.
         background: return once loading has begun.
 
     Returns:
         dataset, path, objects, resident, failed, nbytes, seconds, ended: "complete", "time" or
         "background".
+
+    Raises:
+        NoDaemonError: none runs, and none may or can be started.
     """
     began = time.monotonic()
-    manifest = manifest_of_target(target, name, quiet=quiet)
+    if not _may_start(config):
+        with connection(config.daemon.name):
+            pass  # before the search, which may take long
+    manifest = manifest_of_target(target, config.daemon.name, quiet=quiet)
+    with _daemon(config) as client:
+        ended, counted = _load(client, manifest, began + time_s, quiet, background=background)
+        dataset = counted["dataset"]
+        missing = len(manifest) - int(counted["resident_objects"])
+        failed = _failed(client, dataset, missing) if ended == "complete" else 0
+    return {
+        "dataset": dataset,
+        "path": counted["path"],
+        "objects": len(manifest),
+        "resident": counted["resident_objects"],
+        "failed": failed,
+        "nbytes": counted["resident_nbytes"],
+        "seconds": time.monotonic() - began,
+        "ended": ended,
+    }
+
+
+def _load(
+    client: Client, manifest: Manifest, until: float, quiet: bool, *, background: bool
+) -> tuple[str, Values]:
+    """Load objects until a moment; return how that ended, and the dataset's row of counters."""
     dataset = client.register(manifest)
     counted = dict(client.ask("warm", dataset=dataset, linger_s=LINGER_S))
     ended = "background"
@@ -90,21 +117,11 @@ def warm(
             len(manifest),
             shown=not quiet,
         ):
-            ended = loading.follow(began + time_s)
+            ended = loading.follow(until)
         counted = loading.counted
     if ended == "time":
         client.ask("warm", dataset=dataset, stop=True)
-    missing = len(manifest) - int(counted["resident_objects"])
-    return {
-        "dataset": dataset,
-        "path": counted["path"],
-        "objects": len(manifest),
-        "resident": counted["resident_objects"],
-        "failed": _failed(client, dataset, missing) if ended == "complete" else 0,
-        "nbytes": counted["resident_nbytes"],
-        "seconds": time.monotonic() - began,
-        "ended": ended,
-    }
+    return ended, counted
 
 
 class _Loading:

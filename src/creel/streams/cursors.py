@@ -72,12 +72,25 @@ def read(medium: Notes, expected: Iterable[str] = ()) -> dict[str, Cursor]:
 
     Its reach is the largest of all ranks; it is at the start while a rank has not begun.
     """
-    ranks: dict[str, dict[int, Cursor]] = {name: {} for name in expected}
+    ranks = {name: dict[int, Cursor]() for name in expected} | _by_rank(medium)
+    return {name: _slowest(of) for name, of in ranks.items() if of.get(0) != _LEFT}
+
+
+def lacking(medium: Notes, name: str) -> list[int]:
+    """Return the ranks of a reader that have not begun; none if the reader has not."""
+    ranks = _by_rank(medium).get(name, {})
+    world = max((cursor.ranks for cursor in ranks.values()), default=0)
+    return [rank for rank in range(world) if rank not in ranks]
+
+
+def _by_rank(medium: Notes) -> dict[str, dict[int, Cursor]]:
+    """Return the cursors that ranks of readers have written."""
+    ranks: dict[str, dict[int, Cursor]] = {}
     for note, text in medium.notes(_FOLDER).items():
         found, cursor = _NOTE.fullmatch(note), _parsed(text)
         if found and cursor:
             ranks.setdefault(found[1], {})[int(found[2])] = cursor
-    return {name: _slowest(of) for name, of in ranks.items() if of.get(0) != _LEFT}
+    return ranks
 
 
 def leave(medium: Notes, name: str) -> None:

@@ -107,7 +107,7 @@ class LogFolder:
         except FileNotFoundError:
             return number
         except OSError as e:
-            raise _failure(e, self.address(number)) from e
+            raise _failure(e, self.address(number)) from None
         finally:
             _close(opened)
         return None
@@ -206,7 +206,7 @@ class LogFolder:
         try:
             yield
         except OSError as e:
-            raise _failure(e, self.path) from e
+            raise _failure(e, self.path) from None
 
 
 def _failure(e: OSError, path: str) -> SourceError:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from creel.errors import ConfigError, UnavailableError
 from creel.streams import cursors
 from creel.streams.chunks import KnownChunks
-from creel.streams.description import Description
+from creel.streams.description import Column, Description
 from creel.streams.log import Log
+from creel.system.forks import forget_in_child
 from creel.units import parse_size
 
 _log = logging.getLogger("creel.stream")
@@ -32,11 +36,13 @@ _MOST_RECORDS = 4096
 #: Pauses of a producer that waits for readers, in seconds.
 _PAUSE_S, _LONGEST_S = 0.0005, 0.02
 _WARN_S = 60.0
+#: Ranks in a message.
+_SHOWN = 8
 Field = DTypeLike | tuple[DTypeLike, int | Sequence[int]]
 
 
 class Producer:
-    """Appends records to a stream; any number of processes may do so at once.
+    """Appends records to a stream; any number of processes, and their threads, may do so at once.
 
     Args:
         path: the folder. In /dev/shm the stream is in memory; on a parallel file system readers may
@@ -57,6 +63,9 @@ class Producer:
     All producers of a stream give the same arguments. One that is killed, or ends by an exception,
     leaves only whole chunks and does not end the stream: start it again, or end the stream by
     `creel stream --end`.
+
+    A copy in a forked process, or a pickled one, begins without the records that were not written:
+    those are its original's to write.
 
     Raises:
         ConfigError: the fields or sizes are invalid, or another stream is in the folder, or this
@@ -91,41 +100,85 @@ class Producer:
         self._stream = Log.create(path, about)
         if self._stream.ended():
             raise ConfigError(f"the stream in {self._stream.path} has ended: use another folder")
-        self._chunks = KnownChunks(self._stream)
-        self._rows = np.zeros(records, self._stream.layout)
-        self._count = 0
+        self._chunks: KnownChunks | None = KnownChunks(self._stream)
         self._linger_s, self._timeout_s = linger_s, timeout_s
-        self._wrote_at = time.monotonic()
         self._closed = False
         self.waited_s = 0.0  #: seconds that this producer has waited for readers
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        about = {"_stream", "_linger_s", "_timeout_s", "_closed"}
+        return {name: value for name, value in self.__dict__.items() if name in about}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._chunks, self.waited_s = None, 0.0
+        self._begin()
+
+    def forget(self) -> None:
+        """Leave what is not written to the parent; called in a forked child."""
+        self._count = 0
+        self._chunks = None  # a thread that is not here may have been about to change it
+        self._lock, self._entered = threading.RLock(), False
+
+    def _begin(self) -> None:
+        """Begin without records."""
+        self._rows = np.zeros(self._stream.about.records, self._stream.layout)
+        self._columns = {n: Column(n, self._rows[n]) for n in self._rows.dtype.names or ()}
+        self._count = 0
+        self._wrote_at = time.monotonic()
+        self._lock, self._entered = threading.RLock(), False
+        forget_in_child(self)
 
     def put(self, **fields: ArrayLike) -> None:
         """Append one record; waits while readers are too far behind.
 
         Args:
-            fields: a value for each field, copied. Numbers are cast within their kind, such as
-                float64 to float32.
+            fields: a value for each field, copied: numbers of any type that fit. Fractions are
+                rounded to the field's precision; no other number may change.
 
         Raises:
-            ConfigError: a field is missing or unknown, or has another shape or kind.
+            ConfigError: a field is missing or unknown, or has another shape, or does not fit; or
+                the stream has ended, since as many as `producers` says were closed.
             SourceError: the chunk could not be written; this record is then not appended.
             UnavailableError: readers were too far behind for `timeout_s`; likewise.
         """
-        if self._closed:
-            raise ConfigError("this producer is closed")
-        if set(fields) != set(self._rows.dtype.names or ()):
-            raise ConfigError(f"a record has {list(self._rows.dtype.names or ())}: {list(fields)}")
-        arrays = {name: _fitting(self._rows[name], name, value) for name, value in fields.items()}
+        columns = self._columns
+        if fields.keys() != columns.keys():
+            raise ConfigError(f"a record has {list(columns)}: {list(fields)}")
+        values = {name: columns[name].fitting(value) for name, value in fields.items()}
+        with self._alone():
+            if self._closed:
+                raise ConfigError("this producer is closed")
+            self._put(values)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out, and this one from entering twice.
+
+        Raises:
+            ConfigError: a signal handler calls while this thread is in `put`, `flush` or `close`.
+        """
+        with self._lock:
+            if self._entered:
+                raise ConfigError("this producer is at work: a signal handler cannot use it now")
+            try:
+                self._entered = True
+                yield
+            finally:
+                self._entered = False
+
+    def _put(self, values: Mapping[str, ArrayLike]) -> None:
         if len(self._rows) == 1:
-            self._append(self._parts(arrays))
+            self._append(self._parts(values))
             return
-        for name, array in arrays.items():
-            self._rows[name][self._count] = array
+        for name, value in values.items():
+            self._columns[name].rows[self._count] = value
         self._count += 1
         late = time.monotonic() - self._wrote_at >= self._linger_s
         if late or self._count == len(self._rows):
             try:
-                self.flush()
+                self._flush()
             except BaseException:
                 self._count -= 1
                 raise
@@ -137,22 +190,35 @@ class Producer:
             SourceError, UnavailableError: as `put`; the records are still there, and are written
                 with the next ones.
         """
+        with self._alone():
+            self._flush()
+
+    def _flush(self) -> None:
         if not self._count:
             return
         self._append([self._rows[: self._count].view(np.uint8).data])
         self._count = 0
 
     def _append(self, data: Sequence[memoryview]) -> None:
-        self._wait_for_room(sum(map(len, data)))
+        if self._chunks is None:  # of a copy, which has another connection, and appends on its own
+            forget_in_child(self)
+            self._stream = Log(copy.copy(self._stream.medium), self._stream.about)
+            self._chunks = KnownChunks(self._stream)
+        self._wait_for_room(self._chunks, sum(map(len, data)))
+        if self._stream.ended():
+            raise ConfigError(
+                f"the stream in {self._stream.path} has ended, nobody would read this: producers="
+                f"{self._stream.about.producers} have been closed, or copies of them elsewhere"
+            )
         self._chunks.append(data)
         self._wrote_at = time.monotonic()
 
-    def _parts(self, arrays: Mapping[str, NDArray[Any]]) -> list[memoryview]:
+    def _parts(self, values: Mapping[str, ArrayLike]) -> list[memoryview]:
         """Return the bytes of a record, without a copy of its fields."""
         parts, end = [], 0
         for name, (_, offset) in (self._rows.dtype.fields or {}).items():
             column = self._rows[name]
-            array = np.ascontiguousarray(arrays[name], column.dtype).reshape(-1)
+            array = np.ascontiguousarray(values[name], column.dtype).reshape(-1)
             parts += [memoryview(bytes(offset - end)), array.view(np.uint8).data]
             end = offset + array.nbytes
         return [*parts, memoryview(bytes(self._rows.itemsize - end))]
@@ -163,10 +229,11 @@ class Producer:
         Raises:
             SourceError, UnavailableError: as `flush`.
         """
-        if not self._closed:
-            self.flush()
-            self._stream.end()
-            self._closed = True
+        with self._alone():
+            if not self._closed:
+                self._flush()
+                self._stream.end()
+                self._closed = True
 
     def __enter__(self) -> Producer:
         return self
@@ -181,25 +248,33 @@ class Producer:
             self.close()
         self._closed = True
 
-    def _wait_for_room(self, nbytes: int) -> None:
+    def _wait_for_room(self, chunks: KnownChunks, nbytes: int) -> None:
         """Wait until no reader is too far behind, and delete what all have passed."""
         began, warn_s, pause_s = time.monotonic(), _WARN_S, _PAUSE_S
         while True:
             readers = cursors.read(self._stream.medium, self._stream.about.readers)
-            slow = self._chunks.in_the_way(readers, nbytes)
+            slow = chunks.in_the_way(readers, nbytes)
             if slow is None:
                 break
             waited_s = time.monotonic() - began
-            text = f"{self._stream.path}: waiting for {slow} for {waited_s:.0f} s"
             if self._timeout_s is not None and waited_s >= self._timeout_s:
-                raise UnavailableError(text)
+                raise UnavailableError(self._waiting(slow, waited_s))
             if waited_s >= warn_s:
-                _log.warning("%s (creel stream shows its readers)", text)
+                text = "%s (creel stream shows its readers)"
+                _log.warning(text, self._waiting(slow, waited_s))
                 warn_s += _WARN_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
         self.waited_s += time.monotonic() - began
-        self._chunks.trim(readers, nbytes)
+        chunks.trim(readers, nbytes)
+
+    def _waiting(self, reader: str, seconds: float) -> str:
+        """Return a sentence that names the reader, and its ranks that have not begun."""
+        ranks = cursors.lacking(self._stream.medium, reader)
+        more = ", ..." if len(ranks) > _SHOWN else ""
+        numbers = ", ".join(map(str, ranks[:_SHOWN])) + more
+        whom = f"{reader} (not begun: rank {numbers})" if ranks else reader
+        return f"{self._stream.path}: waiting for {whom} for {seconds:.0f} s"
 
 
 def _field(name: str, field: Field) -> tuple[str, tuple[int, ...]]:
@@ -223,13 +298,3 @@ def _nbytes(size: int | str) -> int:
     if found < 0:
         raise ConfigError(f"{size} bytes: give 0 or more")
     return found
-
-
-def _fitting(column: NDArray[Any], name: str, value: ArrayLike) -> NDArray[Any]:
-    """Return a value of a field; raises ConfigError for another shape or kind of numbers."""
-    array = np.asarray(value)
-    if array.shape != column.shape[1:]:
-        raise ConfigError(f"{name} has shape {array.shape}, the stream has {column.shape[1:]}")
-    if not np.can_cast(array.dtype, column.dtype, "same_kind"):
-        raise ConfigError(f"{name} is of {array.dtype}, the stream has {column.dtype}")
-    return array

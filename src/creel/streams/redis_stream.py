@@ -175,11 +175,11 @@ class RedisStream:
             text = (
                 f"{self.path.partition(':')[0]}:// needs {e.name}: pip install 'creel-data[redis]'"
             )
-            raise ConfigError(text) from e
+            raise ConfigError(text) from None
         try:
             yield
         except redis.RedisError as e:
-            raise SourceError(0, str(e), shown(self.path)) from e
+            raise SourceError(0, str(e), shown(self.path)) from None
 
 
 def shown(address: str) -> str:

@@ -6,6 +6,7 @@ container) sets no limit.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -133,6 +134,22 @@ def few_descriptors() -> int:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return limit if 0 <= limit < _MIN_DESCRIPTORS else 0
+
+
+def descriptors_run_out() -> bool:
+    """Whether less than a half of the limit on open descriptors is left; False if nobody knows.
+
+    A new descriptor has the lowest free number.
+    """
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as e:
+        return e.errno == errno.EMFILE
+    os.close(lowest)
+    return limit >= 0 and 2 * lowest >= limit
 
 
 def may_keep() -> bool:

@@ -169,7 +169,10 @@ def remote(reason: str, files: int | None) -> Finding:
             ("region", "redirect", "301"),
             "name the region: s3://bucket/path?region=... or AWS_REGION",
         ),
-        (("denied", "credential", "forbidden"), "check the keys: AWS_ACCESS_KEY_ID or AWS_PROFILE"),
+        (
+            ("denied", "credential", "forbidden"),
+            "check the keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+        ),
         (
             ("no such bucket", "there is no"),
             "check the address, and the endpoint: AWS_ENDPOINT_URL",

@@ -77,12 +77,14 @@ def batches(sessions: Sequence[Row], datasets: Sequence[Row], budget_nbytes: int
 
 
 def opened(sessions: Sequence[Row]) -> Finding:
-    """Name files that datasets open themselves, and that their loaders have seen awaited."""
-    waiting = [f"pid {one['pid']} for {one['own_file']}" for one in sessions if one["own_file"]]
+    """Name files that datasets read themselves, and that their loaders have seen awaited."""
+    waiting = [one for one in sessions if one["own_file"]]
     if not waiting:
-        return Finding("own files", "ok", "no rank waits for files that its dataset opens itself")
-    found = f"training waits for files that its dataset opens itself: {', '.join(waiting)}"
-    return Finding("own files", "warn", found, "creel.wrap(dataset) caches them")
+        return Finding("own files", "ok", "no rank waits for files that its dataset reads itself")
+    files = ", ".join(f"pid {one['pid']} for {one['own_file']}" for one in waiting)
+    found = f"training waits for files that its dataset reads itself: {files}"
+    remedies = dict.fromkeys(one["own_remedy"] for one in waiting)
+    return Finding("own files", "warn", found, "; ".join(remedies))
 
 
 def cgroup(ours: str, daemons: str) -> Finding:

@@ -88,10 +88,9 @@ def warm(
     if limit is not None and background:
         raise click.UsageError("--time waits for the end, --background does not: give one of them")
     time_s = math.inf if limit is None else parse_seconds(limit)
-    config = config_of(context)
-    with warm.daemon(config) as client:
-        where = client, target, config.daemon.name
-        result = warm.warm(*where, quiet=as_json, time_s=time_s, background=background)
+    result = warm.warm(
+        config_of(context), target, quiet=as_json, time_s=time_s, background=background
+    )
     print_answer(result, as_json, lambda values: click.echo(warm.sentence(values)))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from creel.errors import ConfigError, CreelError
 
 if TYPE_CHECKING:
     from creel.config import Config
@@ -82,6 +84,22 @@ def config_of(context: click.Context, **flags: object) -> Config:
     from creel.config import Config
 
     return Config.load({**context.obj["flags"], **flags})[0]
+
+
+@contextmanager
+def script_of(context: click.Context, arguments: Sequence[str]) -> Iterator[None]:
+    """Add to a failure inside that options of this command stand among the script's arguments."""
+    try:
+        yield
+    except (CreelError, ConfigError) as e:
+        ours = {
+            name for p in context.command.params if isinstance(p, click.Option) for name in p.opts
+        }
+        given = [word for word in arguments if word.partition("=")[0] in ours]
+        if not given or type(e) not in {CreelError, ConfigError}:
+            raise
+        words = f"{given[0]!r} went to the script: options of {context.command_path} come before it"
+        raise type(e)(f"{e}; {words}") from None
 
 
 @contextmanager

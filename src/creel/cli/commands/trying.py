@@ -12,6 +12,7 @@ from creel.cli.commands.options import (
     config_of,
     json_option,
     print_answer,
+    script_of,
     seconds_option,
 )
 from creel.errors import ConfigError
@@ -90,7 +91,15 @@ def simulate(
 @json_option
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_json: bool) -> int:
+@click.pass_context
+def verify(
+    context: click.Context,
+    target: str,
+    arguments: tuple[str, ...],
+    *,
+    steps: int | None,
+    as_json: bool,
+) -> int:
     """Compare every batch with torch's, bit for bit.
 
     TARGET is a SCRIPT (with ARGUMENTS), or MODULE:LOADER: a DataLoader or a function that returns
@@ -106,7 +115,8 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
             raise
         raise ConfigError("creel verify needs torch: pip install 'creel-data[torch]'") from None
 
-    result = verification.verify(target, arguments, steps)
+    with script_of(context, arguments):
+        result = verification.verify(target, arguments, steps)
     print_answer(result, as_json, lambda values: click.echo(verification.sentence(values)))
     return 0 if result["equal"] else FAILED
 
@@ -150,5 +160,6 @@ def explain(
 
     if context.obj["flags"]["daemon.name"] is None:
         context.obj["flags"]["daemon.name"] = f"explain-{os.getpid()}"
-    told = explain.explain(config_of(context), script, arguments, steps, limit, ranks)
+    with script_of(context, arguments):
+        told = explain.explain(config_of(context), script, arguments, steps, limit, ranks)
     print_answer(told, as_json, explain.show)

@@ -49,6 +49,7 @@ class Forecasts:
     def __init__(self, cores: float) -> None:
         """`cores`: of this node."""
         self._cores = cores
+        self._workers: dict[int, int] = {}  # of each stream, when it had some
         self._foretold: dict[str, Foretold] = {}
         self._errors: dict[str, float] = {}
         #: What each stream of batches will wait for in a step, since the last call of `rows`.
@@ -63,11 +64,14 @@ class Forecasts:
             before: for each open stream its first counters of late, and how many seconds ago.
             now: seconds, on any clock.
         """
-        sessions = sorted(answer["sessions"], key=lambda s: (job_key(s), s["rank"]))
+        sessions = sorted(map(self._with_workers, answer["sessions"]), key=_by_job)
         rows = []
         self.waits_s = {}
         for job, group in groupby(sessions, key=job_key):
-            ranks = [s for s in group if _news(s, before) >= BATCHES]
+            members = list(group)
+            if any(s.get("overdue_s") for s in members):
+                continue  # nobody knows when its next step comes
+            ranks = [s for s in members if _news(s, before) >= BATCHES and _known(s, before)]
             windows = [window(s, *before[s["session"]]) for s in ranks]
             told = forecast(windows, self._cores)
             if told:
@@ -80,6 +84,12 @@ class Forecasts:
                 also = "" if error is None else f" (last forecast: {100 * error:.0f} % off)"
                 rows.append((f"job {job_of(ranks[0])}", text + also))
         return rows
+
+    def _with_workers(self, session: Values) -> Values:
+        """Return a stream with the workers that it had last: between two epochs none run."""
+        now = int(session.get("workers", 0)) or self._workers.get(session["session"], 0)
+        self._workers[session["session"]] = now
+        return {**session, "workers": now}
 
     def _judge(self, job: str, windows: list[RankWindow], told: list[Forecast], now: float) -> None:
         """Compare a step that was foretold with the steps since, and foretell the next."""
@@ -94,6 +104,16 @@ class Forecasts:
 def job_key(session: Values) -> str:
     """Return what the ranks of a job have in common: its name, or their process."""
     return session["job"] or str(session["pid"])
+
+
+def _by_job(session: Values) -> tuple[str, int]:
+    return job_key(session), session["rank"]
+
+
+def _known(session: Values, before: Mapping[int, tuple[Values, float]]) -> bool:
+    """Whether it is known how many workers a stream has, if any have worked for it."""
+    old, now = before[session["session"]][0]["busy_s"], session["busy_s"]
+    return session["workers"] > 0 or not sum(now.values()) > sum(old.values())
 
 
 def _news(session: Values, before: Mapping[int, tuple[Values, float]]) -> int:

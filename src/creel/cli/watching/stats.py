@@ -19,6 +19,10 @@ from creel.system import limits
 if TYPE_CHECKING:
     from creel.loader.client.client import Client
 
+_NOTHING_COUNTED = (
+    "no batch has been counted yet: creel.DataLoader counts its batches, torch's own loader those"
+    " of a wrapped dataset that creel serves (what creel.wrap cannot serve, creel.kept does)"
+)
 ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
 
 
@@ -26,14 +30,17 @@ class Stats(dict[str, Any]):
     """The answer of `creel stats --json`; shown as tables at a prompt and in a notebook."""
 
     def __repr__(self) -> str:
-        lines = [f"{name:<20} {value}" for name, value in view.summary_pairs(self)]
+        lines = [f"{name:<20} {value}" for name, value in self._pairs()]
         return "\n".join([*lines, *view.columns(*self._rows())])
 
     def _repr_html_(self) -> str:
         from creel.loader.notebook import html, rows_html
 
         header, rows = self._rows()
-        return html("creel", view.summary_pairs(self)) + rows_html(header, rows)
+        return html("creel", self._pairs()) + rows_html(header, rows)
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        return [*view.summary_pairs(self), *view.overdue_pairs(self)]
 
     def _rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return header and rows of the open streams of batches; without any, of ranks so far."""
@@ -106,7 +113,7 @@ def reasons(client: Client, *, as_json: bool) -> None:
     for one in () if as_json else found:
         click.echo(f"{view.job_of(one)} rank {one['rank']}: {one['why']}")
     if not found and not as_json:
-        click.echo("no training has read through this daemon yet")
+        click.echo(_NOTHING_COUNTED)
 
 
 def recorded(
@@ -140,7 +147,7 @@ def counters(answer: Values, *, as_json: bool, line: bool) -> None:
     if as_json:
         view.print_json(answer, line=line)
         return
-    view.pairs(view.summary_pairs(answer))
+    view.pairs([*view.summary_pairs(answer), *view.overdue_pairs(answer)])
     if answer["sessions"]:
         rows = [view.session_row(s) for s in answer["sessions"]]
         view.table(view.SESSION_HEADER, rows, drop=view.DROP)

@@ -27,13 +27,14 @@ from creel.cli.watching.view import (
     columns,
     fitting,
     format_seconds,
+    overdue_pairs,
     summary_pairs,
     top_row,
 )
 from creel.system.limits import cores
 
-#: Seconds that rates cover. A wait is counted when it ends, so over slow storage a shorter period
-#: would flicker between 0 and 100 %.
+#: Seconds that rates cover. A wait of less than a second is counted when it ends, so over slow
+#: storage a shorter period would flicker between 0 and 100 %.
 _RATES_S = 10.0
 
 
@@ -94,9 +95,10 @@ def screen(
         f"{daemon['name']}  pid {daemon['pid']}  up {format_seconds(daemon['uptime_s'])}",
         ("   q ends", "dim"),
     )
+    also = [*overdue_pairs(answer), *taken]
     lines = [
         Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
-        for name, value in (*summary_pairs(answer), *_folded(taken, width - 21))
+        for name, value in (*summary_pairs(answer), *_folded(also, width - 21))
     ]
     rows = []
     for one in answer["sessions"]:

@@ -143,10 +143,13 @@ def status_pairs(answer: Values) -> list[tuple[str, str]]:
     )
     in_use = {k: answer[k] for k in ("clients", "sessions", "datasets")}
     in_use["clients"] = max(in_use["clients"] - 1, 0)  # without the client that asks
+    disk = answer["disk"]
+    lost = [("disk", f"there is no disk tier in {disk['path']}: {disk['failure']}")]
     return [
         ("daemon", f"{answer['name']} (pid {answer['pid']}, creel {answer['version']}, {kind})"),
         ("state", f"{answer['state']}, up {format_seconds(answer['uptime_s'])}"),
         ("memory", memory_line(answer["memory"])),
+        *(lost if disk["failure"] else []),
         ("in use", ", ".join(f"{n} {word if n != 1 else word[:-1]}" for word, n in in_use.items())),
     ]
 
@@ -174,6 +177,34 @@ def summary_pairs(answer: Values) -> list[tuple[str, str]]:
         if name == "memory":  # peers evict by themselves, and the disk reuses its room
             rows.append((f"evicted from {name}", evicted or "none"))
     return rows + [row for s in answer.get("sources", ()) for row in _source_rows(s)]
+
+
+#: What a wait that has not ended says of its cause.
+_OVERDUE = {
+    "source": "storage has not delivered",
+    "decode": "dataset[i] has not returned",
+    "collate": "its samples are being collated",
+    "daemon": "no worker has begun it",
+    "sampler": "the sampler has not drawn it",
+}
+
+
+def overdue(row: Values) -> str:
+    """Say how long a rank has waited for a batch that has not come, and why; "" if it has not."""
+    seconds = row.get("overdue_s", 0.0)
+    if not seconds:
+        return ""
+    said = f"has waited {format_seconds(seconds)} for its next batch so far"
+    why, file = _OVERDUE.get(row["overdue_cause"], ""), row["overdue_file"]
+    if row["overdue_cause"] == "source":
+        why += f" {file or 'it'}"
+    return f"{said}: {why}" if why else said
+
+
+def overdue_pairs(answer: Values) -> list[tuple[str, str]]:
+    """Return names and values of the waits that have not ended, for the whole node."""
+    waits = ((one, overdue(one)) for one in answer["sessions"])
+    return [(f"job {job_of(one)}", f"rank {one['rank']} {text}") for one, text in waits if text]
 
 
 def _source_rows(source: Values) -> Iterator[tuple[str, str]]:

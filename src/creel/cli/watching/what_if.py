@@ -202,8 +202,13 @@ def _kept_decoded(
 def _all_in_memory(
     sessions: Sequence[Values], windows: Sequence[RankWindow], answer: Values
 ) -> list[Tried]:
+    """Return what memory for everything would bring; nothing where everything is in memory."""
     held = answer["core"]["datasets"]
-    nbytes = sum(int(held[n]["nbytes"]) for n in {s["dataset"] for s in sessions} & held.keys())
+    names = {one["dataset"] for one in sessions}
+    known = [held[name] for name in names & held.keys()]
+    if len(known) == len(names) and all(d.get("resident_objects") == d["objects"] for d in known):
+        return []
+    nbytes = sum(int(d["nbytes"]) for d in known)
     words = f"with all in memory ({format_size(nbytes)})" if nbytes else "with all in memory"
     values = {"what": "memory", "nbytes": nbytes}
     return [(words, values, [with_memory(one) for one in windows])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from creel.cli.watching.view import Values, format_count, format_seconds, worst_cause
+from creel.cli.watching.view import Values, format_count, format_seconds, overdue, worst_cause
 from creel.cli.watching.what_if import Outlook
 from creel.units import format_size
 
@@ -21,8 +21,7 @@ _BY_CAUSE = {
     "decode": (
         "your dataset[i] itself (decoding, transforms): more workers or processors, samples that"
         " stay decoded (keep_decoded=, creel.kept), or less work for a sample would help; a cache"
-        " of files has nothing to add, unless creel.wrap(dataset) finds some that it opens past"
-        " creel"
+        " of files has nothing to add"
     ),
     "collate": "collation, making batches of samples: less of it, or more workers would help",
     "sampler": "your sampler, drawing the order: a quicker one would help",
@@ -40,6 +39,8 @@ def reason(rank: Values, node: Values) -> str:
         rank: a row of `ranks` or `sessions` of `creel stats --json`.
         node: the whole answer of `creel stats --json`.
     """
+    if wait := overdue(rank):
+        return wait + (f"; {rank['own_remedy']}" if rank["own_file"] else "")
     if not rank["batches"]:
         return "no batch was taken yet"
     waited = sum(rank["stall_s"].values())
@@ -50,12 +51,19 @@ def reason(rank: Values, node: Values) -> str:
     cause = worst_cause(rank["stall_s"])
     if rank.get("own_file") and cause in {"source", "decode"}:
         return (
-            f"waited {took}, for files that the dataset opens itself ({rank['own_file']}):"
-            " creel.wrap(dataset) caches them"
+            f"waited {took}, for files that the dataset reads itself ({rank['own_file']}):"
+            f" {rank['own_remedy']}"
         )
     share = 100 * rank["stall_s"].get(cause, 0) / waited
     what = _of_source(rank, node) if cause == "source" else _BY_CAUSE[cause]
+    if cause == "decode" and not _known(rank):
+        what += ", unless it reads files that creel does not know of (creel.wrap, creel.kept)"
     return f"waited {took}, {share:.0f} % of it for {what}"
+
+
+def _known(rank: Values) -> bool:
+    """Whether creel serves what a rank reads: its files, or its samples."""
+    return bool(rank["nbytes"] or rank.get("decoded_hits", 0) + rank.get("decoded_misses", 0))
 
 
 def _of_source(rank: Values, node: Values) -> str:
@@ -66,6 +74,11 @@ def _of_source(rank: Values, node: Values) -> str:
         return (
             f"files that it read directly ({format_count(direct)} reads): that is right where"
             " storage is fast; otherwise check that the daemon runs (`creel status`)"
+        )
+    if not _known(rank):
+        return (
+            "storage, for files that creel does not serve so far: from the second epoch on"
+            " creel.wrap(dataset) or creel.kept(dataset, size) would"
         )
     usable = memory["budget_nbytes"] - memory.get("withheld_nbytes", 0)
     full = memory["used_nbytes"] >= _FULL * usable
@@ -90,7 +103,7 @@ def rows(stats: Values, outlooks: Mapping[int, Outlook]) -> list[dict[str, Any]]
     for one in stats["sessions"] or stats["ranks"]:
         row = {key: one[key] for key in _WHOSE if key in one}
         outlook, why = outlooks.get(one.get("session", -1)), reason(one, stats)
-        if outlook is None:
+        if outlook is None or one.get("overdue_s"):
             found.append(row | {"why": why})
         else:
             found.append(row | {"why": f"{why}; {outlook}"} | outlook.values())

@@ -1,0 +1,1 @@
+"""The arguments of `creel.DataLoader` that torch's class has not."""

@@ -1,0 +1,1 @@
+"""What training waits for, told while it waits."""
