@@ -109,8 +109,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 #: Files of tests are in the page cache, so loaders would not ask a daemon for them. By default the
-#: daemon reads all files in tests.
-os.environ["CREEL_LOADER__DIRECT"] = os.environ.get("TEST_DIRECT", "never")
+#: daemon reads all files in tests; those of what a person does take both ways (`either_way`).
+os.environ["CREEL_LOADER__DIRECT"] = "never"
 os.environ.setdefault(
     "CREEL_MEMORY__RESERVE", "0"
 )  # a machine that is short of memory fails no test
@@ -126,6 +126,13 @@ def collections_are_cheap() -> None:
     """Leave what earlier files of tests have imported out of collections, which took 0.3 s then."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=["never", "auto"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The daemon reads all files; as people have it, ones in the page cache go past it."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", request.param)
+    return str(request.param)
 
 
 @pytest.fixture
