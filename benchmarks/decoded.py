@@ -30,7 +30,7 @@ from measure import Round, measured, median, report, skip_unless, touch_memory
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.datasets import Transformed
+from creel.loader.data.datasets import Transformed
 
 try:
     from PIL import Image

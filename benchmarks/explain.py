@@ -83,7 +83,7 @@ def epochs(script: str, *arguments: str, ranks: int = 1) -> list[float]:
     """Return the seconds of each epoch of the whole script, with creel's loader."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(torchrun if ranks > 1 else [])]
-    command += ["-m", "creel.loader.in_place", script, *arguments]
+    command += ["-m", "creel.cli.scripts.in_place", script, *arguments]
     return [json.loads(line)[1] for line in _output(command).splitlines()]
 
 

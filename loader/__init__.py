@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from creel.cache.memory.address_space import leave_address_space
-from creel.loader.log_lines import install
+from creel.loader.client.log_lines import install
 from creel.system.forks import at_fork
 
 #: A setting of pyarrow's jemalloc, one of its memory pools.

@@ -20,13 +20,19 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import rank_and_world, ranks_here
-from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.returned import Returned, recorded, recording_iterator
-from creel.loader.log_lines import with_rank
-from creel.loader.notebook import cell
-from creel.loader.options.assignable import AssignableProperty
-from creel.loader.options.loader_args import (
+from creel.loader.client.cluster.ranks import rank_and_world, ranks_here
+from creel.loader.client.log_lines import with_rank
+from creel.loader.data.reading.bad_samples import OnError, Tolerance
+from creel.loader.data.rehearsed import Rehearsed, length_of
+from creel.loader.data.user_code.protected import attribute
+from creel.loader.data.user_code.values import check_choice, shown, whole, wrong
+from creel.loader.extras.rehearsal.memory import Rehearsal
+from creel.loader.extras.streams.batches import rehearsed_stream
+from creel.loader.extras.streams.stream import Stream, stream_batches
+from creel.loader.line.observers.last_indices import Returned, recorded, recording_iterator
+from creel.loader.line.observers.meter import Meter
+from creel.loader.line.options.assignable import AssignableProperty
+from creel.loader.line.options.loader_args import (
     NAMES,
     LoaderArgs,
     args_of,
@@ -34,33 +40,27 @@ from creel.loader.options.loader_args import (
     take_name,
     without_taken,
 )
-from creel.loader.order.epoch_order import Progress, not_begun, rehearsed_batches
-from creel.loader.order.rehearsing import RehearsedBatches
-from creel.loader.reading.bad_samples import OnError, Tolerance
-from creel.loader.rehearsal.memory import Rehearsal
-from creel.loader.rehearsal.rehearsed import Rehearsed, length_of
-from creel.loader.streams.batches import rehearsed_stream
-from creel.loader.streams.stream import Stream, stream_batches
+from creel.loader.line.order.epoch_order import Progress, not_begun, rehearsed_batches
+from creel.loader.line.order.rehearsing import RehearsedBatches
+from creel.loader.notebook import cell
 from creel.loader.torch_private import MISSING
-from creel.loader.user_code.protected import attribute
-from creel.loader.user_code.values import check_choice, shown, whole, wrong
 from creel.policies.concurrency import workers_auto
 from creel.system.limits import cores
 
 if MISSING is None:  # else none of these is used, and importing them may fail
-    from creel.loader.groups.exchange import distributed_sampler
-    from creel.loader.groups.replicate import check as check_replicate
-    from creel.loader.groups.replicate import place_of
-    from creel.loader.iterators.epoch_run import EpochRun
-    from creel.loader.iterators.gather_iter import GatherIter
-    from creel.loader.iterators.inline_iter import InlineIter
-    from creel.loader.iterators.state import LoaderState, config_of, prepare_resume
-    from creel.loader.iterators.worker_iter import WorkerIter
-    from creel.loader.seeding.torch_iterators import (
+    from creel.loader.line.batches.epoch_run import EpochRun
+    from creel.loader.line.batches.gather_iter import GatherIter
+    from creel.loader.line.batches.inline_iter import InlineIter
+    from creel.loader.line.batches.state import LoaderState, config_of, prepare_resume
+    from creel.loader.line.batches.torch_iterators import (
         initialised_view,
         seeded_iterator,
         seeded_view,
     )
+    from creel.loader.line.batches.worker_iter import WorkerIter
+    from creel.loader.making.groups.exchange import distributed_sampler
+    from creel.loader.making.groups.replicate import check as check_replicate
+    from creel.loader.making.groups.replicate import place_of
     from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:

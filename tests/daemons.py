@@ -19,7 +19,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 from creel.loader.client.session import Session
-from creel.loader.tracing.journal import JOURNAL
+from creel.loader.data.tracing.journal import JOURNAL
 from forks import Forked, prepare
 from kit import until
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.pools.allocator import Lengths
 from creel.loader.client.client import Client
-from creel.loader.reading import storage
+from creel.loader.data.reading import storage
 from creel.policies.arrays import Ints
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.prefetch import Window

@@ -1,6 +1,6 @@
 """Access traces of datasets, kept in the folder of a disk tier for later jobs.
 
-The loader chooses the contents and the name of a trace (`loader/tracing/recording.py`). The file is
+The loader chooses the contents and the name of a trace (`data/tracing/recording.py`). The file is
 named after the trace and the key of the dataset it leads to; dropping the dataset removes it.
 """
 

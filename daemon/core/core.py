@@ -236,8 +236,7 @@ class Core:
 
     def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
         s.group.deals.view, s.group.deals.followed = e.view, True
-        s.residency.first_readers.followed()
-        self._readers_of(s).choose_policy()
+        self._readers_of(s).followed(s)
 
     def _told(self, s: RankStream, e: events.SamplesTold) -> None:
         s.rehearsed = e.samples

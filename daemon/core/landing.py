@@ -64,7 +64,9 @@ class Landing:
         else:
             good[good] = self._still_current(pending, good, version, asked)
             self._count_answer(pending, good, nbytes)
-            again, deadline = ~good, pending.deadline
+            # What no reader wants any more was read ahead by one that has left.
+            wanted = residency.active or residency.warming >= 0 or residency.pins[pending.ids] > 0
+            again, deadline = ~good & wanted, pending.deadline
         if some(again):
             self._fetch_again(pending.only(again), now, deadline)
             pending, nbytes, good = pending.only(~again), nbytes[~again], good[~again]

@@ -74,6 +74,7 @@ class Residency:
 
     Attributes:
         policy: who says which objects leave; only `DatasetReaders` writes it.
+        first_readers: who reads objects first, once a job rehearses; as `policy`.
         sessions: how many ranks' streams read the dataset; as `policy`.
         served: the objects pinned for each peer request; `Serving` writes it.
         warming: the next object to load for `Warm`, or -1.
@@ -103,7 +104,7 @@ class Residency:
         """
         n = len(offset)
         self.versions = versions
-        self.first_readers = FirstReaders(name, n)
+        self.first_readers: FirstReaders | None = None
         self.name = name
         self.offset = offset
         self.emit = emit
@@ -301,7 +302,9 @@ class Residency:
             self.set_lengths(learnt, old.length[learnt])
         ids = np.flatnonzero((old.state == RESIDENT) & (self.state[:n] == ABSENT))
         ids = ids[same[old.versions.files(ids)] & (self.length[ids] == old.length[ids])]
-        self.first_readers.inherit(old.first_readers)
+        if old.first_readers is not None:
+            self.first_readers = FirstReaders(self.name, len(self))
+            self.first_readers.inherit(old.first_readers)
         place = old.vacate(ids, "")
         old.evict(old.unpinned(), "dropped")
         self.pool.take_over(old.pool)

@@ -36,7 +36,7 @@ from creel.cache.memory.shared_words import (
     LocationTable,
     SharedWords,
 )
-from creel.loader.backoff import pauses
+from creel.loader.client.backoff import pauses
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.system.forks import forget_in_child
 

@@ -21,6 +21,7 @@ from creel.policies.cluster import placement
 from creel.policies.cluster.boundary import SOURCE, ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan, digest
+from creel.policies.eviction.context import PlanningTask
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class FirstReadsTask:
 
 
 class FirstReaders:
-    """The first readers of a dataset's objects; five bytes for each, once a job rehearses.
+    """The first readers of a dataset's objects; takes five bytes for each.
 
     Attributes:
         view: the nodes, as this one sees them; None before a job is known.
@@ -58,7 +59,6 @@ class FirstReaders:
         self.view: ClusterView | None = None
         self.waits = False
         self._dataset = dataset
-        # Pages of zeros take no memory until they are written to.
         self._known = np.zeros(objects, np.bool_)  # whether the home of each object is known
         self._node = np.zeros(objects, np.uint16)  # its first reader + 1; 0: its home is by hash
         #: The latest epoch that reads objects first; of these, after what part of it.
@@ -116,23 +116,25 @@ class FirstReaders:
         self._asked = True
         return self._unplanned[0]
 
-    def planned(self, task: FirstReadsTask, uses: placement.Uses) -> None:
-        """Take the answer to the latest task."""
+    def planned(self, task: PlanningTask, uses: object) -> bool:
+        """Take the answer to a planning task; return whether it was the latest one from here."""
         if not self._unplanned or task is not self._unplanned[0]:
-            return
-        del self._unplanned[0]
+            return False
+        if not isinstance(uses, placement.Uses):
+            return False
+        asked = self._unplanned.pop(0)
         self._asked = False
         first = (uses.owner != placement.nobody(uses.owner)) & ~self._known
         self._node[first] = uses.owner[first].astype(np.uint16) + np.uint16(1)
         self._known |= first
-        self._present = task, np.where(first, uses.when, np.uint16(0))
+        self._present = asked, np.where(first, uses.when, np.uint16(0))
         self._digest = None
+        return True
 
     def inherit(self, old: FirstReaders) -> None:
         """Take over what is known of a dataset with which this one begins."""
         n = len(old._known)
         self._known[:n], self._node[:n], self.view = old._known, old._node, old.view
-        self._digest = None
 
     # --- where objects are -----------------------------------------------------------------------
 

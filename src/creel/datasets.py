@@ -1,8 +1,8 @@
-"""Datasets that know their objects; `creel.loader.datasets` defines them."""
+"""Datasets that know their objects; `creel.loader.data.datasets` defines them."""
 
 from __future__ import annotations
 
-from creel.loader.datasets import (
+from creel.loader.data.datasets import (
     CreelDataset,
     FileDataset,
     ImageFolder,

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.tracing import observed
+from creel.loader.data.tracing import observed
 from daemons import Running
 from testbed.same import same
 

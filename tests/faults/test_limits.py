@@ -122,7 +122,7 @@ def test_where_torch_finishes_creel_does(
 _NO_ROOM = """
 import resource
 from pathlib import Path
-from creel.loader.transport.buffers import keep_freed_memory
+from creel.loader.data.buffers import keep_freed_memory
 
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (8 << 20), resource.RLIM_INFINITY))

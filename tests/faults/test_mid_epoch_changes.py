@@ -14,8 +14,8 @@ import torch
 
 import creel
 from creel.loader.client.client import Client
-from creel.loader.transport.batch_message import Outbox
-from creel.loader.transport.buffers import BufferPool
+from creel.loader.data.buffers import BufferPool
+from creel.loader.making.transport.batch_message import Outbox
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -141,7 +141,7 @@ def test_a_changed_order_gives_torchs_batches(
     paths: list[str], rows: Any, served: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:
     if seed % 2:  # threads gather rows, and pause between looking them up and copying them
-        monkeypatch.setattr("creel.loader.iterators.gather_iter.INLINE_NBYTES", 0)
+        monkeypatch.setattr("creel.loader.line.batches.gather_iter.INLINE_NBYTES", 0)
         monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
         monkeypatch.setattr(BufferPool, "take", dawdling(BufferPool.take))
     data = rows if kind == "rows" else creel.FileDataset(paths)

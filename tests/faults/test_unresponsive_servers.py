@@ -16,8 +16,8 @@ import torch
 import creel
 from creel.errors import CreelError, SourceError
 from creel.loader.client.client import Client
-from creel.loader.reading import storage
-from creel.loader.workers.stages import StallWarning
+from creel.loader.data.reading import storage
+from creel.loader.making.stages import StallWarning
 from creel.settings import FetchSettings
 from kit import forget_stores
 

@@ -30,8 +30,8 @@ import creel
 from creel.errors import ConfigError
 from creel.loader.client import connections
 from creel.loader.client.session import Session
-from creel.loader.plan import batch_stream
-from creel.loader.rehearsal.rehearsed import new_data
+from creel.loader.data.rehearsed import new_data
+from creel.loader.line.steps import batch_stream
 from kit import unique_name, until
 from shown import plain
 from testbed.ranks import ranks

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.seeding.by_sample import next_epoch, sample_seed
+from creel.loader.making.seeding.by_sample import next_epoch, sample_seed
 
 pytestmark = [pytest.mark.timeout(180)]
 

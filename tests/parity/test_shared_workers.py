@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 import creel
 from creel.cache.memory.memfd import memfd
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.client.cluster.ranks import rank_and_world
 from creel.policies import concurrency
 from creel.policies.concurrency import workers_auto
 from creel.system.limits import cores

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import creel
-from creel.loader.options.loader_args import NAMES, LoaderArgs, args_of
+from creel.loader.line.options.loader_args import NAMES, LoaderArgs, args_of
 
 pytestmark = pytest.mark.timeout(120)
 

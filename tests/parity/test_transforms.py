@@ -19,7 +19,7 @@ from test_with_daemon import embedded
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
-from creel.loader.datasets.records import RecordDataset
+from creel.loader.data.datasets.records import RecordDataset
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -321,7 +321,7 @@ def test_a_transform_may_keep_and_change_what_it_is_given(
 def test_a_batch_of_more_bytes_than_are_transformed_at_once(
     path: Path, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("creel.loader.binding.gather", "creel.loader.datasets.records"):
+    for module in ("creel.loader.data.binding.gather", "creel.loader.data.datasets.records"):
         monkeypatch.setattr(f"{module}.MAX_ROWS_NBYTES", 3 * 4 * _LENGTH)
     data = records(path, transform=add_in_place)
     ours = epochs(creel.DataLoader, data, creel=shared, batch_size=7, shuffle=True)

@@ -14,9 +14,9 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 import creel
 from creel.loader.client import connections
-from creel.loader.datasets.files import FileDataset
-from creel.loader.datasets.images import ImageFolder
-from creel.loader.datasets.records import RecordDataset
+from creel.loader.data.datasets.files import FileDataset
+from creel.loader.data.datasets.images import ImageFolder
+from creel.loader.data.datasets.records import RecordDataset
 from kit import unique_name
 from shown import plain
 

@@ -19,8 +19,8 @@ from test_wrap import BATCH, HOW, N, batches, folder
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
-from creel.loader.tracing import recorder
-from creel.loader.tracing.journal import JOURNAL
+from creel.loader.data.tracing import recorder
+from creel.loader.data.tracing.journal import JOURNAL
 from daemons import Running
 from folders import folder as torchvision
 from kit import descriptors

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import creel
 from creel.cli import main
 from creel.errors import ConfigError, TooManyBadSamplesError
-from creel.loader.reading.bad_samples import Tolerance, replacement
+from creel.loader.data.reading.bad_samples import Tolerance, replacement
 
 pytestmark = pytest.mark.system
 

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import creel
-from creel.loader.iterators.gather_iter import GatherIter
-from creel.loader.iterators.inline_iter import InlineIter
-from creel.loader.iterators.worker_iter import WorkerIter
+from creel.loader.line.batches.gather_iter import GatherIter
+from creel.loader.line.batches.inline_iter import InlineIter
+from creel.loader.line.batches.worker_iter import WorkerIter
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -23,11 +23,11 @@ from creel.addresses import first_address
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
-from creel.loader.binding.bind import bind
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
-from creel.loader.plan.batch_stream import open_batch_stream
+from creel.loader.data.binding.bind import bind
+from creel.loader.line.steps.batch_stream import open_batch_stream
 from daemons import Running, folder, opened, plan, read_steps
 from kit import descriptors, until
 

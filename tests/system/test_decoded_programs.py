@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from creel.loader.reading.storage import version_at
+from creel.loader.data.reading.storage import version_at
 from kit import until
 from testbed.cgroups import Cgroups, limits_of
 from testbed.host import TestbedError

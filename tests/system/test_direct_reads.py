@@ -17,7 +17,7 @@ import creel
 from creel.cache.memory.shared_words import DONE, KNOWN, OBJECT_NS, READY
 from creel.loader.client import connections
 from creel.loader.client.session import Session
-from creel.loader.iterators import epoch_run
+from creel.loader.line.batches import epoch_run
 from daemons import Running
 from kit import daemon_of, stopped, until
 from testbed.http_server import Server
@@ -45,7 +45,7 @@ def paths(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide from creel what is in the page cache, as on most file systems."""
-    monkeypatch.setattr("creel.loader.binding.bind.in_page_cache", lambda _: False)
+    monkeypatch.setattr("creel.loader.data.binding.bind.in_page_cache", lambda _: False)
 
 
 class Reads(torch.utils.data.Dataset[torch.Tensor]):

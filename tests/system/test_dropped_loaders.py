@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import Dataset
 
 import creel
-from creel.loader.iterators import epoch_run
-from creel.loader.iterators.state import LoaderState
+from creel.loader.line.batches import epoch_run
+from creel.loader.line.batches.state import LoaderState
 from kit import descriptors, until
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("served")]
@@ -135,7 +135,7 @@ def test_many_loaders_look_for_the_daemon_in_one_thread(
     """Their files are in the page cache, so that they need it for their statistics alone."""
     gate = threading.Event()
     monkeypatch.setattr(epoch_run, "COUNT_S", 0)
-    monkeypatch.setattr("creel.loader.binding.bind.in_page_cache", lambda _: True)
+    monkeypatch.setattr("creel.loader.data.binding.bind.in_page_cache", lambda _: True)
     monkeypatch.setattr(LoaderState, "open", lambda *_: open_later(gate))
     paths = [tmp_path / str(i) for i in range(8)]
     for path in paths:

@@ -26,12 +26,12 @@ from creel.addresses import first_address
 from creel.cache.memory.memfd import Descriptor
 from creel.config import Config
 from creel.errors import UnavailableError
-from creel.loader.binding.wrapped import AS_IT_IS
 from creel.loader.client.client import Client
-from creel.loader.tracing import recording, wrapped_reads
-from creel.loader.tracing.journal import new_journal
-from creel.loader.tracing.recorder import AccessRecorder
-from creel.loader.tracing.recording import RanksJournal
+from creel.loader.data.binding.wrapped import AS_IT_IS
+from creel.loader.data.tracing import recording, wrapped_reads
+from creel.loader.data.tracing.journal import new_journal
+from creel.loader.data.tracing.recorder import AccessRecorder
+from creel.loader.data.tracing.recording import RanksJournal
 from creel.messages import WithdrawJournal
 from creel.system.unix_peers import listener_at
 from daemons import Running
@@ -130,7 +130,7 @@ class Later:
         self._loader, self.sampler = loader, loader.sampler
         self._patch = patch
         for name in ("startable", "daemon_starting"):
-            patch.setattr(f"creel.loader.tracing.wrapped_reads.{name}", lambda _: True)
+            patch.setattr(f"creel.loader.data.tracing.wrapped_reads.{name}", lambda _: True)
 
     def __iter__(self) -> Any:
         yield from self._loader

@@ -26,7 +26,7 @@ from creel.cache.storage.source import Source
 from creel.cache.storage.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader.client.client import Client
-from creel.loader.reading import storage
+from creel.loader.data.reading import storage
 from creel.settings import FetchSettings
 from kit import forget_stores, until
 from testbed.gcs_server import gcs

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 import creel
-from creel.loader.transport.pinning import Pinning
+from creel.loader.making.transport.pinning import Pinning
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

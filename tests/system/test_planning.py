@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.order import generators
-from creel.loader.order.epoch_plan import EpochPlan
-from creel.loader.plan import publish
+from creel.loader.line.order import generators
+from creel.loader.line.order.epoch_plan import EpochPlan
+from creel.loader.line.steps import publish
 from daemons import Running
 from kit import until
 from programs import Program

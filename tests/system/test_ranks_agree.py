@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.groups import exchange
+from creel.loader.making.groups import exchange
 from testbed.ranks import ranks
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]

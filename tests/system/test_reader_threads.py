@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import creel
-from creel.loader.binding.gather import Gatherer
-from creel.loader.iterators import gather_iter
+from creel.loader.data.binding.gather import Gatherer
+from creel.loader.line.batches import gather_iter
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120), pytest.mark.usefixtures("served")]

@@ -290,7 +290,7 @@ def test_each_node_makes_the_batches_of_a_group_once(tmp_path: Path) -> None:
 
 def test_groups_are_ranks_in_a_row_or_those_of_a_mesh(tmp_path: Path) -> None:
     def read(_: int) -> Any:
-        from creel.loader.groups.replicate import group_of
+        from creel.loader.making.groups.replicate import group_of
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         given = 2, 1, mesh["tp"], mesh["dp"], mesh, mesh["tp"].get_group()

@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.cli import main
-from creel.loader.binding.bind import bind
-from creel.loader.binding.gather import Gatherer
 from creel.loader.client import connections
-from creel.loader.iterators import epoch_run, gather_iter
-from creel.loader.iterators.gather_iter import GatherIter
-from creel.loader.iterators.worker_iter import WorkerIter
-from creel.loader.transport.batch_message import Outbox
-from creel.loader.transport.buffers import BufferPool
+from creel.loader.data.binding.bind import bind
+from creel.loader.data.binding.gather import Gatherer
+from creel.loader.data.buffers import BufferPool
+from creel.loader.line.batches import epoch_run, gather_iter
+from creel.loader.line.batches.gather_iter import GatherIter
+from creel.loader.line.batches.worker_iter import WorkerIter
+from creel.loader.making.transport.batch_message import Outbox
 from daemons import Running, opened, plan
 from kit import until
 from programs import Program

@@ -97,7 +97,7 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where the stream is. Loaders read a local folder themselves, else the daemon's memory."""
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
     if request.param == "shared folder":
-        monkeypatch.setattr("creel.loader.streams.stream.local", lambda _: False)
+        monkeypatch.setattr("creel.loader.extras.streams.stream.local", lambda _: False)
     return str(request.param)
 
 

@@ -13,7 +13,13 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 import creel
-from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
+from creel.loader.data.datasets import (
+    FileDataset,
+    ImageFolder,
+    RecordDataset,
+    TarDataset,
+    Transformed,
+)
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import creel
 from creel.cli import main
-from creel.loader.waits import own_files
+from creel.loader.line.observers import own_files
 from kit import until
 from testbed.same import needs_fuse
 from testbed.slowfs import SlowFS

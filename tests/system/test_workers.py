@@ -24,9 +24,9 @@ from squares import Pids, Squares, pids
 
 import creel
 from creel.cache.memory.slots.reader import SlotReader
-from creel.loader.iterators import worker_iter
-from creel.loader.workers.pool import WorkerPool
-from creel.loader.workers.stages import StallWarning
+from creel.loader.line.batches import worker_iter
+from creel.loader.making.stages import StallWarning
+from creel.loader.making.workers.pool import WorkerPool
 from kit import descriptors, gone, stopped, until
 from programs import Program
 
@@ -313,7 +313,7 @@ def woken_when(condition: Callable[[], bool], pid: int) -> Iterator[None]:
 
 
 def test_closing_kills_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("creel.loader.workers.pool.GRACE_S", 0.5)
+    monkeypatch.setattr("creel.loader.making.workers.pool.GRACE_S", 0.5)
     iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, worker_init_fn=print_nothing))
     next(iterator)
     (worker,) = pids(iterator)

@@ -25,10 +25,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 import creel
 from creel.addresses import first_address
 from creel.errors import ConfigError
-from creel.loader.binding.wrapped import is_wrapped, reads_of, unwrap
 from creel.loader.client import connections
 from creel.loader.client.session import Session
-from creel.loader.datasets.files import FileDataset
+from creel.loader.data.binding.wrapped import is_wrapped, reads_of, unwrap
+from creel.loader.data.datasets.files import FileDataset
 from creel.system.unix_peers import owner_of
 from daemons import Running
 from folders import folder as torchvision

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.loader.binding.bind import Binding, bind
-from creel.loader.datasets import FileDataset, RecordDataset
-from creel.loader.reading.lease import Lease
+from creel.loader.data.binding.bind import Binding, bind
+from creel.loader.data.datasets import FileDataset, RecordDataset
+from creel.loader.data.reading.lease import Lease
 
 
 class Table:

@@ -20,10 +20,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order import generators
-from creel.loader.order.epoch_order import EpochOrder, IteratorStart, index_sampler
-from creel.loader.order.samplers import before, take_over
-from creel.loader.rehearsal.memory import Rehearsal
+from creel.loader.extras.rehearsal.memory import Rehearsal
+from creel.loader.line.order import generators
+from creel.loader.line.order.epoch_order import EpochOrder, IteratorStart, index_sampler
+from creel.loader.line.order.samplers import before, take_over
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]

@@ -14,8 +14,8 @@ import torch
 
 from creel.cache.memory.slots.reader import SlotReader
 from creel.cache.memory.slots.writer import SlotWriter
-from creel.loader.transport.packing import pack
-from creel.loader.transport.unpacking import Packed, unpack
+from creel.loader.making.transport.packing import pack
+from creel.loader.making.transport.unpacking import Packed, unpack
 
 
 class Road:

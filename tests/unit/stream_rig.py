@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from creel.loader.streams.batches import StreamBatches
-from creel.loader.streams.stream import Stream
+from creel.loader.extras.streams.batches import StreamBatches
+from creel.loader.extras.streams.stream import Stream
 from creel.streams.log import Log
 from creel.streams.producer import Producer
 

@@ -22,13 +22,13 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 import creel
 from creel.cache.memory.memfd import Descriptor
 from creel.config import Config
-from creel.loader.binding.adapters import Addressed
-from creel.loader.binding.bind import bound
-from creel.loader.binding.wrapped import AS_IT_IS
-from creel.loader.datasets.base import CreelDataset, fetch_many
-from creel.loader.reading.file_objects import in_memory
-from creel.loader.reading.read_counts import PartialRead
-from creel.loader.tracing.journal import (
+from creel.loader.data.binding.adapters import Addressed
+from creel.loader.data.binding.bind import bound
+from creel.loader.data.binding.wrapped import AS_IT_IS
+from creel.loader.data.datasets.base import CreelDataset, fetch_many
+from creel.loader.data.reading.file_objects import in_memory
+from creel.loader.data.reading.read_counts import PartialRead
+from creel.loader.data.tracing.journal import (
     EndOfTrace,
     JournalFile,
     JournalPlace,
@@ -39,10 +39,10 @@ from creel.loader.tracing.journal import (
     own_place,
     record_of,
 )
-from creel.loader.tracing.observed import ObservedReads
-from creel.loader.tracing.recorder import AccessRecorder
-from creel.loader.tracing.recording import KeptTrace
-from creel.loader.tracing.trace import AccessTrace, parts_of
+from creel.loader.data.tracing.observed import ObservedReads
+from creel.loader.data.tracing.recorder import AccessRecorder
+from creel.loader.data.tracing.recording import KeptTrace
+from creel.loader.data.tracing.trace import AccessTrace, parts_of
 
 ADDRESSES = ["/a", "/b", "/c"]
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import creel
 from creel.errors import ConfigError, CreelError, NotFoundError
-from creel.loader.datasets import (
+from creel.loader.data.datasets import (
     FileDataset,
     ImageFolder,
     RecordDataset,
     TarDataset,
 )
-from creel.loader.datasets.columns import addresses
-from creel.loader.reading.storage import absolute, in_threads
+from creel.loader.data.datasets.columns import addresses
+from creel.loader.data.reading.storage import absolute, in_threads
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sa
 
 import creel
 from creel.errors import ConfigError, CreelError, SourceError
-from creel.loader.iterators import advice
-from creel.loader.reading import storage
+from creel.loader.data.reading import storage
+from creel.loader.line.observers import advice
 from creel.settings import FetchSettings
 
 

@@ -14,11 +14,11 @@ import torch
 
 import creel
 from creel.errors import ConfigError, SourceError
-from creel.loader.binding.bind import bind
-from creel.loader.datasets.batches import rows_of, stacked, unstacked
-from creel.loader.datasets.files import FileDataset
-from creel.loader.datasets.records import RecordDataset
-from creel.loader.transport.buffers import BufferPool
+from creel.loader.data.binding.bind import bind
+from creel.loader.data.buffers import BufferPool
+from creel.loader.data.datasets.batches import rows_of, stacked, unstacked
+from creel.loader.data.datasets.files import FileDataset
+from creel.loader.data.datasets.records import RecordDataset
 
 DTYPES = [
     *(torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),

@@ -28,9 +28,15 @@ from torch.utils.data import (
 import creel
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError
-from creel.loader.binding.bind import bind
-from creel.loader.binding.tree import bindable
-from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
+from creel.loader.data.binding.bind import bind
+from creel.loader.data.binding.tree import bindable
+from creel.loader.data.datasets import (
+    FileDataset,
+    ImageFolder,
+    RecordDataset,
+    TarDataset,
+    Transformed,
+)
 from creel.policies.cluster.job_order import JobOrder
 from folders import folder
 from testbed.same import same
@@ -195,7 +201,7 @@ def test_a_range_is_not_spread_out_to_be_compared(
     tree = Subset(files(tmp_path, "a", 5, decode=len), range(1, 4))
     binding = bound(tree)
     with monkeypatch.context() as patch:
-        patch.setattr("creel.loader.binding.tree.np.asarray", None)
+        patch.setattr("creel.loader.data.binding.tree.np.asarray", None)
         assert binding.still()
     for other in (range(4), [1, 2, 4], range(1, 3)):
         tree.indices = other

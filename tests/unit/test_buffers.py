@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from creel.loader.transport import buffers
-from creel.loader.transport.buffers import BufferPool
+from creel.loader.data.buffers import BufferPool
+from creel.loader.data.reading import buffers
 from programs import Program
 
 
@@ -119,7 +119,7 @@ def test_without_room_for_a_mapping_torch_gives_the_memory(
 
 _FAULTS = """
 import resource, sys
-from creel.loader.transport.buffers import keep_freed_memory
+from creel.loader.data.buffers import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.transport.channel import Channel, pair
+from creel.loader.making.transport.channel import Channel, pair
 from kit import descriptors
 
 pytestmark = pytest.mark.timeout(60)

@@ -26,7 +26,7 @@ from creel.config import Config
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.loader.client import embed
 from creel.loader.client.client import Client
-from creel.loader.datasets.files import FileDataset
+from creel.loader.data.datasets.files import FileDataset
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from torch.utils.data import _utils, default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.worker import WorkerInfo
 
-from creel.loader.transport.packing import slot_collate
-from creel.loader.transport.unpacking import discard
+from creel.loader.making.transport.packing import slot_collate
+from creel.loader.making.transport.unpacking import discard
 
 pytestmark = pytest.mark.timeout(180)
 

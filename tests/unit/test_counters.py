@@ -15,10 +15,10 @@ from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords
 from creel.cli.watching import view
 from creel.counters import CAUSES, COUNTERS, OF_RANKS, OF_WORKERS, STAGES, Counter, report
 from creel.daemon.reporting.prometheus import serve_page
-from creel.loader.iterators.meter import Meter
-from creel.loader.workers import worker_words
-from creel.loader.workers.stages import CAUSE_OF
-from creel.loader.workers.worker_words import WorkerWords
+from creel.loader.line.observers.meter import Meter
+from creel.loader.making.stages import CAUSE_OF
+from creel.loader.making.workers import worker_words
+from creel.loader.making.workers.worker_words import WorkerWords
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import creel
 from creel.errors import ConfigError, NotFoundError
-from creel.loader.datasets import (
+from creel.loader.data.datasets import (
     FileDataset,
     ImageFolder,
     RecordDataset,
     TarDataset,
     Transformed,
 )
-from creel.loader.datasets.base import each
-from creel.loader.reading import storage
+from creel.loader.data.datasets.base import each
+from creel.loader.data.reading import storage
 from kit import forget_stores
 from testbed.same import check_in_torch, same
 
@@ -248,7 +248,7 @@ def test_names_of_the_package_are_lazy() -> None:
     code = (
         "import creel, sys; dir(creel); assert 'torch' not in sys.modules; "
         "assert {'open', 'wrap', 'ImageFolder'} <= set(dir(creel)); "
-        "assert creel.read.__module__ == 'creel.loader.reading.opened'; "
+        "assert creel.read.__module__ == 'creel.loader.data.reading.opened'; "
         "assert not {'torch', 'torchvision', 'PIL', 'fsspec'} & set(sys.modules); "
         "creel.datasets.Transformed; assert not {'torchvision', 'PIL'} & set(sys.modules)"
     )

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from PIL import Image
 
-from creel.loader.decoded.codec import UnkeptError, decode, encode
+from creel.loader.data.decoded.codec import UnkeptError, decode, encode
 
 MODES = {"1": 1, "L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4, "YCbCr": 3, "I": 4}
 MODES |= {"F": 4, "P": 1, "HSV": 3, "LAB": 3, "I;16": 2, "RGBa": 4, "La": 2, "PA": 2}

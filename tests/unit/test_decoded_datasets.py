@@ -21,10 +21,10 @@ from torch.utils.data import Dataset, Subset
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.binding.bind import bind
-from creel.loader.binding.tree import keepings_in, kept_on_top
-from creel.loader.datasets.base import CreelDataset, Transformed
-from creel.loader.decoded import shared_store
+from creel.loader.data.binding.bind import bind
+from creel.loader.data.binding.tree import keepings_in, kept_on_top
+from creel.loader.data.datasets.base import CreelDataset, Transformed
+from creel.loader.data.decoded import shared_store
 from kit import until
 
 N = 6
@@ -54,7 +54,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 def settle(path: str) -> None:
     """Wait until the file's version would show another change."""
-    from creel.loader.reading.storage import version_at
+    from creel.loader.data.reading.storage import version_at
 
     until(lambda: version_at(path) > 0)
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.loader.decoded import memory as memory_module
-from creel.loader.decoded.codec import UnkeptError
-from creel.loader.decoded.memory import Locked, new_memory
-from creel.loader.decoded.store import DecodedStore
+from creel.loader.data.decoded import memory as memory_module
+from creel.loader.data.decoded.codec import UnkeptError
+from creel.loader.data.decoded.memory import Locked, new_memory
+from creel.loader.data.decoded.store import DecodedStore
 from creel.policies.memory import decoded_room
 from creel.system import limits
 from creel.system.limits import MemoryLimits

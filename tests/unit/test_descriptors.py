@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from creel.cache.memory.memfd import Descriptor, mapped, memfd, sealed_memfd
-from creel.loader.tracing.journal import (
+from creel.loader.data.tracing.journal import (
     EndOfTrace,
     JournalFile,
     JournalPlace,

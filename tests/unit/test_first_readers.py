@@ -118,13 +118,13 @@ def test_nodes_keep_what_they_have_read_in_a_job_with_other_nodes() -> None:
 def test_a_daemon_in_the_place_of_another_one_takes_over_what_its_peers_know() -> None:
     readers, other = FirstReaders("d", N), planned(0)
     readers.dealt(0, ORDER._replace(seed=9), view_of(1, again=True))
-    assert [readers.waits, readers.task()] == [True, None]
+    states = [(readers.waits, readers.task())]
     assert readers.lacks is not None
     plan = other.share(readers.lacks)
     assert plan is not None
     readers.take_plan(plan)
-    assert not readers.waits
-    assert readers.task() is None
+    states.append((readers.waits, readers.task()))
+    assert states == [(True, None), (False, None)]
     assert readers.digest == other.digest
     assert (Homes([view_of(1)], readers).origins(IDS)[mine(1)] == SOURCE).all()
 
@@ -144,7 +144,8 @@ def test_nodes_that_were_told_of_other_epochs_first_find_out_and_agree() -> None
 
 
 def test_a_dataset_that_begins_with_another_one_knows_its_first_readers() -> None:
-    old, grown = planned(0), FirstReaders("e", 2 * N)
+    old = planned(0)
+    grown = FirstReaders("e", 2 * N)
     grown.inherit(old)
     homes = Homes([view_of(0)], grown)
     assert (homes.origins(IDS) == Homes([view_of(0)], old).origins(IDS)).all()

@@ -23,9 +23,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order import replay
-from creel.loader.order.custom import sampler_copy
-from creel.loader.order.epoch_plan import same_batch
+from creel.loader.line.order import replay
+from creel.loader.line.order.custom import sampler_copy
+from creel.loader.line.order.epoch_plan import same_batch
 
 pytestmark = pytest.mark.timeout(60)
 

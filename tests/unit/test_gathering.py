@@ -18,9 +18,9 @@ from torch.utils.data import (
 
 import creel
 from creel.cache.storage.source import Source
-from creel.loader.binding.bind import Binding
-from creel.loader.datasets import RecordDataset
-from creel.loader.transport.buffers import BufferPool
+from creel.loader.data.binding.bind import Binding
+from creel.loader.data.buffers import BufferPool
+from creel.loader.data.datasets import RecordDataset
 from testbed.same import same
 
 pytestmark = pytest.mark.timeout(120)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from creel.errors import ConfigError
-from creel.loader.cluster.hostlist import expanded, hosts_of
+from creel.loader.client.cluster.hostlist import expanded, hosts_of
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError, CreelError
-from creel.loader.datasets import (
+from creel.loader.data.datasets import (
     FileDataset,
     ImageFolder,
 )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
-from creel.loader.tracing.journal import (
+from creel.loader.data.tracing.journal import (
     ALL,
     FILE,
     EndOfTrace,

@@ -22,8 +22,8 @@ import pytest
 from torch.utils.data import Dataset
 
 import creel
-from creel.loader.reading.inputs import SampleInputs
-from creel.loader.reading.storage import version_at
+from creel.loader.data.reading.inputs import SampleInputs
+from creel.loader.data.reading.storage import version_at
 from kit import until
 
 os_open = os.open

@@ -18,8 +18,8 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from creel.loader.order import generators
-from creel.loader.order.epoch_plan import same_batch
+from creel.loader.line.order import generators
+from creel.loader.line.order.epoch_plan import same_batch
 
 pytestmark = pytest.mark.timeout(60)
 

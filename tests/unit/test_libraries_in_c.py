@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from creel.loader.reading.observer import Intercepting
-from creel.loader.tracing import libraries
-from creel.loader.tracing.observed import ObservedReads
+from creel.loader.data.reading.observer import Intercepting
+from creel.loader.data.tracing import libraries
+from creel.loader.data.tracing.observed import ObservedReads
 
 
 def test_a_file_is_looked_at_before_a_library_opens_it(

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from creel.errors import ConfigError
-from creel.loader.cluster import join
-from creel.loader.cluster.listed import (
+from creel.loader.client.cluster import join
+from creel.loader.client.cluster.listed import (
     own_place,
     ranks_in_blocks,
     request_of,

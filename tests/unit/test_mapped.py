@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 import creel
-from creel.loader.datasets import mapped
-from creel.loader.datasets.mapped import BATCHES, MappedFiles
+from creel.loader.data.datasets import mapped
+from creel.loader.data.datasets.mapped import BATCHES, MappedFiles
 from kit import dropped
 
 COUNT, NBYTES = 3000, 1537  # records that begin anywhere in a page

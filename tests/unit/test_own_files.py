@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from creel.loader.waits import own_files
-from creel.loader.waits.own_files import AwaitedFile, Looks, OwnFiles
-from creel.loader.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
-from creel.loader.workers.stages import READING
+from creel.loader.line.observers import own_files
+from creel.loader.line.observers.own_files import AwaitedFile, Looks, OwnFiles
+from creel.loader.making.stages import READING
+from creel.loader.making.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
 from kit import until
 
 NOTHING = KernelWait(storage=False)

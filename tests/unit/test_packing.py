@@ -25,8 +25,8 @@ from torch.utils.data import default_collate
 
 from creel.cache.memory.slots.reader import SlotReader
 from creel.cache.memory.slots.writer import SlotWriter
-from creel.loader.transport.packing import pack, slot_collate
-from creel.loader.transport.unpacking import discard, unpack
+from creel.loader.making.transport.packing import pack, slot_collate
+from creel.loader.making.transport.unpacking import discard, unpack
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from creel.loader.page_cache import in_page_cache
+from creel.loader.data.page_cache import in_page_cache
 from kit import dropped
 
 NBYTES = 20_000

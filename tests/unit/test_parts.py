@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from creel.loader.transport.parts import UnevenPartsError, joined, kind_of
+from creel.loader.making.transport.parts import UnevenPartsError, joined, kind_of
 from creel.policies.concurrency import SampleTimes
 from kit import seeds
 from shown import plain

@@ -16,7 +16,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from creel.loader.order.epoch_plan import same_batch
+from creel.loader.line.order.epoch_plan import same_batch
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import creel
+from creel.loader.making.transport.prefetch_to import OneAhead, moved
 from creel.loader.torch_private import pin_memory
-from creel.loader.transport.prefetch_to import OneAhead, moved
 
 META = torch.device("meta")  # has no data: what is there was moved
 

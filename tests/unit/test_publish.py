@@ -17,10 +17,10 @@ from creel.cache.memory.shared_words import HEARTBEAT, KNOWN, STATE, TRUNCATED, 
 from creel.errors import DaemonLostError
 from creel.loader.client import session
 from creel.loader.client.session import Session
-from creel.loader.order.epoch_plan import EpochPlan, PredictedEpoch
-from creel.loader.order.streams import FromArray, Sequential
-from creel.loader.plan import publish
-from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
+from creel.loader.line.order.epoch_plan import EpochPlan, PredictedEpoch
+from creel.loader.line.order.streams import FromArray, Sequential
+from creel.loader.line.steps import publish
+from creel.loader.line.steps.publish import PlanPublisher, PublishedEpoch
 from creel.messages import Opened, Truncate
 from creel.policies.order.division import Division
 from kit import seeds, until

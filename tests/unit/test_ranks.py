@@ -9,10 +9,10 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.cluster.ranks import job_name, launched, on_one_node
-from creel.loader.groups.exchange import agreed
-from creel.loader.groups.replicate import group_of, place_of
-from creel.loader.iterators import advice
+from creel.loader.client.cluster.ranks import job_name, launched, on_one_node
+from creel.loader.line.observers import advice
+from creel.loader.making.groups.exchange import agreed
+from creel.loader.making.groups.replicate import group_of, place_of
 from creel.messages import Open, encode
 
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}

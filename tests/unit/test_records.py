@@ -13,10 +13,10 @@ from torch.utils.data import default_collate
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.datasets import (
+from creel.loader.data.datasets import (
     RecordDataset,
 )
-from creel.loader.datasets.columns import Labels
+from creel.loader.data.datasets.columns import Labels
 from testbed.same import check_in_torch, same
 
 pytestmark = pytest.mark.timeout(120)

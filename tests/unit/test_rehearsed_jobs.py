@@ -14,8 +14,8 @@ from torch.utils.data import DistributedSampler, Subset
 import creel
 from core_shell import CoreShell
 from creel.daemon.core.events import Progressed, SamplesTold, SessionClosed
-from creel.loader.binding.bind import Binding, bind
-from creel.loader.order.epoch_plan import EpochPlan
+from creel.loader.data.binding.bind import Binding, bind
+from creel.loader.line.order.epoch_plan import EpochPlan
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
 from creel.policies.rehearsal.passes import Passes
 

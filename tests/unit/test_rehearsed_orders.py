@@ -28,9 +28,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.order.epoch_plan import same_batch
-from creel.loader.order.generators import seeded
-from creel.loader.order.rehearsing import EpochStart, Replays
+from creel.loader.line.order.epoch_plan import same_batch
+from creel.loader.line.order.generators import seeded
+from creel.loader.line.order.rehearsing import EpochStart, Replays
 from creel.policies.rehearsal.content import mixed
 from creel.policies.rehearsal.passes import Passes
 from kit import seeds

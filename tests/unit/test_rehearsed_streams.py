@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.errors import ConfigError, SourceError
-from creel.loader.streams import reader_notes
-from creel.loader.streams.batches import StreamBatches
-from creel.loader.streams.stream import Stream
+from creel.loader.extras.streams import reader_notes
+from creel.loader.extras.streams.batches import StreamBatches
+from creel.loader.extras.streams.stream import Stream
 from creel.policies.rehearsal.content import UNLABELLED, Offered, kept, mixed
 from creel.policies.rehearsal.passes import Passes
 from creel.streams import cursors

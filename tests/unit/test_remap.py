@@ -17,11 +17,11 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.groups import negotiation
-from creel.loader.groups.exchange import REMAP, check_unchanged, distributed_sampler
-from creel.loader.groups.negotiation import Decision, Terms, decide, negotiated
-from creel.loader.order.epoch_order import EpochOrder, IteratorStart
-from creel.loader.order.samplers import before, resharded, take_over, without_batches
+from creel.loader.line.order.epoch_order import EpochOrder, IteratorStart
+from creel.loader.line.order.samplers import before, resharded, take_over, without_batches
+from creel.loader.making.groups import negotiation
+from creel.loader.making.groups.exchange import REMAP, check_unchanged, distributed_sampler
+from creel.loader.making.groups.negotiation import Decision, Terms, decide, negotiated
 from creel.policies.order.remap import Exchange
 from kit import seeds, until
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from creel.loader.client.claim import DIRECT
-from creel.loader.groups.follower import Follower, ReplicaPool
-from creel.loader.groups.leader import Leader, SentBatches
-from creel.loader.transport.batch_message import Inbox, Outbox
-from creel.loader.transport.channel import Channel, pair
-from creel.loader.transport.unpacking import unpack
-from creel.loader.workers.batch_pool import BatchTask
-from creel.loader.workers.events import BatchResult, LeaderLoss
+from creel.loader.making.groups.follower import Follower, ReplicaPool
+from creel.loader.making.groups.leader import Leader, SentBatches
+from creel.loader.making.task import Task
+from creel.loader.making.transport.batch_message import Inbox, Outbox
+from creel.loader.making.transport.channel import Channel, pair
+from creel.loader.making.transport.unpacking import unpack
+from creel.loader.making.workers.events import BatchResult, LeaderLoss
 from kit import seeds
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
@@ -76,7 +76,7 @@ class Group:
     def take(self, k: int) -> None:
         """Let a follower take its next batch, if there is one."""
         pool = self.pools[k]
-        pool.task(0, BatchTask(0, self.taken[k], [self.taken[k]], DIRECT))
+        pool.task(0, Task(0, self.taken[k], [self.taken[k]], DIRECT))
         if self.taken[k] == self.made:
             return
         event = pool.next_event(10.0)
@@ -158,7 +158,7 @@ def test_a_batch_of_other_samples_is_refused(group: Callable[[int], Group]) -> N
     here = group(1)
     here.make()
     pool = here.pools[0]
-    pool.task(0, BatchTask(0, 0, [7], DIRECT))
+    pool.task(0, Task(0, 0, [7], DIRECT))
     event = pool.next_event(10.0)
     assert isinstance(event, BatchResult)
     with pytest.raises(RuntimeError, match="other samples"):

@@ -17,8 +17,8 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from creel.loader.order import samplers
-from creel.loader.order.epoch_order import EpochOrder, IteratorStart
+from creel.loader.line.order import samplers
+from creel.loader.line.order.epoch_order import EpochOrder, IteratorStart
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.order.epoch_order import EpochOrder
+from creel.loader.line.order.epoch_order import EpochOrder
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)

@@ -249,6 +249,15 @@ def test_objects_that_a_peer_holds_are_asked_of_it_and_ready_when_they_came() ->
     assert node.reads < 40
 
 
+def test_what_a_reader_that_has_left_read_ahead_is_not_read_from_the_source() -> None:
+    """Peers refuse it, as their readers have left as well."""
+    node = Member()
+    node.close(1)
+    asked = node.answer(-1, UNKNOWN)
+    assert (node.offset["d"][asked.ids] == NOWHERE).all()
+    assert node.fetches == {}
+
+
 @pytest.mark.parametrize("nbytes, version", [(-1, UNKNOWN), (99, OLD), (100, CHANGING)])
 def test_objects_that_a_peer_lacks_are_read_from_the_source_into_the_same_room(
     nbytes: int, version: int

@@ -13,9 +13,9 @@ import pytest
 from creel.cache.memory.memfd import sealed_memfd
 from creel.cache.memory.shared_words import HEARTBEAT, OVERDUE, WORDS_NBYTES, SharedWords
 from creel.counters import CAUSES
-from creel.loader.iterators.meter import Meter
-from creel.loader.waits.overdue import Awaited, Overdue
-from creel.loader.workers.stages import READING, WAITING, BatchTimes, divide
+from creel.loader.line.observers.meter import Meter
+from creel.loader.line.observers.overdue import Awaited, Overdue
+from creel.loader.making.stages import READING, WAITING, BatchTimes, divide
 from kit import seeds
 
 

@@ -23,7 +23,7 @@ from stream_rig import FIELDS, NBYTES, filled, record, samples, taken
 from torch.utils.data import DataLoader
 
 from creel.errors import ConfigError, NotFoundError, SourceError
-from creel.loader.streams.stream import Stream
+from creel.loader.extras.streams.stream import Stream
 from creel.streams import chunks, cursors, files
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.errors import SourceError, UnavailableError
-from creel.loader.streams import reader_notes
-from creel.loader.streams.stream import Stream
+from creel.loader.extras.streams import reader_notes
+from creel.loader.extras.streams.stream import Stream
 from creel.streams import cursors, memories
 from creel.streams.cursors import Cursor
 from creel.streams.log import Log, medium_of

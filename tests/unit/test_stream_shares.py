@@ -13,8 +13,8 @@ from stream_rig import FIELDS, filled, record, samples, taken
 
 import creel
 from creel.errors import ConfigError, SourceError
-from creel.loader.streams import share
-from creel.loader.streams.stream import Stream
+from creel.loader.extras.streams import share
+from creel.loader.extras.streams.stream import Stream
 from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
 from testbed.redis_server import Address

@@ -17,7 +17,7 @@ from stream_rig import FIELDS, NBYTES, filled, record, taken
 from torch.utils.data import default_collate
 
 from creel.errors import ConfigError, SourceError, UnavailableError
-from creel.loader.streams.stream import Stream
+from creel.loader.extras.streams.stream import Stream
 from creel.streams.log import Log
 from creel.streams.producer import Producer
 from kit import seeds

@@ -14,8 +14,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from creel.errors import ConfigError, SourceError
-from creel.loader.datasets import TarDataset
-from creel.loader.datasets.tarindex import members
+from creel.loader.data.datasets import TarDataset
+from creel.loader.data.datasets.tarindex import members
 
 pytestmark = pytest.mark.timeout(120)
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -151,7 +151,7 @@ def test_a_kept_index_is_used_until_the_shards_change(
     TarDataset(tmp_path / "a.tar", index=where)
     (kept,) = tmp_path.rglob("*.arrow")
     with monkeypatch.context() as broken:
-        broken.setattr("creel.loader.datasets.tars.members", None)
+        broken.setattr("creel.loader.data.datasets.tars.members", None)
         again = TarDataset(tmp_path / "a.tar", index=where)
     plain = TarDataset(tmp_path / "a.tar")
     assert [again[i] for i in range(3)] == [plain[i] for i in range(3)]

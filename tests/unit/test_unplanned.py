@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.order.epoch_plan import same_batch
-from creel.loader.plan.batch_stream import samples_in, samples_of
+from creel.loader.line.order.epoch_plan import same_batch
+from creel.loader.line.steps.batch_stream import samples_in, samples_of
 
 
 @pytest.mark.parametrize(

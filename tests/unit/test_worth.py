@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.decoded import worth
-from creel.loader.reading.lease import Lease
+from creel.loader.data.decoded import worth
+from creel.loader.data.reading.lease import Lease
 
 
 @pytest.fixture(autouse=True)

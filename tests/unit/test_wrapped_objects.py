@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, rando
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.binding.wrapped import is_wrapped, unwrap
+from creel.loader.data.binding.wrapped import is_wrapped, unwrap
 
 T = TypeVar("T")
 registered: list[str] = []

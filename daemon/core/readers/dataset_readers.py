@@ -13,11 +13,10 @@ from creel.daemon.core.readers.sessions import JobGroup, RankStream
 from creel.daemon.core.residency import ONE, Residency
 from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.first_readers import FirstReaders, FirstReadsTask
+from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.cluster.homes import Homes, memory_of
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.policies.cluster.jobs import DealtJob
-from creel.policies.cluster.placement import Uses
 from creel.policies.cluster.scheme import scheme_of
 from creel.policies.eviction.context import PlanningTask
 from creel.policies.eviction.policy import NoEviction
@@ -149,8 +148,20 @@ class DatasetReaders:
     def dealt(self, session: RankStream, epoch: int, order: JobOrder, view: ClusterView) -> None:
         """Note how an epoch of a session's job is dealt to all ranks."""
         if session.rehearsed is not None:
-            self._residency.first_readers.dealt(epoch, order, view)
+            self._first_readers().dealt(epoch, order, view)
         self.choose_policy()
+
+    def followed(self, session: RankStream) -> None:
+        """Note that not all nodes know the order of a session's job."""
+        if session.rehearsed is not None:
+            self._first_readers().followed()
+        self.choose_policy()
+
+    def _first_readers(self) -> FirstReaders:
+        residency = self._residency
+        if residency.first_readers is None:
+            residency.first_readers = FirstReaders(residency.name, len(residency))
+        return residency.first_readers
 
     def shared_with_others(self, cluster: str) -> bool:
         """Return whether this node reads the dataset for this cluster and for a job elsewhere."""
@@ -163,19 +174,19 @@ class DatasetReaders:
         """Return the retention plan to compute outside the loop, if the policy wants one."""
         if not self.groups:
             return None
-        if (first := self._residency.first_readers.task()) is not None:
-            return first
+        first = self._residency.first_readers
+        if first is not None and (task := first.task()) is not None:
+            return task
         job = PlannedJob(self._residency, self.groups[0], admission, window)
         return self._residency.policy.planning_task(job)
 
     def planned(self, task: PlanningTask, plan: object) -> None:
         """Take the answer to a planning task."""
-        if isinstance(task, FirstReadsTask):
-            if isinstance(plan, Uses):
-                self._residency.first_readers.planned(task, plan)
-                self._residency.policy.stale = True
+        first, policy = self._residency.first_readers, self._residency.policy
+        if first is not None and first.planned(task, plan):
+            policy.stale = True
         else:
-            self._residency.policy.retention_planned(task, plan)
+            policy.retention_planned(task, plan)
 
     def pins(self) -> NDArray[np.int32]:
         """Return (n,) how many pins the sessions have on each object."""

@@ -66,7 +66,7 @@ def explain(
     """
     refuse_name_in_use(config.daemon.name)
     with own_daemon(config):
-        command = [sys.executable, "-m", "creel.loader.in_place", script, *arguments]
+        command = [sys.executable, "-m", "creel.cli.scripts.in_place", script, *arguments]
         children = [
             subprocess.Popen(command, env=daemon_env(config) | env, stdout=sys.stderr)  # noqa: S603  the user's script
             for env in _environments(ranks)

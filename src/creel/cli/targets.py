@@ -30,7 +30,7 @@ def manifest_of_target(target: str, daemon: str, *, quiet: bool = False) -> Mani
         NotFoundError: there is nothing, or no file in it.
         ConfigError: no such module, or a dataset of which nothing is known.
     """
-    from creel.loader.reading.listing import braces
+    from creel.loader.data.reading.listing import braces
 
     module, _, name = target.partition(":")
     is_python = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
@@ -45,7 +45,7 @@ def manifest_of_target(target: str, daemon: str, *, quiet: bool = False) -> Mani
 
 def _of_program(module: str, name: str, daemon: str, *, quiet: bool) -> Manifest:
     try:
-        from creel.loader.named import manifest_of
+        from creel.cli.scripts.dataset_by_name import manifest_of
     except ModuleNotFoundError as e:
         if e.name != "torch":
             raise
@@ -67,7 +67,7 @@ def folder_manifest(path: str) -> Manifest:
         NotFoundError: there is no such folder, or no file in it.
     """
     try:
-        from creel.loader.datasets.images import ImageFolder
+        from creel.loader.data.datasets.images import ImageFolder
 
         return ImageFolder(path).manifest
     except (ImportError, NotFoundError, ConfigError):  # no torch here, or no image folder there
@@ -81,7 +81,7 @@ def _of_shards(shards: list[str]) -> Manifest | None:
         NotFoundError: one is missing.
     """
     try:
-        from creel.loader.datasets.tars import TarDataset
+        from creel.loader.data.datasets.tars import TarDataset
 
         return TarDataset(shards).manifest
     except NotFoundError:
@@ -94,7 +94,7 @@ def _whole(paths: list[str]) -> Manifest:
     """Return the manifest of some files, as a `FileDataset` of them has it; torch is not needed."""
     from creel.cache.storage.manifest import Manifest
     from creel.cache.storage.stores.access import StorageOptions
-    from creel.loader.reading.storage import absolute, nbytes_of
+    from creel.loader.data.reading.storage import absolute, nbytes_of
 
     names = [absolute(path) for path in paths]
     for name in names:  # here, where the person reads it
@@ -105,8 +105,8 @@ def _whole(paths: list[str]) -> Manifest:
 def _all_files(path: str) -> Manifest:
     from creel.cache.storage.manifest import Manifest
     from creel.cache.storage.stores.access import StorageOptions
-    from creel.loader.reading.listing import files_below
-    from creel.loader.reading.storage import absolute, escape
+    from creel.loader.data.reading.listing import files_below
+    from creel.loader.data.reading.storage import absolute, escape
 
     root = absolute(path)
     found = files_below(root)

@@ -4,5 +4,5 @@ A stream is a folder, its *log* (`log`): chunks of records, numbered in the orde
 A `Producer` appends to it, and `arrivals` tells a reader what has arrived. Readers write down how
 far they are (`cursors`), so that producers wait for them and delete what they have read.
 
-Nothing here needs torch or a daemon. The reader's dataset is in `creel.loader.streams`.
+Nothing here needs torch or a daemon. The reader's dataset is in `creel.loader.extras.streams`.
 """

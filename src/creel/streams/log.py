@@ -7,7 +7,7 @@ struct; and of *notes*, small named values that are replaced as a whole:
     end.0, ...           one for each producer that has ended
     readers/NAME.RANK    how far a reader is (`cursors`)
     memories/NAME.RANK   which records its rehearsal memory holds (`memories`)
-    launched/NAME.RANK   that a launcher's rank has opened it (`creel.loader.streams.share`)
+    launched/NAME.RANK   that a launcher's rank has opened it (`creel.loader.extras.streams.share`)
 
 Any number of writers may append. A chunk is complete once it has a number, and the order of
 arrival is the order of the numbers. A chunk may have fewer records than a full one. Its records are

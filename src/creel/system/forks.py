@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,9 @@ _numbers = itertools.count()
 _ending: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 #: Longest time that a fork waits for one thread, which may be drawing a permutation.
 PAUSE_S = 2.0
+#: Seconds between two looks whether a thread that has ended is gone, which takes microseconds; and
+#: after which another thread must have got its number.
+_LEFT_S, _MOST_LEFT_S = 5e-5, 0.1
 
 
 def forget_in_child(thing: Inherited) -> None:
@@ -56,9 +60,21 @@ def join_before_fork(thread: threading.Thread) -> None:
 
 
 def join(thread: threading.Thread | None) -> None:
-    """Wait for a thread, unless it is this one or was not started, for `PAUSE_S` at most."""
-    if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-        thread.join(PAUSE_S)
+    """Wait for a thread, unless it is this one or was not started, for `PAUSE_S` at most.
+
+    Python's own `join` returns a moment before the system has no such thread any more, and Python
+    3.12 asks the system how many there are.
+    """
+    if thread is None or thread.native_id is None or thread is threading.current_thread():
+        return
+    thread.join(PAUSE_S)
+    until = time.monotonic() + _MOST_LEFT_S
+    while not thread.is_alive() and time.monotonic() < until and _runs(thread.native_id):
+        time.sleep(_LEFT_S)
+
+
+def _runs(native_id: int) -> bool:
+    return os.path.exists(f"/proc/self/task/{native_id}")  # noqa: PTH110  far quicker
 
 
 def at_fork(**hooks: Callable[[], None]) -> None:

@@ -51,7 +51,7 @@ def looks(address: str, disk: str, now: float) -> Iterator[Finding]:
         disk: `disk.path` of the configuration; "": there is no disk tier.
         now: this node's time, in seconds since 1970.
     """
-    from creel.loader.reading.storage import absolute, is_local
+    from creel.loader.data.reading.storage import absolute, is_local
 
     address = absolute(address)
     if not is_local(address):
@@ -188,8 +188,8 @@ def remote(reason: str, files: int | None) -> Finding:
 
 def _listed(address: str) -> tuple[str, int | None]:
     """List what is below an address; return why that failed, and the number of files."""
-    from creel.loader.reading import storage
-    from creel.loader.reading.listing import files_below
+    from creel.loader.data.reading import storage
+    from creel.loader.data.reading.listing import files_below
 
     answer: list[tuple[str, int | None]] = []
 

@@ -48,8 +48,8 @@ def looks(setting: str, port: int) -> Iterator[Finding]:
     Raises:
         ConfigError: a list that names no nodes, or not this one.
     """
-    from creel.loader.cluster.hostlist import hosts_of
-    from creel.loader.cluster.listed import own_place
+    from creel.loader.client.cluster.hostlist import hosts_of
+    from creel.loader.client.cluster.listed import own_place
 
     hosts = hosts_of(setting, os.environ)
     if len(hosts) < 2:

@@ -109,7 +109,7 @@ def verify(
     if target.endswith(".py") and not Path(target).is_file():  # before seconds of importing torch
         raise ConfigError(f"there is no script {target}")
     try:
-        from creel.loader import verify as verification
+        from creel.cli.scripts import verify as verification
     except ModuleNotFoundError as e:
         if e.name != "torch":
             raise

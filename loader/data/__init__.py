@@ -1,0 +1,1 @@
+"""Which bytes samples are made of: datasets, their objects, reads, decoded samples."""

@@ -1,0 +1,151 @@
+"""Read a session's batches: Gatherer copies plain bytes out of the arena, StepReader reads any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import default_collate
+
+from creel.cache.memory.arena import Rows
+from creel.loader.data.buffers import BufferPool
+from creel.loader.data.datasets.base import Sample
+from creel.loader.data.datasets.batches import MAX_ROWS_NBYTES
+from creel.loader.data.reading.lease import Lease
+
+if TYPE_CHECKING:
+    from creel.loader.client.session import Session
+    from creel.loader.data.binding.bind import Binding, Gather
+
+
+class ReusedMemory:
+    """Memory that one thread reuses for each batch; the caller keeps no reference into it."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return (nbytes,) uint8, the same memory as last time if it has this size."""
+        if len(self._held) != nbytes:
+            self._held = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._held
+
+
+class Gatherer:
+    """Builds the batches of one dataset whose samples are bytes of one size (see `Gather`)."""
+
+    def __init__(
+        self,
+        gather: Gather,
+        session: Session,
+        memory: Callable[[int], torch.Tensor],
+        collate: Callable[[list[Sample]], Any] = default_collate,
+    ) -> None:
+        """Make a gatherer for one thread.
+
+        Args:
+            memory: returns (nbytes,) uint8 to build a batch in.
+            collate: default_collate, or what does the same; for samples that user code made.
+        """
+        self.gather = gather
+        self.per_sample = gather.per_sample
+        self._nbytes = gather.nbytes
+        self._offset = session.table.offset
+        self._rows = Rows(session.client.arena, gather.nbytes)
+        self._memory = memory
+        # Memory for rows. Rows that are converted do not stay in the batch.
+        self._raw = memory
+        self._collate = collate
+        if self.per_sample:
+            pool = BufferPool(MAX_ROWS_NBYTES)
+            self._raw = lambda nbytes: torch.from_numpy(pool.array(nbytes))
+        elif gather.converts:
+            self._raw = BufferPool().take if gather.has_code else ReusedMemory().take
+
+    def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
+        """Return the bytes of these objects, (n * nbytes,) uint8; None if one is not in the arena.
+
+        None also for more than MAX_ROWS_NBYTES whose samples are transformed one by one.
+
+        The objects must be pinned: their step in [DONE, READY), also after the call.
+
+        Args:
+            ids: (n,) objects, one per sample; the result is None for n = 0.
+            indices: (n,) numbers of the samples; the result is None for a single number, ().
+        """
+        n, nbytes = len(ids), self._nbytes
+        if not n or indices.ndim != 1:  # torch's own fetcher handles these
+            return None
+        if self.per_sample and n * nbytes > MAX_ROWS_NBYTES:
+            return None
+        where = self._offset.rows(ids, nbytes)
+        if where is None:
+            return None
+        rows = self._raw(n * nbytes)
+        self._rows.copy_rows(where, rows.numpy().reshape(n, nbytes))
+        return rows
+
+    def batch(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:
+        """Batch these samples as default_collate would; runs the dataset's transform, if any."""
+        if not self.per_sample:
+            return self.gather.collate(rows, indices, self._memory)
+        return self.gather.labelled(self._collate(self.gather.samples(rows)), indices)
+
+
+class StepReader:
+    """Reads batches whose objects a session makes ready; the base class of a loader's readers.
+
+    A subclass defines how to wait, and how to take samples from the dataset.
+    """
+
+    def read_step(
+        self,
+        binding: Binding,
+        session: Session,
+        step: int,
+        ids: NDArray[np.int32],
+        index: Any,
+        gatherer: Gatherer | None = None,
+    ) -> Any:
+        """Read a batch: as rows of the arena, or sample by sample, from the arena or directly.
+
+        Args:
+            step: the step that reads the batch's objects; -1 to read directly.
+            ids: (k,) the objects.
+            index: what the sampler yielded.
+            gatherer: builds the batch from bytes, if no user code is needed.
+        """
+        stamp = session.hold(step) if step >= 0 else -1
+        if stamp < 0 and step >= 0 and self.wait_for(session, step, ids):
+            stamp = session.hold(step)
+        if stamp < 0:
+            return self.fetch(index, Lease())
+        if gatherer is not None:
+            self.copying(decodes=gatherer.per_sample)
+            indices = np.asarray(index, np.int64)
+            rows = gatherer.rows(ids, indices)
+            held = session.held(step, stamp)
+            batch = gatherer.batch(rows, indices) if held and rows is not None else None
+            self.copied(done=batch is not None)
+            if batch is not None:
+                return batch
+            if not held:
+                return self.fetch(index, Lease())
+        return self.fetch(index, binding.reading(session, step, ids, stamp))
+
+    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
+        """Wait until a step is ready; False to read it directly."""
+        raise NotImplementedError
+
+    def fetch(self, index: Any, lease: Lease) -> Any:
+        """Take the samples from the dataset inside the lease, and add the lease's counts."""
+        raise NotImplementedError
+
+    def copying(self, *, decodes: bool) -> None:
+        """Called before rows are copied; `decodes`: user code runs for each before collation."""
+
+    def copied(self, *, done: bool) -> None:
+        """Called after rows were copied; `done`: whether they made a batch."""

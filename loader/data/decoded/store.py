@@ -1,0 +1,394 @@
+"""DecodedStore: decoded samples in a memfd, put there by the processes that decoded them.
+
+The memfd begins with words and an index, which are mapped. Samples follow, each written once and
+never moved: places are not used again, as a file has more of them than a machine has memory. A
+sample is written by `pwritev` and read by `preadv`, so that lack of memory is an error, not SIGBUS.
+Its word in the index is stored last, so that nobody reads half a sample.
+
+What is removed (another version, or memory that others need) leaves the index first. A reader looks
+at the index again after a copy. As no place is used twice, an equal word means the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.memfd import Descriptor, mapped
+from creel.loader.data.decoded.codec import decode, encode
+from creel.loader.data.decoded.memory import (
+    END,
+    PAGE_NBYTES,
+    USED,
+    WORDS_NBYTES,
+    Locked,
+    transfer,
+)
+from creel.policies.memory import decoded_room, given_back, next_look_s, reserve
+from creel.system import limits
+from creel.system.forks import forget_in_child
+from creel.units import format_size
+
+_log = logging.getLogger("creel.loader")
+
+#: The words after END and USED.
+_SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
+#: How many samples were made to be kept; and of each process that joined, by `_slot`, how many of
+#: others it has looked at.
+_MADE, _FIRST_SLOT, _SLOTS = 10, 64, 448
+#: One in 16 of the first 64 samples is made twice, and one in 64 of the others.
+_FEW, _ONE_IN_FEW, _ONE_IN = 64, 16, 64
+#: So many samples of other ranks are compared with a rank's own.
+_LOOKS = 4
+#: Samples begin at multiples of this. A word of the index is place and length, both in these units.
+_UNIT = 64
+_LENGTH_BITS = 24
+_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+#: A sample's first bytes: its number, and the bytes of the header that follows.
+_HEAD = struct.Struct("<qq")
+#: Bytes that are read at once to have the header of most samples.
+_FIRST_NBYTES = 1024
+#: The free memory is looked at each time that so many bytes were written.
+_LOOK_NBYTES = 8 << 20
+#: For so long other processes do not look at the free memory, while one does.
+_LOOKING_NS = 20_000_000
+#: How long nothing is kept after memory was short.
+_SHORT_NS = 1_000_000_000
+_FOREVER_NS = (1 << 63) - 1
+#: So many samples that cannot be kept, and none that can, are a dataset of others.
+_HOPELESS = 64
+
+#: What identifies the bytes that a sample was decoded from: plain values.
+Stamp = Any
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+class Taken(NamedTuple):
+    """The result of `take`."""
+
+    sample: Any
+    stamp: Stamp
+    by: int
+
+
+class DecodedStore:
+    """Samples by number, for all processes that have its memfd. Thread-safe."""
+
+    def __init__(
+        self, own: Descriptor, samples: int, limit: int | None, *, joint: bool = False
+    ) -> None:
+        """Use the memfd `own`, made by `new_memory`.
+
+        Args:
+            samples: how many there are at most.
+            limit: most bytes of memory; None: what others do not need (`decoded_room`).
+            joint: whether processes that are no workers of this one may have it, too.
+
+        Raises:
+            OSError, ValueError: it cannot be mapped.
+        """
+        self.own = own
+        self.samples = samples
+        self.limit = limit
+        self.joint = joint
+        mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples)
+        self._words = memoryview(mapping)[:WORDS_NBYTES].cast("q")
+        self._index: NDArray[np.int64] = np.frombuffer(mapping, np.int64, samples, WORDS_NBYTES)
+        self._word_of = memoryview(mapping)[WORDS_NBYTES:].cast("q")
+        #: Whether this process made the memfd.
+        self.mine = True
+        self._counter: weakref.ref[object] | None = None
+        self.forget()
+        forget_in_child(self)
+
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Give a process that is being spawned the same store."""
+        return partial(DecodedStore, joint=self.joint), (self.own, self.samples, self.limit)
+
+    def counted_by(self, counter: object) -> bool:
+        """Whether `counter`, of several, is to tell what the store has: the first one to ask."""
+        now = None if self._counter is None else self._counter()
+        if now is None and self.mine:
+            now, self._counter = counter, weakref.ref(counter)
+        return now is counter
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all samples, in some version."""
+        return self._words[_SAMPLES] == self.samples > 0
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self._words[USED]
+
+    @property
+    def kept(self) -> int:
+        """Number of samples that it has."""
+        return self._words[_SAMPLES]
+
+    def has(self, number: int) -> bool:
+        """Whether it has a sample, in some version."""
+        return self._word_of[number] != 0
+
+    def has_all(self, numbers: NDArray[np.int64]) -> bool:
+        """Whether it has these (k,) samples, in some version."""
+        return self._words[_SAMPLES] > 0 and bool(self._index[numbers].all())
+
+    def first_failure(self) -> bool:
+        """Note that a sample could not be kept; whether this is the first call in any process.
+
+        After many, and none that could be kept, no more are tried: that takes time.
+        """
+        self._words[_FAILED] += 1
+        if self._words[_FAILED] == _HOPELESS and not self.kept:
+            self._words[_CLOSED_NS] = _FOREVER_NS
+        return self._words[_FAILED] == 1
+
+    # --- doubts ---------------------------------------------------------------------------------
+
+    def to_make_twice(self) -> bool:
+        """Count a sample that is about to be kept; whether to see if it is the same again."""
+        with self._locked():
+            n = self._words[_MADE]
+            self._words[_MADE] = n + 1
+        return not n % (_ONE_IN_FEW if n < _FEW else _ONE_IN)
+
+    def to_compare(self, own: int, by: int) -> bool:
+        """Whether a process must compare a sample that another one has put with its own.
+
+        `own`, `by`: numbers of this process and of the one that has put it, the same in workers.
+        """
+        if not self.joint or own == by:
+            return False
+        slot = _FIRST_SLOT + own % _SLOTS
+        with self._locked():
+            looks = self._words[slot]
+            self._words[slot] = min(looks + 1, _LOOKS)
+        return looks < _LOOKS
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def take(self, number: int, current: Callable[[Stamp], bool]) -> Taken | None:
+        """Return a private copy of a sample; None if it is absent or its stamp is not `current`."""
+        word = self._word_of[number]
+        if not word or self._words[_REFUSED]:
+            return None
+        place, nbytes = _place_of(word)
+        with suppress(OSError):
+            self._look()
+        try:
+            first = os.pread(self.own.fd, min(nbytes, _FIRST_NBYTES), place)
+            found, length = _HEAD.unpack_from(first)
+            begin = _HEAD.size + length
+            if len(first) < begin:
+                first += os.pread(self.own.fd, begin - len(first), place + len(first))
+            if found != number or self._word_of[number] != word:
+                return None  # it was removed while it was read
+            by, stamp, node = _unpack(memoryview(first)[_HEAD.size : begin])
+            if not current(stamp):
+                return None
+            sample = decode(node, lambda into: self._fill(into, place + begin))
+        except (OSError, struct.error, msgspec.DecodeError):  # the system refuses, or as above
+            return None
+        return Taken(sample, stamp, by) if self._word_of[number] == word else None
+
+    def _fill(self, into: Sequence[NDArray[np.uint8]], place: int) -> None:
+        """Read the bytes from `place` on into arrays.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        transfer(os.preadv, self.own.fd, into, place)
+
+    # --- writing --------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether it may have room for another sample."""
+        return not self._words[_REFUSED] and time.monotonic_ns() >= self._words[_CLOSED_NS]
+
+    def put(
+        self, number: int, stamp: Stamp, sample: object, encoded_nbytes: int = 0, *, by: int = 0
+    ) -> int:
+        """Keep a sample, if there is room, in place of an older version; return its bytes or 0.
+
+        Args:
+            stamp: what `current` of `take` is asked about.
+            encoded_nbytes: what it was decoded from.
+            by: the number of the process, see `to_compare`.
+
+        Raises:
+            UnkeptError: it cannot be kept, whatever room there is.
+            UnicodeEncodeError: nor text that is not Unicode.
+        """
+        if not self.open:
+            return 0
+        node, buffers = encode(sample)
+        header = _pack((by, stamp, node))
+        parts: list[Any] = [_HEAD.pack(number, len(header)) + header, *buffers]
+        nbytes = sum(len(memoryview(part).cast("B")) for part in parts)
+        units = -(-nbytes // _UNIT)
+        if units > _LENGTH_MASK:
+            return 0
+        place = -1
+        try:
+            place = self._reserve(units * _UNIT, encoded_nbytes)
+            if place < 0:
+                return 0
+            transfer(os.pwritev, self.own.fd, parts, place)
+            self._publish(number, place // _UNIT << _LENGTH_BITS | units)
+        except OSError as e:
+            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+            _log.info("no more decoded samples are kept for now: %s", e)
+            with suppress(OSError):
+                self._abandon(place, units * _UNIT)
+            return 0
+        return units * _UNIT
+
+    def _reserve(self, nbytes: int, encoded_nbytes: int) -> int:
+        """Return a new place of `nbytes`; -1 if there is no room."""
+        words = self._words
+        with self._locked():
+            words[_DECODES] += 1
+            words[_DECODED] += nbytes
+            words[_ENCODED] += encoded_nbytes
+            used = words[USED]
+            if self.limit is not None and used + nbytes > self.limit:
+                if used + self._mean() > self.limit:
+                    words[_CLOSED_NS] = _FOREVER_NS
+                return -1
+            due = used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[_SAMPLES]
+            if due and self._room() < nbytes:
+                words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+                return -1
+            place = words[END]
+            words[END] = place + nbytes
+            words[USED] = used + nbytes
+        return place
+
+    def _mean(self) -> int:
+        """Return the mean bytes of the samples that it has."""
+        return (self._words[USED] - WORDS_NBYTES) // max(self._words[_SAMPLES], 1)
+
+    def _room(self) -> int:
+        """Return by how many bytes it may grow now, by the memory of the node."""
+        words, memory = self._words, limits.memory(active=True)
+        whole, encoded = (
+            words[n] * self.samples // max(words[_DECODES], 1) for n in (_DECODED, _ENCODED)
+        )
+        return decoded_room(
+            *(self.limit, words[USED], memory.available, reserve(memory.total)),
+            whole=whole,
+            encoded=encoded,
+        )
+
+    def _publish(self, number: int, word: int) -> None:
+        with self._locked():
+            if self._words[_REFUSED]:
+                self._free(*_place_of(word))
+                return
+            old = self._word_of[number]
+            self._word_of[number] = word
+            if old:
+                self._free(*_place_of(old))
+            else:
+                self._words[_SAMPLES] += 1
+
+    def _abandon(self, place: int, nbytes: int) -> None:
+        """Give back a place that could not be written."""
+        if place >= 0:
+            with self._locked():
+                self._free(place, nbytes)
+
+    def _locked(self) -> Locked:
+        return Locked(self.own, self._lock)
+
+    # --- removing -------------------------------------------------------------------------------
+
+    def _free(self, place: int, nbytes: int) -> None:
+        """Give back the memory of whole pages of a place that left the index; under the lock."""
+        first = -(-place // PAGE_NBYTES) * PAGE_NBYTES
+        end = (place + nbytes) // PAGE_NBYTES * PAGE_NBYTES
+        with suppress(OSError, ValueError):  # no memory for a mapping: the pages stay
+            if end > first:
+                with mapped(self.own.fd, end - first, offset=first) as memory:
+                    memory.madvise(mmap.MADV_REMOVE)
+                self._words[USED] -= end - first
+        if self._words[_CLOSED_NS] == _FOREVER_NS:
+            self._words[_CLOSED_NS] = 0
+
+    def refuse(self) -> bool:
+        """Keep nothing any more, nor what is there; return whether this is the first call."""
+        first, self._words[_REFUSED] = not self._words[_REFUSED], 1
+        if first:
+            with suppress(OSError), self._locked():
+                self._remove(np.flatnonzero(self._index))
+        return first
+
+    def _look(self) -> None:
+        """Give memory back if other processes lack it; looks the more often the less is free."""
+        now = time.monotonic_ns()
+        if now < self._words[_LOOK_NS]:
+            return
+        self._words[_LOOK_NS] = now + _LOOKING_NS  # one process is enough
+        memory = limits.memory(active=True)
+        keep = reserve(memory.total)
+        self._words[_LOOK_NS] = now + int(1e9 * next_look_s(memory.available, keep))
+        wanted = given_back(memory.available, keep, 0)
+        if wanted > 0:
+            self.give_back(wanted)
+
+    def give_back(self, nbytes: int) -> None:
+        """Remove the samples that came last, `nbytes` of them, and let others have the memory."""
+        with self._locked():
+            before = self._words[USED]
+            numbers = np.flatnonzero(self._index)
+            if not len(numbers):
+                return
+            latest = numbers[np.argsort(self._index[numbers])[::-1]]
+            ends = np.cumsum((self._index[latest] & _LENGTH_MASK) * _UNIT)
+            self._remove(latest[: int(np.searchsorted(ends, nbytes)) + 1])
+            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+        freed = before - self._words[USED]
+        if freed:
+            _log.warning(
+                "other processes need memory: %s of decoded samples are not kept any more",
+                format_size(freed),
+            )
+
+    def _remove(self, numbers: NDArray[np.intp]) -> None:
+        """Remove these (k,) samples; under the lock."""
+        words = np.sort(self._index[numbers])
+        self._index[numbers] = 0
+        self._words[_SAMPLES] -= len(words)
+        first = (words >> _LENGTH_BITS) * _UNIT
+        end = first + (words & _LENGTH_MASK) * _UNIT
+        if not len(words):
+            return
+        begins = np.append(True, first[1:] != end[:-1])  # of a run without gaps
+        for at, to in zip(first[begins], end[np.append(begins[1:], True)], strict=True):
+            self._free(int(at), int(to - at))
+
+
+def _place_of(word: int) -> tuple[int, int]:
+    """Return the first byte and the bytes of a place, from a word of the index."""
+    return (word >> _LENGTH_BITS) * _UNIT, (word & _LENGTH_MASK) * _UNIT

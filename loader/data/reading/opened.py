@@ -1,0 +1,206 @@
+"""creel.open and creel.read: the bytes at an address, from the cache if they are there.
+
+For use in a dataset's own `__getitem__`. The cache serves addresses that the dataset declares, or
+that it was seen to read before (see `data.binding`). Every other address is read directly.
+A thread's *lease* (`lease.Lease`) says what it may read from the cache now: the objects of its
+step.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import stat
+import time
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
+
+from creel.cache.storage.stores.store import read_ahead
+from creel.cache.storage.uris import scheme_of
+from creel.errors import ConfigError
+from creel.loader.data.reading.file_objects import in_memory, taken_over
+from creel.loader.data.reading.observer import find, take_address, timed
+from creel.loader.data.reading.storage import Options, absolute, absolute_path, is_local, read_all
+from creel.loader.data.reading.this_thread import this_thread
+
+if TYPE_CHECKING:
+    from creel.loader.data.reading.read_counts import PartialRead
+
+#: Python's own open, even while `intercept` has replaced it.
+_python_open = io.open
+#: Files in these folders change without a change of their status.
+NO_FILES = ("/proc/", "/sys/", "/dev/")
+#: Bytes that the kernel reads ahead of an opened file while the open is being recorded.
+_AHEAD_NBYTES = 128 << 10
+
+
+def read(uri: str | os.PathLike[str], *, storage_options: Options = None) -> bytes:
+    """Return all bytes of a file, from the cache if they are there.
+
+    Args:
+        uri: a path, or an address such as "s3://bucket/key".
+        storage_options: of the client that reads a remote file, in fsspec's convention (`key`,
+            `secret`, `endpoint_url`, ...); what they leave open, the environment decides. The
+            cache has what was read with the options of its dataset.
+
+    Raises:
+        OSError: as Python's `open` for a local file; SourceError (an OSError) for a remote one.
+    """
+    address = _announced(uri)
+    direct = partial(read_all, options=storage_options)
+    return take_address(address, find(address, storage_options), direct, storage_options)
+
+
+def open(  # noqa: A001  creel.open
+    uri: str | os.PathLike[str], mode: str = "rb", *, storage_options: Options = None
+) -> IO[bytes]:
+    """Open a file for reading bytes, from the cache if they are there.
+
+    A local file that is not in the cache is opened as the real file (with a descriptor, so that it
+    can be mapped). Everything else is a copy in memory, without a descriptor.
+
+    Args:
+        uri: a path, or an address such as "s3://bucket/key".
+        mode: "rb", the only one.
+        storage_options: as for `read`.
+
+    Raises:
+        ConfigError: another mode.
+        OSError: as Python's `open` for a local file; SourceError (an OSError) for a remote one.
+    """
+    if mode != "rb":
+        raise ConfigError(f"creel.open reads bytes: its mode is 'rb', not {mode!r}")
+    address = _announced(uri)
+    number = find(address, storage_options)
+    if number is None and not scheme_of(address):
+        return open_local(address)
+    direct = partial(read_all, options=storage_options)
+    data = take_address(address, number, direct, storage_options)
+    return io.BufferedReader(in_memory(data, address))
+
+
+def _announced(uri: str | os.PathLike[str]) -> str:
+    """Return the address, and note that it is about to be read: a relative path is one of now."""
+    address, observed = absolute(uri), this_thread.observed
+    if observed is not None and is_local(address):
+        given = os.fspath(uri)
+        observed.opens(address if "://" in given else os.path.expanduser(given))  # noqa: PTH111
+    return address
+
+
+def open_local(path: str) -> IO[bytes]:
+    """Open the real file, observed if this thread's reads are being recorded."""
+    real, waited_ns = timed(lambda: _python_open(path, "rb"))
+    file: IO[bytes] = observed_file(real, path, waited_ns=waited_ns)
+    return file
+
+
+def open_for_library(path: str) -> IO[bytes]:
+    """`open_local` for a library that would open the path itself, and reads what it needs.
+
+    Each `read` asks the system once for just these bytes, as the library would: Python's usual
+    buffer asks twice, and for more. A buffer of one byte keeps nothing, and reads on after the
+    system has returned less than was asked for, as FileIO does not.
+    """
+    raw, waited_ns = timed(lambda: _python_open(path, "rb", 0))
+    file: IO[bytes] = observed_file(
+        io.BufferedReader(raw, 1), path, waited_ns=waited_ns, buffering=1
+    )
+    return file
+
+
+def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -1) -> Any:
+    """Wrap a file just opened so that its reads are counted, if this thread is being recorded.
+
+    `waited_ns`: how long the storage made the thread wait. `buffering`: as given to `open`.
+    """
+    observed = this_thread.observed
+    if observed is None:
+        return real
+    this_thread.latest = address
+    fd, now_ns = real.fileno(), time.time_ns()
+    status = os.fstat(fd)
+    if not cacheable(status, address):
+        return real
+    read_ahead(fd, min(status.st_size, _AHEAD_NBYTES), status.st_dev)  # the kernel reads meanwhile
+    part = observed.opened(address, status, now_ns, waited_ns)
+    if part is None:
+        return real
+    file = taken_over(real, buffering)
+    file.observe(part)
+    return file
+
+
+#: Status of a file, and when it was asked for (`time.time_ns`).
+Look = tuple[os.stat_result, int]
+
+
+def look(file: int | str) -> Look | None:
+    """Return the status of a file, by descriptor or path; None if unreadable or unrecorded.
+
+    Called just before a library opens the file: a network file system then answers the library from
+    its cache.
+    """
+    if this_thread.observed is None:
+        return None
+    now_ns = time.time_ns()
+    try:
+        return os.stat(file), now_ns  # noqa: PTH116
+    except OSError:
+        return None
+
+
+def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> PartialRead | None:
+    """Record that a file was opened; return where its reads are counted, None if nowhere.
+
+    `found`: the result of `look` for the file.
+    """
+    observed = this_thread.observed
+    if observed is None or found is None:
+        return None
+    this_thread.latest = address
+    if not cacheable(found[0], address):
+        return None
+    return observed.opened(address, *found, waited_ns)
+
+
+def cacheable(status: os.stat_result, address: str) -> bool:
+    """Whether this is a regular file with bytes. An empty one may be a lock: never cached."""
+    regular = stat.S_ISREG(status.st_mode) and status.st_size > 0
+    return regular and not address.startswith(NO_FILES)
+
+
+def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
+    """Python's `open`, but local files opened with "rb" go through `open` during a lease or record.
+
+    It replaces `open` in modules whose file reads creel serves.
+    """
+    plain = mode != "rb" or args or more or not isinstance(file, (str, os.PathLike))
+    idle = this_thread.lease is None and this_thread.observed is None
+    if plain or idle or "://" in os.fspath(file):
+        return builtins.open(file, mode, *args, **more)  # noqa: PTH123  the caller closes it
+    return open(file)
+
+
+# --- files that user code opens itself ----------------------------------------------------------
+
+
+def local_address(file: object) -> str | None:
+    """Return the cache's address of `file`; None if it is not the plain path of a file.
+
+    >>> local_address("/data/./a//b"), local_address(b"/data/a"), local_address("/data/")
+    ('/data/a/b', '/data/a', None)
+    """
+    if type(file) is not str:
+        if isinstance(file, (bytes, os.PathLike)):
+            file = os.fsdecode(file)
+        if not isinstance(file, str):
+            return None
+    if not file:
+        return None
+    if file[0] == "/" and "//" not in file and "/." not in file and file[-1] != "/":
+        return file  # the usual case
+    if file[-1] == "/" or "://" in file or "\0" in file:
+        return None
+    return absolute_path(file)

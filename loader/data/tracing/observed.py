@@ -1,0 +1,177 @@
+"""ObservedReads: records what a sample reads, and the versions of the files."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
+from creel.loader.data.reading.bad_samples import note_path
+from creel.loader.data.reading.opened import cacheable, local_address, look
+from creel.loader.data.reading.read_counts import PartialRead, ThreadReads
+from creel.loader.data.reading.storage import Options, is_local, version_at
+from creel.loader.data.reading.this_thread import Asked, this_thread, usage
+
+if TYPE_CHECKING:
+    from creel.loader.data.reading.this_thread import ReadRecord
+
+#: An opened file is worth caching if at least 1/4 of it was read ...
+WORTH = 4
+#: ... or if it has at most this many bytes: copying all of it costs no more than opening it.
+SMALL = 1 << 16
+#: An open within this time did not wait: from the page cache h5py.File takes 100 us, os.open 5.
+QUICK_OPEN_NS = 200_000
+
+
+class FoundVersions:
+    """Versions in which samples found local files, by address; MISSING if two versions were found.
+
+    >>> versions = FoundVersions()
+    >>> for address, of in [("/a", CHANGING), ("/a", 5), ("/a", CHANGING), ("/b", 5), ("/b", 6)]:
+    ...     versions.enter(address, of)
+    >>> versions.take("/a"), versions.take("/b") == MISSING, versions.take("/a") == UNKNOWN
+    (5, True, True)
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[str, int] = {}
+        #: (address, status, time) as for `of_stat`. Their versions are computed later, many at
+        #: once: between reads from a disk, each line of code takes several times as long.
+        self.statuses: deque[tuple[str, os.stat_result, int]] = deque()
+
+    def enter(self, address: str, of: int) -> None:
+        """Enter the version in which a sample found a file."""
+        known = self._versions.setdefault(address, of)
+        if known == CHANGING:
+            self._versions[address] = of
+        elif of not in {known, CHANGING}:
+            self._versions[address] = MISSING
+
+    def take(self, address: str) -> int:
+        """Remove and return the version of a file; UNKNOWN if none was entered."""
+        while self.statuses:
+            found, status, now_ns = self.statuses.popleft()
+            self.enter(found, of_stat(status, now_ns))
+        return self._versions.pop(address, UNKNOWN)
+
+    def clear(self) -> None:
+        self.statuses.clear()
+        self._versions.clear()
+
+
+class ObservedReads:
+    """Inside the `with`, records what this thread reads, sample by sample."""
+
+    def __init__(
+        self,
+        whole: bool = False,
+        options: Options = None,
+        *,
+        versions: FoundVersions | None = None,
+    ) -> None:
+        """Make a record.
+
+        Args:
+            whole: whether every file is worth caching, however few of its bytes are read.
+            versions: where to enter the versions of local files.
+            options: of remote stores; reads with other ones are not recorded.
+        """
+        self._whole = whole
+        self.options = options
+        self._versions = FoundVersions() if versions is None else versions
+        self._asked: dict[Asked, PartialRead | None] = {}  # None: cached whatever was read
+        self._sleeps = usage().ru_nvcsw  # of this thread at the last call of `waited`
+        self._outer: ReadRecord | None = None
+        self.thread = ThreadReads()  # counts while this record is active
+
+    def waited(self, took: int) -> bool:
+        """Whether the storage made this thread wait in an open of `took` ns.
+
+        True if the open was long, and the thread has slept since the last call.
+        """
+        if took <= QUICK_OPEN_NS:
+            return False
+        before, self._sleeps = self._sleeps, usage().ru_nvcsw
+        return self._sleeps > before
+
+    def end_sample(self) -> list[Asked]:
+        """Return what the sample read, each once and in order, and begin the next sample.
+
+        Parts of files are included only if copying the whole file saves time.
+        """
+        asked, self._asked = self._asked, {}
+        this_thread.latest = ""
+        found: list[Asked] = []
+        for what, part in asked.items():
+            got = -1 if self._whole or part is None else part.got()
+            if part is None or got < 0 or got * WORTH >= part.nbytes:
+                found.append(what)
+            elif part.copied_sooner and isinstance(what, str):
+                found.append((what, got, part.nbytes))
+        return found
+
+    def add(self, asked: Asked) -> None:
+        """Record a successful read. The daemon would only repeat a failed one."""
+        self._asked[asked] = None
+        if isinstance(asked, str):
+            this_thread.latest = asked
+            if is_local(asked):
+                self._versions.enter(asked, version_at(asked))
+
+    def opened(
+        self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
+    ) -> PartialRead | None:
+        """Record an opened file.
+
+        Args:
+            status, now_ns: as for `of_stat`.
+            waited_ns: how long the storage made the thread wait for the open.
+
+        Returns:
+            Where reads of the file are counted, the same for all its file objects; None if it is
+                worth caching however few bytes are read.
+        """
+        self._versions.statuses.append((path, status, now_ns))
+        if status.st_size <= SMALL:
+            self._asked[path] = None
+            return None
+        part = self._asked.setdefault(path, PartialRead(status.st_size))
+        if part is not None:
+            part.waited_ns = max(part.waited_ns, waited_ns)
+        return part
+
+    def add_address(self, address: str, options: Options) -> None:
+        """`add`, if it was read with this record's options."""
+        if is_local(address) or self.options == options:
+            self.add(address)
+
+    def opens(self, path: Any) -> None:
+        """Do nothing: files are recorded once they are open."""
+
+    opens_in_c = opens
+
+    def looks_for(self, path: Any, folder_fd: int | None, *, follows: bool) -> None:
+        """Do nothing: a status is not cached."""
+
+    def inherit(self, inputs: Sequence[Sequence[Any]], owner: int, number: int) -> None:
+        """Record the files of a kept sample; remote ones are unknown by now."""
+        for path, _ in inputs:
+            address = local_address(path)
+            status = None if address is None else look(address)
+            if address is None:
+                self.add((owner, number))
+            elif status is not None and cacheable(status[0], address):
+                self.add(address)
+
+    def __enter__(self) -> ObservedReads:
+        self._outer, this_thread.observed = this_thread.observed, self
+        this_thread.latest = ""
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        this_thread.observed = self._outer
+        self.thread.close()
+        if error is not None:
+            note_path(error, this_thread.latest)

@@ -1,0 +1,1 @@
+"""What only some trainings use, above the line: rehearsal and streams."""

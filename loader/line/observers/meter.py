@@ -1,0 +1,74 @@
+"""Meter: the counters of one loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+from creel.counters import CAUSES, OF_RANKS, OF_WORKERS, report
+from creel.loader.making.stages import BATCH_CAUSES, CAUSE_OF, BatchTimes, divide
+
+_OWN = (word for c in OF_RANKS if c.writer == "meter" for word in c.words)
+_stalls = itemgetter(*(f"stall_{cause}_ns" for cause in CAUSES))
+_NAMES = ("batches", *_OWN, *OF_WORKERS)
+
+
+class Meter(dict[str, int]):
+    """Counters of one loader, by the names of `creel.counters` that a meter writes, and batches."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(_NAMES, 0))
+        self._reported = dict(self)
+        self._stalls = _stalls(self)
+
+    def awaited(self, times: BatchTimes, since: int, until: int) -> None:
+        """Count a wait for a worker's batch, from `since` until `until` (monotonic ns)."""
+        if times.packed <= since:  # it was finished: only the transfer through the socket was left
+            self["stall_daemon_ns"] += until - since
+            return
+        for cause, ns in zip(BATCH_CAUSES, divide(times, since, until), strict=True):
+            self[f"stall_{cause}_ns"] += ns
+
+    def gave_up(self, stage: int, ns: int) -> None:
+        """Count a wait of `ns` for a worker in `stage` that ended without a batch."""
+        self[f"stall_{CAUSE_OF.get(stage, 'daemon')}_ns"] += ns
+
+    def direct(self, reads: int, nbytes: int) -> None:
+        self["direct_reads"] += reads
+        self["direct_nbytes"] += nbytes
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add what workers have counted, by name."""
+        for name, more in counts.items():
+            self[name] += more
+
+    def decoded(self, hits: int, misses: int) -> None:
+        self["decoded_hits"] += hits
+        self["decoded_misses"] += misses
+
+    def new_stalls(self) -> tuple[int, int, int, int, int]:
+        """Return the ns waited since the last call, by cause in the order of `CAUSES`."""
+        source, decode, collate, daemon, sampler = self._stalls
+        self._stalls = now = _stalls(self)
+        # No loop: this is done once a batch, when copies have emptied the processor's caches.
+        return (
+            now[0] - source,
+            now[1] - decode,
+            now[2] - collate,
+            now[3] - daemon,
+            now[4] - sampler,
+        )
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training has waited for samples to be read, by whoever reads them."""
+        return (self["stall_source_ns"] + self["stall_decode_ns"]) / 1e9
+
+    def unreported(self) -> dict[str, int]:
+        """Return the nonzero increments since the last call, except for batches."""
+        then, self._reported = self._reported, dict(self)
+        return {k: n - then[k] for k, n in self.items() if n != then[k] and k != "batches"}
+
+    def stats(self) -> dict[str, Any]:
+        return report(self)

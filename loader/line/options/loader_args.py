@@ -1,0 +1,77 @@
+"""LoaderArgs: what was passed to a loader, and how its attributes show it.
+
+An argument is what was passed. The attribute of the same name shows it, unless a subclass or its
+caller uses that name: then the attribute is theirs, whatever it holds. Lightning makes a loader
+again from its attributes, by name; `creel_args` tells that loader which of the names are not ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from creel.loader.data.user_code.values import wrong
+
+if TYPE_CHECKING:
+    from creel.loader.data.reading.bad_samples import OnError
+    from creel.loader.extras.rehearsal.memory import Rehearsal
+
+
+class LoaderArgs(NamedTuple):
+    """The arguments of a `creel.DataLoader` that torch's has not."""
+
+    creel: bool | str | dict[str, Any] | None = None
+    remap: Literal["global-batch"] | None = None
+    replicate: Any = None
+    on_error: OnError = "raise"
+    max_bad_samples: int = 100
+    rehearsal: Rehearsal | None = None
+    seeding: Literal["sample"] | None = None
+    workers: Literal["own", "shared"] = "own"
+
+
+DEFAULTS = LoaderArgs()
+NAMES = frozenset(LoaderArgs._fields)
+
+
+def args_of(loader: object) -> LoaderArgs:
+    """Return what was passed to a loader; the defaults for one of torch's own class."""
+    args: LoaderArgs = vars(loader).get("_creel_args", DEFAULTS)
+    return args
+
+
+def without_taken(args: LoaderArgs, taken: object) -> LoaderArgs:
+    """Return the arguments, with those of `creel_args` in place of what attributes hold.
+
+    Raises:
+        ConfigError: `creel_args` is not that attribute of a loader.
+    """
+    if taken is None:
+        return args
+    if not isinstance(taken, Mapping) or not NAMES.issuperset(taken):
+        raise wrong("creel_args", taken, "that attribute of another loader, or leave it out")
+    return args._replace(**taken)
+
+
+def keep(loader: object, args: LoaderArgs, base: type) -> None:
+    """Keep what was passed in a loader, and show it in attributes whose names no one else uses.
+
+    base: the class of ours, whose attributes are the defaults.
+    """
+    state = vars(loader)
+    state["_creel_args"] = args
+    for name in LoaderArgs._fields:
+        value, passed = getattr(args, name), getattr(args, name) is not getattr(DEFAULTS, name)
+        holder = next(one for one in type(loader).__mro__ if name in vars(one))
+        if name in state or (holder is not base and passed):
+            take_name(loader, name)
+        elif passed:
+            state[name] = value
+
+
+def take_name(loader: object, name: str) -> None:
+    """Note that an attribute with the name of an argument is not ours."""
+    state = vars(loader)
+    if "_creel_args" in state:
+        passed = getattr(state["_creel_args"], name)
+        state["creel_args"] = {**state.get("creel_args", {}), name: passed}

@@ -1,0 +1,239 @@
+"""Streams made of another one: one rank's share of it, all but some batches, or with replays."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler
+
+from creel.loader.line.order.rehearsing import NewItems, Replays
+from creel.loader.line.order.streams import (
+    Derived,
+    Items,
+    SamplerStream,
+    Sequential,
+    StreamState,
+    indices_of,
+)
+from creel.policies.cluster.job_order import IN_ORDER, JobOrder, JobReplays
+from creel.policies.order.dealing import Dealing, each_of
+from creel.policies.order.division import Division
+from creel.policies.order.remap import Exchange
+
+
+class Distributed(Derived):
+    """One rank's share of an order (`Dealing`).
+
+    `offset`: items of the order that an earlier number of ranks has read; dealing begins there.
+    `exchange`: how the ranks exchange their items within a step.
+    """
+
+    def __init__(
+        self,
+        order: SamplerStream,
+        sampler: DistributedSampler[object],
+        epoch: int,
+        offset: int = 0,
+        exchange: Exchange | None = None,
+    ) -> None:
+        super().__init__(order)
+        self._epoch, self._rank = epoch, sampler.rank
+        n, world = order.total, sampler.num_replicas
+        rest = each_of(n - offset, world, drop_last=sampler.drop_last)
+        self.total = rest if offset else sampler.num_samples
+        self._dealing = Dealing(n, world, self.total, offset, exchange)
+        self.spread = world
+        self.key = ("dealt", order.key, self._rank, self._dealing)
+
+    def need(self, item: int) -> None:  # noqa: ARG002  the first item needs the whole order
+        self._order.need(0)
+
+    @property
+    def ready(self) -> int:
+        there = self._order.ready
+        if there == self._order.total:
+            return self.total
+        return self._dealing.known(self._rank, there)
+
+    def items(self, start: int, stop: int) -> Items:
+        head = None if isinstance(self._order, Sequential) else self._head
+        return self._dealing.to_rank(self._rank, head, start, stop)
+
+    def _head(self, k: int) -> NDArray[np.integer]:
+        return np.asarray(self._order.items(0, k))
+
+    def deal(self, each: int, batch: int) -> JobOrder | None:
+        """Return the whole job's epoch: `each` samples of every rank, in steps of `batch`.
+
+        None if a daemon could not compute it.
+        """
+        n, world, _, offset, exchange = self._dealing
+        in_order = isinstance(self._order, Sequential)
+        seed = IN_ORDER if in_order else self._order.state().get("seed")
+        if offset or seed is None:
+            return None
+        return JobOrder(n, world, each, batch, seed, exchange is not None)
+
+    def state(self) -> StreamState:
+        _, world, _, offset, _ = self._dealing
+        state: StreamState = {"epoch": self._epoch, "world": world}
+        return {**state, "offset": offset} if offset else state
+
+    def in_epoch(self, item: int) -> int:
+        return item + self._dealing.offset // self._dealing.world
+
+    def of_all_ranks(self, start: int, stop: int) -> Items:
+        world = self._dealing.world
+        return self._order.items(start * world, min(stop * world, self._order.total))
+
+
+class Without(Derived):
+    """A stream without some of its batches, of `each` items."""
+
+    def __init__(self, whole: SamplerStream, batches: Sequence[int], each: int) -> None:
+        """batches: their numbers in the whole stream."""
+        super().__init__(whole)
+        self._each = each
+        self._gone = np.unique(np.asarray(batches, np.int64))
+        self._gone = self._gone[self._gone * each < whole.total]
+        self.total = whole.total - self._missing(whole.total)
+        self.live, self.at_once = whole.live, whole.at_once
+        self.spread = whole.spread
+        if whole.key is not None:
+            self.key = ("without", whole.key, self._gone.tobytes(), each)
+
+    def _missing(self, items: int) -> int:
+        """Count the items left out among the first `items` of the whole stream."""
+        return int((items - self._gone * self._each).clip(0, self._each).sum())
+
+    @property
+    def ready(self) -> int:
+        return self._order.ready - self._missing(self._order.ready)
+
+    def need(self, item: int) -> None:
+        places = in_whole(np.array([item]) // self._each, self._gone) * self._each
+        self._order.need(min(int(places[0]) + item % self._each, self._order.total))
+
+    def items(self, start: int, stop: int) -> Items:
+        if start >= stop:
+            return self._order.items(0, 0)
+        batch, rest = np.divmod(np.arange(start, stop), self._each)
+        places = in_whole(batch, self._gone) * self._each + rest
+        first = int(places[0])
+        found = self._order.items(first, int(places[-1]) + 1)
+        if isinstance(found, np.ndarray):
+            return found[places - first]
+        return [found[i] for i in (places - first).tolist()]
+
+    def state(self) -> StreamState:
+        return {**self._order.state(), "without": self._gone.tolist(), "each": self._each}
+
+    def in_epoch(self, item: int) -> int:
+        batch, rest = divmod(item, self._each)
+        whole = int(in_whole(np.array([batch]), self._gone)[0])
+        return self._order.in_epoch(whole * self._each + rest)
+
+    def of_all_ranks(self, start: int, stop: int) -> Items:
+        return self._order.of_all_ranks(start, stop)
+
+
+class WithReplays(Derived):
+    """A stream with the rows of a rehearsal memory at the end of each step. Only to predict."""
+
+    def __init__(self, new: SamplerStream, division: Division, replays: Replays) -> None:
+        """division: of the new items."""
+        super().__init__(new)
+        self._of_new, self._replays = division, replays
+        if replays.growth is not None:
+            replays.new_items = new_items(new, division)
+        steps = division.steps(new.total)
+        self._new_total = min(division.start(steps), new.total)
+        numbers = functools.partial(step_in_epoch, new, division)
+        #: Steps at the head that replay nothing.
+        self._bare = bisect_left(range(steps), replays.bare, key=numbers)
+        each = replays.passes.each
+        self.total = self._new_total + (steps - self._bare) * each
+        self.division = Division(division.size + each)
+        if division.starts is not None or self._bare:
+            starts = np.array([division.start(k) for k in range(steps + 1)], np.int64)
+            more = (np.arange(steps + 1) - self._bare).clip(0) * each
+            self.division = Division(starts=starts.clip(max=self._new_total) + more)
+        self.at_once, self.spread = new.at_once, new.spread
+        if new.key is not None:
+            self.key = ("replays", new.key, division.size, replays.key)
+
+    def deal(self) -> JobOrder | None:
+        """Return the whole job's epoch, as `deal_of`; None also while the memory grows."""
+        order, replays = deal_of(self._order, self._of_new), self._replays
+        if order is None or replays.growth is not None:
+            return None
+        if not replays.passes.kept:
+            return order
+        return order._replace(replays=JobReplays(replays.passes, replays.start.step))
+
+    @property
+    def ready(self) -> int:
+        ready = self._order.ready
+        if ready >= self._new_total:
+            return self.total
+        return self.division.start(self._of_new.within(ready))
+
+    def need(self, item: int) -> None:
+        if item >= self.total:
+            self._order.need(self._order.total)
+        else:
+            last = self._of_new.start(self.division.within(item) + 1)
+            self._order.need(min(last, self._new_total) - 1)
+
+    def items(self, start: int, stop: int) -> Items:
+        if start >= stop:
+            return np.empty(0, np.int32)
+        first, last = self.division.within(start), self.division.within(stop - 1) + 1
+        bounds = self._of_new.start(first), min(self._of_new.start(last), self._new_total)
+        new = indices_of(self._order.items(*bounds))
+        ends = self._of_new.ends(first, last, len(new))
+        each, steps = self._replays.passes.each, np.arange(max(first, self._bare), last)
+        numbers = [step_in_epoch(self._order, self._of_new, k) for k in steps.tolist()]
+        before = np.arange(len(steps)) * each
+        places = (ends[last - first - len(steps) :] + before)[:, None] + np.arange(each)
+        items = np.empty(len(new) + places.size, np.int32)
+        is_new = np.ones(len(items), np.bool_)
+        if len(steps):
+            items[places], is_new[places] = self._replays.rows(np.array(numbers)), False
+        items[is_new] = new
+        begin = self.division.start(first)
+        return items[start - begin : stop - begin]
+
+
+def deal_of(stream: SamplerStream, division: Division) -> JobOrder | None:
+    """Return how an epoch is dealt to all ranks of the job; None if the sampler does not tell."""
+    if not isinstance(stream, Distributed) or division.starts is not None:
+        return None
+    each = min(division.start(division.steps(stream.total)), stream.total)
+    return stream.deal(each, division.size)
+
+
+def new_items(stream: SamplerStream, division: Division) -> NewItems:
+    """Return what finds the new samples of all ranks in some steps of the whole epoch."""
+    at = division.start
+    return lambda start, stop: indices_of(stream.of_all_ranks(at(start), at(stop)))
+
+
+def step_in_epoch(stream: SamplerStream, division: Division, step: int) -> int:
+    """Return a step's number in the whole epoch: earlier ones were read elsewhere, or left out."""
+    if division.starts is not None:
+        return step
+    return stream.in_epoch(division.start(step)) // division.size
+
+
+def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Convert (k,) batch numbers in the stream without `gone` to those in the whole stream.
+
+    >>> in_whole(np.array([0, 1, 2]), np.array([1, 2])).tolist()
+    [0, 3, 4]
+    """
+    return batches + np.searchsorted(gone - np.arange(len(gone)), batches, side="right")

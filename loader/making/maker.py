@@ -1,0 +1,254 @@
+"""BatchMaker: makes the batches of a loader, as torch's fetcher does, wherever it runs.
+
+One maker serves one thread: the trainer's, one that copies rows, or a worker's. A batch is built
+from rows of the arena if that needs no user code, else sample by sample, from the arena or
+directly. What is done besides stands in stages around the dataset and its collation: seeds per
+sample, bad samples, times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from creel.loader.data.binding.gather import Gatherer, StepReader
+from creel.loader.data.decoded import worth
+from creel.loader.data.reading.bad_samples import Tolerance, Tolerant, without_skipped
+from creel.loader.data.reading.lease import Lease
+from creel.loader.making.seeding.by_sample import Seeded
+from creel.loader.making.stages import COLLATING, READING, WAITING, BatchTimes, busy
+from creel.loader.making.task import WHOLE, Made, Task
+from creel.loader.making.transport.batch_message import Collate
+from creel.loader.torch_private import DatasetKind
+
+if TYPE_CHECKING:
+    from creel.loader.client.session import Session
+    from creel.loader.data.binding.bind import Binding, Gather
+    from creel.loader.data.datasets.base import BatchBuilder
+
+
+class StageClock:
+    """When the stages of the batch that is being made began (monotonic ns).
+
+    An object of its own: a maker whose collation referred to the maker would not be freed at once.
+    """
+
+    def __init__(self) -> None:
+        self.began = self.ready = self.collating = 0
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self.began = self.ready = self.enter(READING)
+        self.collating = 0  # until collation begins: reading may fail before
+
+    def enter(self, stage: int) -> int:  # noqa: ARG002  a worker shows its stage
+        """Note which stage begins; return the time."""
+        return time.monotonic_ns()
+
+
+class Waits:
+    """How long a maker waits for the daemon: this one for a fixed time, and it learns nothing."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+
+    def wait(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:  # noqa: ARG002
+        """Wait for a step; True if its objects are pinned, else they are read directly."""
+        return session.wait(step, self._wait_s)
+
+    def saw(self, lease: Lease) -> None:
+        """Learn from a batch that was read under this lease."""
+
+
+class BatchMaker(StepReader):
+    """Makes batches of one dataset for one thread.
+
+    Attributes:
+        clock: when the stages of the last batch began.
+        counts: what was counted while it was made, by the names of `creel.counters`.
+        binding: of the dataset; None: nothing is read through creel.
+        fetcher: torch's, around whose dataset and collation the stages are.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collate,
+        *,
+        torch_flags: tuple[bool, bool],
+        tolerance: Tolerance,
+        seeded: Seeded | None,
+        binding: Binding | None,
+        plain: bool,
+        live: bool,
+        memory: Callable[[int], torch.Tensor],
+        waits: Waits,
+        clock: StageClock | None = None,
+    ) -> None:
+        """Make a maker.
+
+        Args:
+            dataset: the person's, or a copy of it.
+            collate: the person's, or what does the same.
+            torch_flags: whether batches are collated, and whether the last one may be short.
+            tolerance: what is done with bad samples.
+            seeded: seeds each sample by its number; None: nothing is seeded.
+            plain: a batch is default_collate of all its samples.
+            live: the dataset is the person's own, who may change it between two batches.
+            memory: returns (nbytes,) uint8 to build a batch in.
+            waits: how long to wait for the daemon.
+        """
+        self.clock = clock or StageClock()
+        self.counts: dict[str, int] = {}
+        self.binding = binding
+        self.seeded = seeded
+        self._torch_flags = torch_flags
+        self._tolerance = tolerance
+        self._plain, self._live = plain, live
+        self._memory, self._waits = memory, waits
+        self._lost, self._direct_ns, self._as_list = False, 0, False
+        self._gather: Gather | None = None
+        self._labels: list[object] = []  # the binding's labels when `_gather` was made
+        self._gatherer: Gatherer | None = None
+        self._gatherer_session: Session | None = None
+        #: Builds whole batches from files in the page cache; None: nothing does.
+        self.builder: BatchBuilder | None = None
+        self.stage(dataset, collate)
+
+    def stage(self, dataset: Any, collate: Collate) -> None:
+        """Put the stages around a dataset and its collation."""
+        auto_collation, drop_last = self._torch_flags
+        if self.seeded is not None:
+            self.seeded.dataset = dataset
+        collate = _timed(collate, self.clock)
+        if self._tolerance.wanted:
+            dataset = Tolerant(dataset, self._tolerance, reads=self.seeded)
+            collate = without_skipped(collate) if auto_collation else collate
+        elif self.seeded is not None:
+            dataset = self.seeded
+        self.fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
+            DatasetKind.Map, dataset, auto_collation, collate, drop_last
+        )
+        self.inspect()
+
+    def inspect(self) -> None:
+        """Note how batches are made from bytes, if the dataset as it is now allows that."""
+        self._gather, self._gatherer, self._gatherer_session = None, None, None
+        if self.binding is None:
+            return
+        if self._live:
+            self._labels = self.binding.labels()
+        gather = self.binding.gather() if self._plain else None
+        if gather is None or not (gather.has_code and self.seeded is not None):
+            self._gather = gather  # else samples are seeded one by one
+
+    def make(self, task: Task, session: Session | None) -> Any:
+        """Return a batch, or a part of one. Raises what the person's code raises.
+
+        Args:
+            session: of the task's claim; None: there is none.
+        """
+        self.clock.begin()
+        self._lost, self._direct_ns, self.counts = False, 0, {}
+        self._as_list = task.as_list
+        if self.seeded is not None and task.seeds is not None:
+            self.seeded.begin(task.seeds, task.first)
+        if self.builder is not None and (batch := self.builder.batch(task.index)) is not None:
+            self.clock.ready = self.clock.collating = self.clock.enter(COLLATING)
+            return batch
+        binding, index, (step, ids) = self.binding, task.index, task.claim
+        if binding is None:
+            return self.fetcher.fetch(index.tolist() if task.as_list else index)
+        if session is None:
+            return self.fetch(index, Lease())
+        if step >= 0 and self._live and not binding.still(np.atleast_1d(np.asarray(index))):
+            step = -1
+        gatherer = None
+        if step >= 0 and task.part == WHOLE:
+            gatherer = self._gatherer_of(binding, session)
+        return self.read_step(binding, session, step, ids, index, gatherer)
+
+    def made(self, task: Task, session: Session | None) -> Made:
+        """Make a batch as a worker would, of whose processor time is counted, too."""
+        cpu_ns = time.thread_time_ns()
+        data = self.make(task, session)
+        times = self.times(time.monotonic_ns())
+        spent = {"cpu_ns": time.thread_time_ns() - cpu_ns}
+        return Made(data, times, {**self.counts, **busy(times), **spent})
+
+    def times(self, packed: int) -> BatchTimes:
+        """Return the times of the last batch, or of one that raised; `packed`: when it was done."""
+        clock = self.clock
+        when = clock.began, clock.ready, clock.collating or packed, packed
+        return BatchTimes(*when, self._direct_ns, int(self._lost))
+
+    def _gatherer_of(self, binding: Binding, session: Session) -> Gatherer | None:
+        """Return what builds batches from this session's rows; None if user code must make them."""
+        if self._changed(binding):
+            self.inspect()
+        if self._gatherer_session is not session:
+            self._gatherer_session, self._gatherer = session, None
+            if self._gather is not None:
+                how = self._memory, self.fetcher.collate_fn
+                self._gatherer = Gatherer(self._gather, session, *how)
+        return self._gatherer
+
+    def _changed(self, binding: Binding) -> bool:
+        """Whether the user has assigned attributes or labels since `inspect`."""
+        gather = self._gather
+        if self._live and any(
+            a is not b for a, b in zip(self._labels, binding.labels(), strict=True)
+        ):
+            return True
+        # Only user code changes a copy, and only there it may run.
+        return (
+            gather is not None and (self._live or gather.has_code) and not binding.gathers(gather)
+        )
+
+    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
+        """Wait until a step's objects are pinned; on False the location table may be outdated."""
+        self.clock.enter(WAITING)
+        ready = self._waits.wait(session, step, ids)
+        self._lost = not ready and not session.alive
+        self.clock.ready = self.clock.enter(READING)
+        return ready
+
+    def fetch(self, index: Any, lease: Lease) -> Any:
+        """Fetch as torch does, under the lease, and note what it counted."""
+        try:
+            with lease:
+                return self.fetcher.fetch(index.tolist() if self._as_list else index)
+        finally:
+            self._direct_ns = lease.direct_ns
+            self.counts = {
+                "direct_reads": lease.direct_reads,
+                "direct_nbytes": lease.direct_nbytes,
+                "decoded_hits": lease.decoded_hits,
+                "decoded_misses": lease.decoded_misses,
+                **worth.counts(lease),
+            }
+            self._waits.saw(lease)
+
+    def copying(self, *, decodes: bool) -> None:
+        """Note that rows are being copied, which counts as collation if a batch is made of them."""
+        if not decodes:
+            self.clock.collating = self.clock.enter(COLLATING)
+
+    def copied(self, *, done: bool) -> None:
+        """Note the end of copying; if it gave no batch, samples are read one by one."""
+        if not done:
+            self.clock.enter(READING)
+            self.clock.collating = 0
+
+
+def _timed(collate: Collate, clock: StageClock) -> Collate:
+    def timed(samples: Sequence[object]) -> object:
+        clock.collating = clock.enter(COLLATING)
+        return collate(samples)
+
+    return timed

@@ -1,1 +1,0 @@
-"""What training waits for, told while it waits."""

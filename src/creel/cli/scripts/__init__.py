@@ -1,0 +1,1 @@
+"""A person's own script or dataset, run or read by a command; these modules import torch."""
