@@ -25,10 +25,7 @@ from torch.utils.data import (
 import creel
 from creel.errors import ConfigError
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize("how", ["creel", "no daemon", "disabled"])
