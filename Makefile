@@ -85,12 +85,12 @@ bench: $(STAMP)
 
 # ARGS goes to the first: "--first 1000" for other programs than the first thousand.
 stress: $(STAMP)
-	@cd tests && $(abspath $(BIN))/python -m stress.random_programs --count 1000 $(ARGS)
-	@cd tests && $(abspath $(BIN))/python -m stress.random_programs --wrapped --count 1000
-	@cd tests && $(abspath $(BIN))/python -m stress.rehearsal_programs --count 500
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.random_programs --count 1000 $(ARGS)
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.random_programs --wrapped --count 1000
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.rehearsal_programs --count 500
 	@$(BIN)/python examples/continual.py --check
 	@$(BIN)/python examples/gray_scott.py --check
-	@cd tests && $(abspath $(BIN))/python -m stress.chaos --kills 160
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.chaos --kills 160
 	@SEEDS=20 $(PYTEST) -q tests/unit tests/parity/test_parity.py
 
 # FRAMEWORKS=required: one that cannot be imported is an error here, elsewhere its tests are skipped.
