@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from creel.errors import SourceError
 from creel.loader.client.client import Client
 from creel.settings import FetchSettings
 from kit import forget_stores, seeds
+from programs import Program
 from testbed.s3_server import CUT, KEY, S3, SECRET, SHORT
 
 pytest.importorskip("obstore")
@@ -273,6 +274,21 @@ def test_expired_keys_are_renewed_once(s3: S3, monkeypatch: pytest.MonkeyPatch) 
     assert (s3.count["faults"], s3.count["refused"]) == (1, 0)
 
 
+_FRESH = """
+from torch.utils.data import DataLoader
+import creel
+dataset = creel.FileDataset("s3://bucket/files")
+print(sum(map(len, DataLoader(dataset, None, num_workers=2))))
+"""
+
+
+def test_workers_of_a_process_that_read_nothing_ask_once_for_each_object(s3: S3) -> None:
+    """It lists the files, before it forks them, by the other client."""
+    said, errors = Program(_FRESH).communicate()
+    assert (said.strip(), errors) == (str(N * NBYTES), "")
+    assert (s3.count["gets"], s3.count["heads"], s3.count["lists"]) == (N, 0, 1)
+
+
 def test_workers_forked_after_a_read_read_the_same(s3: S3) -> None:
     """obstore's threads do not survive the fork: without another client they would hang."""
     dataset = files()
@@ -309,33 +325,51 @@ def test_each_way_to_name_an_account_reads(
     assert (s3.count["heads"], s3.count["refused"]) == (int(client == "pyarrow"), 0)
 
 
-def test_a_containers_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+class Role(BaseHTTPRequestHandler):
+    """Gives the keys of a role, to a container or to a machine of EC2."""
 
-    class Role(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
+    asked: ClassVar[list[str]] = []
 
-        def do_GET(self) -> None:
-            asked.append(self.headers.get("Authorization"))
-            keys = {"AccessKeyId": KEY, "SecretAccessKey": SECRET, "Token": "t"}
-            body = json.dumps(keys | {"Expiration": "2099-01-01T00:00:00Z"}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def log_message(self, *_: object) -> None:
+        pass
 
-    token = s3.root / "token"
-    token.write_text("pass")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+    def do_PUT(self) -> None:
+        self.answer(b"token")
+
+    def do_GET(self) -> None:
+        if self.path.endswith("credentials/"):
+            self.answer(b"reader")
+            return
+        keys = {"AccessKeyId": KEY, "SecretAccessKey": SECRET, "Token": "t", "Code": "Success"}
+        times = {"Expiration": "2099-01-01T00:00:00Z", "LastUpdated": "2026-01-01T00:00:00Z"}
+        self.asked.append(self.path)
+        given = [self.headers.get(n) for n in ("Authorization", "X-aws-ec2-metadata-token")]
+        allowed = given in (["pass", None], [None, "token"])
+        self.answer(json.dumps(keys | times | {"Type": "AWS-HMAC"}).encode() if allowed else b"")
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.parametrize("who", ["container", "machine"])
+def test_a_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    (s3.root / "token").write_text("pass")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(s3.root))
+    monkeypatch.setattr(Role, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Role) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        url = f"http://127.0.0.1:{server.server_port}/role"
-        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
-        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
+        url = f"http://127.0.0.1:{server.server_port}"
+        if who == "container":
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
+            monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(s3.root / "token"))
+        else:
+            monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
         try:
             for _ in range(3):
                 data = creel.read("s3://bucket/files/00")
@@ -343,5 +377,5 @@ def test_a_containers_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Non
         finally:
             server.shutdown()
             thread.join()
-    assert asked == ["pass"]
+    assert len(Role.asked) == 1, "its keys are kept until they expire"
     assert (s3.count["gets"], s3.count["heads"], s3.count["refused"]) == (3, 0, 0)

@@ -14,9 +14,11 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -24,7 +26,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from creel.cache.memory.buffers import copy_over, cut
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores.answers import of_each
+from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each
 from creel.cache.storage.stores.requests import Gate, Requests
 from creel.cache.storage.stores.retry import EXPIRED
 from creel.cache.storage.stores.store import Filled, Run, StoredFile, check_size, too_short
@@ -46,7 +48,7 @@ _MAX_RESUMES = 8
 _GAP_NBYTES = 64 << 10
 _JOINED_NBYTES = 8 << 20
 _PAGE = 1000  # keys, the most that one answer lists
-#: Requests have no time-out as a whole, as objects may be large: only for the next bytes.
+#: obstore's time-out of a request is not used, as objects may be large, but `_get` has one.
 _WHOLE_REQUEST = timedelta(days=1)
 
 _STATUS = re.compile(r"(?:status code|status): (\d{3})\b")
@@ -138,16 +140,53 @@ def _account_of(options: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"skip_signature": False, "credential_provider": lambda: keys}
     if key or secret or _has_aws_files() or os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return None
-    return {"skip_signature": False} if any(map(os.environ.get, _CONTAINER)) else None
+    if any(map(os.environ.get, _CONTAINER)):
+        return {"skip_signature": False}
+    server = _metadata_server()
+    return None if server is None else {"skip_signature": False, "metadata_endpoint": server}
+
+
+def _metadata_server() -> str | None:
+    """Return the server that gives the keys of an EC2 machine's role; None if there is no role."""
+    off = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    named = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "").rstrip("/")
+    if off or not (named or _is_ec2()):
+        return None
+    server = named or "http://169.254.169.254"
+    put = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    try:
+        token = _answer_of(f"{server}/latest/api/token", put, "PUT")
+        headers = {"X-aws-ec2-metadata-token": token}
+        role = _answer_of(f"{server}/latest/meta-data/iam/security-credentials/", headers, "GET")
+    except (OSError, HTTPException, ValueError):
+        return None
+    return server if role else None
+
+
+def _is_ec2() -> bool:
+    with suppress(OSError):
+        return "Amazon EC2" in Path("/sys/class/dmi/id/sys_vendor").read_text()
+    return False
+
+
+def _answer_of(url: str, headers: Mapping[str, str], method: str) -> str:
+    parts = urlsplit(url)
+    server = HTTPConnection(parts.netloc, timeout=1)
+    try:
+        server.request(method, parts.path, headers=dict(headers))
+        answer = server.getresponse()
+        text = answer.read().decode()
+        return text if answer.status == 200 else ""
+    finally:
+        server.close()
 
 
 def _has_aws_files() -> bool:
     """Return whether there is a file of profiles, which may name keys, a region, an endpoint."""
     names = ("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config")
-    return any(
-        Path(os.environ.get(variable) or f"~/.aws/{name}").expanduser().exists()
-        for variable, name in names
-    )
+    paths = (os.environ.get(variable) or f"~/.aws/{name}" for variable, name in names)
+    # Path.expanduser raises where nobody knows a home.
+    return any(Path(os.path.expanduser(path)).exists() for path in paths)  # noqa: PTH111
 
 
 def _has_other_certificates() -> bool:
@@ -206,6 +245,7 @@ class ObstoreStore:
             },
             "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=deadline_s)},
         }
+        self._deadline_s = deadline_s
         self._requests = requests
         self._gate = Gate()
         self._lock = threading.Lock()
@@ -275,6 +315,7 @@ class ObstoreStore:
         A body that breaks goes on at the byte where it broke, if the object is still the same one.
         """
         done, resumes, first = 0, 0, None
+        late = time.monotonic() + self._deadline_s
         while True:
             before = done
             try:
@@ -286,9 +327,12 @@ class ObstoreStore:
                     if first is None:
                         check_size(stored, size, whole)
                         first = _Body(size, meta["e_tag"], _version_of(meta))
+                        late += whole / SLOWEST_BPS
                     for chunk in result.stream(1):
                         take(chunk)
                         done += len(chunk)
+                        if time.monotonic() > late:
+                            raise TimeoutError(errno.ETIMEDOUT, "the body comes too slowly")
                     _check_length(stored.uri, done, whole, size - offset)
                     return first
             except ConnectionError:
