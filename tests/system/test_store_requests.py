@@ -26,6 +26,7 @@ import creel
 from creel.cache.storage import version
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
+from creel.cache.storage.stores import obstore_store
 from creel.cache.storage.stores.requests import Gate
 from creel.errors import SourceError
 from creel.loader.client.client import Client
@@ -361,6 +362,7 @@ def test_a_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch, who: str) -> None
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(s3.root))
     monkeypatch.setattr(Role, "asked", [])
+    monkeypatch.setattr(obstore_store, "_METADATA_S", 60.0)
     with ThreadingHTTPServer(("127.0.0.1", 0), Role) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -40,6 +39,8 @@ _KNOWN = frozenset(
 #: Variables by which the AWS SDK in pyarrow chooses other servers of Amazon.
 _OTHER_SERVERS = ("AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT")
 _CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+#: A machine's own server answers in milliseconds, or, behind a container's network, never.
+_METADATA_S = 2.0
 #: Bodies that broke and went on at the byte where they broke, in one read, without a pause. Then
 #: the read begins anew, after a pause.
 _MAX_RESUMES = 8
@@ -148,6 +149,8 @@ def _account_of(options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _metadata_server() -> str | None:
     """Return the server that gives the keys of an EC2 machine's role; None if there is no role."""
+    from http.client import HTTPException
+
     off = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
     named = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "").rstrip("/")
     if off or not (named or _is_ec2()):
@@ -170,8 +173,10 @@ def _is_ec2() -> bool:
 
 
 def _answer_of(url: str, headers: Mapping[str, str], method: str) -> str:
+    from http.client import HTTPConnection  # with ssl, which few daemons need
+
     parts = urlsplit(url)
-    server = HTTPConnection(parts.netloc, timeout=1)
+    server = HTTPConnection(parts.netloc, timeout=_METADATA_S)
     try:
         server.request(method, parts.path, headers=dict(headers))
         answer = server.getresponse()
