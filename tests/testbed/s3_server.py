@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
@@ -32,8 +33,10 @@ class S3:
     byte, and headers that agree with it. `code` is S3's word for the error.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, latency_s: float = 0.0) -> None:
+        """`latency_s`: each request waits so long first, and beside any others."""
         self.root = root
+        self.latency_s = latency_s
         self.count: Counter[str] = Counter()
         #: The access keys that may read; more of them, or others, from now on.
         self.keys = {KEY}
@@ -111,6 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        time.sleep(self.s3.latency_s)
         parts = urlsplit(self.path)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         folder = self.s3.root / bucket
