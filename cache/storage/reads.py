@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
+from creel.cache.storage.stores.requests import Requests
 from creel.errors import SourceError
 from creel.policies.arrays import Floats, Ints
 
@@ -36,6 +37,8 @@ class Counters:
     last_error: str = ""
     seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     seconds_sum: float = 0.0
+    #: Of object stores; counted by their clients.
+    requests: Requests = field(default_factory=Requests, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:

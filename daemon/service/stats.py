@@ -19,7 +19,7 @@ from creel.cache.memory.batch_log import PACKED, TAKEN, WAIT_BEGAN
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
-from creel.counters import CAUSES, GAUGES, report
+from creel.counters import CAUSES, GAUGES, REQUESTS, report
 from creel.daemon.core.core import Core
 from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.quota import Quota
@@ -149,6 +149,7 @@ def datasets(node: CountedNode, now: float) -> list[dict[str, Any]]:
 
 def source(one: DatasetRecord) -> dict[str, Any]:
     counted = one.source.counters.snapshot()
+    requests = counted.requests.snapshot()
     return {
         "source": public(one.manifest.root or one.manifest.title),
         "dataset": one.key,
@@ -156,7 +157,9 @@ def source(one: DatasetRecord) -> dict[str, Any]:
         "opens": counted.opens,
         "reads": counted.reads,
         "nbytes": counted.nbytes,
-        "retries": counted.retries,
+        "requests": {kind: requests[kind] for kind in REQUESTS},
+        "throttles": requests["throttles"],
+        "retries": counted.retries + requests["resumes"],
         "errors": sum(counted.errors.values()),
         "errors_by_kind": dict(counted.errors),
         "last_error": counted.last_error,

@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+#: Requests to object stores and web servers that a store bills; one of a listing names up to 1,000
+#: objects.
+REQUESTS = ("GET", "HEAD", "LIST")
+
 
 class Counter(NamedTuple):
     """One counter, or one for each of `members`.
@@ -92,6 +96,16 @@ COUNTERS = (
     Counter("source", "nbytes", "daemon", "bytes", "creel_read_bytes", "Bytes read."),
     Counter("source", "opens", "daemon", "", "creel_opens", "Files and objects opened."),
     Counter("source", "retries", "daemon", "", "creel_retries", "Reads tried again."),
+    Counter(
+        *("source", "requests", "daemon", "", "creel_requests"),
+        "Requests to an object store.",
+        label="kind",
+        members=REQUESTS,
+    ),
+    Counter(
+        *("source", "throttles", "daemon", "", "creel_throttles"),
+        "Answers of an object store that asked for fewer requests (503, 429).",
+    ),
     Counter("node", "errors", "daemon", "", "creel_errors", "Failures by kind.", label="kind"),
     Counter("rank", "batches", "delivery", "", "creel_batches", "Batches delivered.", "batches"),
     Counter("rank", "samples", "delivery", "", "creel_samples", "Samples delivered.", "samples"),

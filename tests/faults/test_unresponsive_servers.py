@@ -92,12 +92,13 @@ _S3 = """
 import socket, sys
 from creel.cache.storage.stores.access import options_of
 from creel.cache.storage.stores.remote import open_store
+from creel.cache.storage.stores.retry import transient
 from creel.cache.storage.stores.store import StoredFile
 try:
     store = open_store("s3://bucket/x", 0.3, options_of("s3", None))
     store.read(StoredFile("s3://bucket/x"), 0, -1)
 except OSError as e:
-    print("NETWORK" in str(e))
+    print(transient(e))
 """
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +21,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 KEY, SECRET = "AKIACREELTESTBED", "hush-hush-not-to-be-told"
+CUT, SHORT = 0, -1  # faults without a status
 _PAGE = 100  # keys in one page of a listing
 
 
@@ -26,15 +29,22 @@ class S3:
     """The server, in threads of this process.
 
     `fail(times, status)` makes the next so many GETs of objects fail: with that status or, if it is
-    0, by closing the connection in the middle of the body.
+    CUT, by closing the connection in the middle of the body, SHORT by a body that lacks the last
+    byte, and headers that agree with it. `code` is S3's word for the error.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, latency_s: float = 0.0) -> None:
+        """`latency_s`: each request waits so long first, and beside any others."""
         self.root = root
+        self.latency_s = latency_s
         self.count: Counter[str] = Counter()
         #: The access keys that may read; more of them, or others, from now on.
         self.keys = {KEY}
-        self._fails: list[int] = []
+        #: Whether reads without an account are answered.
+        self.public = False
+        #: Called at each fault.
+        self.on_fault: Callable[[], object] = lambda: None
+        self._fails: list[tuple[int, str]] = []
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.s3 = self
@@ -60,13 +70,17 @@ class S3:
     def _host(self) -> str:
         return f"127.0.0.1:{self._server.server_port}"
 
-    def fail(self, times: int, status: int) -> None:
+    def fail(self, times: int, status: int, code: str = "") -> None:
         with self._lock:
-            self._fails += [status] * times
+            self._fails += [(status, code)] * times
 
-    def next_fault(self) -> int | None:
+    def next_fault(self) -> tuple[int | None, str]:
         with self._lock:
-            return self._fails.pop() if self._fails else None
+            fault = self._fails.pop() if self._fails else (None, "")
+        if fault[0] is not None:
+            self.count["faults"] += 1
+            self.on_fault()
+        return fault
 
     def close(self) -> None:
         self._server.shutdown()
@@ -100,11 +114,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        time.sleep(self.s3.latency_s)
         parts = urlsplit(self.path)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         folder = self.s3.root / bucket
         given = re.search("Credential=([^/]*)/", self.headers.get("Authorization", ""))
-        if given is None or given[1] not in self.s3.keys:
+        if not (self.s3.public if given is None else given[1] in self.s3.keys):
             self.s3.count["refused"] += 1
             self._error(403, "InvalidAccessKeyId")
         elif not folder.is_dir():
@@ -120,20 +135,23 @@ class _Handler(BaseHTTPRequestHandler):
     def _object(self, path: Path) -> None:
         data = path.read_bytes()
         self.s3.count["heads" if self.command == "HEAD" else "gets"] += 1
-        fault = self.s3.next_fault() if self.command == "GET" else None
-        if fault:
-            self.s3.count["faults"] += 1
-            self._error(fault, "SlowDown" if fault == 503 else "InternalError")
+        fault, code = self.s3.next_fault() if self.command == "GET" else (None, "")
+        if fault is not None and fault > 0:
+            self._error(fault, code or ("SlowDown" if fault == 503 else "InternalError"))
             return
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         tag = hashlib.md5(data, usedforsecurity=False).hexdigest()
         modified = formatdate(path.stat().st_mtime, usegmt=True)
         head = {"Last-Modified": modified, "ETag": f'"{tag}"'}
+        if self.headers.get("If-Match", head["ETag"]) != head["ETag"]:
+            self._error(412, "PreconditionFailed")
+            return
         if span:
             first, last = int(span[1]), min(int(span[2] or len(data)), len(data) - 1)
             head["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             data = data[first : last + 1]
-        self._answer(206 if span else 200, data, head, cut=fault == 0)
+        data = data[:-1] if fault == SHORT else data
+        self._answer(206 if span else 200, data, head, cut=fault == CUT)
 
     def _list(self, folder: Path, asked: dict[str, str]) -> None:
         prefix, after = asked.get("prefix", ""), asked.get("continuation-token", "")
@@ -166,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.wfile.write(body[: len(body) // 2] if cut else body)
-        if cut:
-            self.s3.count["faults"] += 1
-            self.close_connection = True
+        body = body[: len(body) // 2] if cut else body
+        self.s3.count["bytes"] += len(body)
+        self.wfile.write(body)
+        self.close_connection = cut or self.close_connection

@@ -120,9 +120,10 @@ def test_a_dead_server_fails_within_patience() -> None:
 def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     """The code for object stores, over pyarrow's own local file system."""
     from creel.cache.storage.stores.arrow_store import ArrowStore
+    from creel.cache.storage.stores.requests import Requests
 
     (tmp_path / "x").write_bytes(b"0123456789")
-    store = ArrowStore("file:///", 1.0, {})
+    store = ArrowStore("file:///", 1.0, {}, Requests())
     place = StoredFile(f"s3://{tmp_path}/x")
     assert store.read(place, 0, -1)[0] == b"0123456789"
     assert store.read(place, 2, 5)[0] == b"23456"

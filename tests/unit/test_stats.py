@@ -41,7 +41,14 @@ PROMISED = {
     "creel_build_info": ("gauge", {"version"}),
 }
 SECONDS = {"le": [0.1, 1.0], "counts": [3, 2, 1], "sum": 4.5}
-SOURCE = {"dataset": "d" * 32, "nbytes": 10, "opens": 2, "retries": 1, "seconds": SECONDS}
+SOURCE: dict[str, Any] = {
+    "dataset": "d" * 32,
+    "nbytes": 10,
+    "opens": 2,
+    "retries": 1,
+    "seconds": SECONDS,
+}
+SOURCE |= {"requests": {"GET": 5, "HEAD": 1, "LIST": 0}, "throttles": 2}
 TOLD: dict[str, Any] = {
     "version": "1.2.3",
     "tiers": {"memory": {"hits": 3, "misses": 2, "evictions": {"room": 1}}},

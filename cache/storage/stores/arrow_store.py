@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores.access import option_names
 from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each, tag_of
+from creel.cache.storage.stores.requests import Requests
 from creel.cache.storage.stores.store import Filled, Run, StoredFile, check_size, too_short
 from creel.errors import ConfigError
 
@@ -27,6 +30,7 @@ T = TypeVar("T")
 #: Options that an address may have, too, and options that say who reads.
 _S3_SERVER = frozenset({"endpoint_override", "region", "scheme"})
 _S3_ACCOUNT = frozenset({"access_key", "secret_key", "session_token", "anonymous", "role_arn"})
+_MAX_OPENED = 64
 _S3_TRIES = 3  # pyarrow's AwsStandardS3RetryStrategy, which a client made from options has
 
 
@@ -93,11 +97,17 @@ def _of_s3(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[st
 class ArrowStore:
     """Reads through pyarrow.fs, one client per scheme and host: HEAD for the size, then GET."""
 
-    def __init__(self, uri: str, deadline_s: float, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, uri: str, deadline_s: float, options: Mapping[str, Any], requests: Requests
+    ) -> None:
         parts = urlsplit(uri)
         query = f"?{parts.query}" if parts.query else ""
         self._fs, root = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s, options)
         self._prefix = root.rstrip("/")
+        self._requests = requests
+        #: The open files of which ranges were read last, by path: each knows its size, for which
+        #: opening it again would cost a request.
+        self._opened: OrderedDict[str, Any] = OrderedDict()
 
     def _path(self, uri: str) -> str:
         return self._prefix + unquote(urlsplit(uri).path)
@@ -105,23 +115,58 @@ class ArrowStore:
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        with self._fs.open_input_file(self._path(stored.uri)) as f:
+        if not (versioned or stored.whole or length == UNKNOWN):
+            return self._range(stored, offset, length), version.UNKNOWN
+        with self._open(self._path(stored.uri)) as f:
             found = self._version(stored.uri, f) if versioned else version.UNKNOWN
             nbytes = f.size() if length == UNKNOWN else length
             check_size(stored, f.size(), nbytes)
             f.seek(offset)
+            self._requests.count("GET")
             data: bytes = f.read(nbytes)
         if len(data) < nbytes:
             raise too_short(stored.uri, nbytes, len(data))
         return data, found
 
+    def _open(self, path: str) -> Any:
+        self._requests.count("HEAD")
+        return self._fs.open_input_file(path)
+
+    def _range(self, stored: StoredFile, offset: int, nbytes: int) -> bytes:
+        """Return bytes of an object that others of its ranges have been read of, or will be."""
+        path = self._path(stored.uri)
+        known = self._opened.get(path)
+        file = known or self._open(path)
+        try:
+            data = self._read_at(file, stored, offset, nbytes)
+        except Exception:
+            self._opened.pop(path, None)
+            if known is None:
+                raise
+            return self._range(stored, offset, nbytes)  # the object may be another one by now
+        if known is None:
+            self._opened[path] = file
+            while len(self._opened) > _MAX_OPENED:
+                with suppress(KeyError):  # another thread has removed it
+                    self._opened.popitem(last=False)
+        return data
+
+    def _read_at(self, file: Any, stored: StoredFile, offset: int, nbytes: int) -> bytes:
+        check_size(stored, file.size(), nbytes)
+        self._requests.count("GET")
+        data: bytes = file.read_at(nbytes, offset)
+        if len(data) < nbytes:
+            raise too_short(stored.uri, nbytes, len(data))
+        return data
+
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        with self._fs.open_input_file(self._path(stored.uri)) as f:
+        with self._open(self._path(stored.uri)) as f:
             check_size(stored, f.size(), runs[0][1])
             found = self._version(stored.uri, f)
             for i, (offset, _, buffers) in enumerate(runs):
                 f.seek(offset)
                 for buffer in buffers:
+                    self._requests.count("GET", int(len(buffer) > 0))
                     got = f.readinto(buffer) if len(buffer) else 0
                     if got < len(buffer):
                         raise too_short(stored.uri, len(buffer), got)
@@ -143,6 +188,7 @@ class ArrowStore:
                 yield info.path[len(base) + 1 :], UNKNOWN if info.size is None else int(info.size)
 
     def _info(self, of: Any) -> Any:
+        self._requests.count("HEAD" if isinstance(of, str) else "LIST")
         return self._fs.get_file_info(of)
 
     def _status(self, uri: str) -> Any:
@@ -152,7 +198,7 @@ class ArrowStore:
         return info
 
     def _ask(self, uri: str) -> int:
-        with self._fs.open_input_file(self._path(uri)) as f:
+        with self._open(self._path(uri)) as f:
             return self._version(uri, f)
 
     def _version(self, uri: str, file: Any) -> int:
@@ -168,8 +214,10 @@ class GcsStore(ArrowStore):
     a time-out. Opening a stream releases it, so a stream comes first; most objects need no more.
     """
 
-    def __init__(self, uri: str, deadline_s: float, options: Mapping[str, Any]) -> None:
-        super().__init__(uri, deadline_s, options)
+    def __init__(
+        self, uri: str, deadline_s: float, options: Mapping[str, Any], requests: Requests
+    ) -> None:
+        super().__init__(uri, deadline_s, options, requests)
         self._deadline_s = deadline_s
 
     def read(
@@ -195,6 +243,8 @@ class GcsStore(ArrowStore):
         nbytes = sum(span[1] for span in spans)
         at_head = len(spans) == 1 and spans[0][0] == 0
         head = nbytes if at_head else 0
+
+        self._requests.count("GET", 1 if at_head else 1 + len(spans))
 
         def begin() -> bytes:
             with self._fs.open_input_stream(path) as f:
@@ -223,7 +273,7 @@ class GcsStore(ArrowStore):
         return info
 
     def _info(self, of: Any) -> Any:
-        return self._in_time(lambda: self._fs.get_file_info(of))
+        return self._in_time(lambda: super(GcsStore, self)._info(of))
 
     def _ask(self, uri: str) -> int:
         return _version_of(self._status(uri))

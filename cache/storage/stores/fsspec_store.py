@@ -17,6 +17,7 @@ from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores.answers import AT_ONCE, SLOWEST_BPS, of_each, tag_of
+from creel.cache.storage.stores.requests import Requests
 from creel.cache.storage.stores.store import (
     Filled,
     Run,
@@ -44,10 +45,11 @@ class HttpStore:
     objects by range. Answers are not compressed, as a tag would be that of the compressed bytes.
     """
 
-    def __init__(self, system: Any, deadline_s: float) -> None:
+    def __init__(self, system: Any, deadline_s: float, requests: Requests) -> None:
         """`system`: result of `fsspec_of`."""
         self._fs = system
         self._deadline_s = deadline_s
+        self._requests = requests
 
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
@@ -149,6 +151,7 @@ class HttpStore:
         options = dict(self._fs.kwargs)
         sent = {**options.pop("headers", {}), **headers, "Accept-Encoding": "identity"}
         options.setdefault("allow_redirects", True)
+        self._requests.count(method)
         session = await self._fs.set_session()
         answer = session.request(method, self._fs.encode_url(uri), headers=sent, **options)
         return await asyncio.wait_for(answer, self._deadline_s)

@@ -28,10 +28,12 @@ _TRANSIENT = frozenset(
 )  # fmt: skip
 #: Words for transient errors in the AWS SDK behind pyarrow, which gives no errno.
 _TRANSIENT_WORDS = (
-    "SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_",
+    "SLOW_DOWN", "SLOWDOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_",
 )  # fmt: skip
 #: Words for credentials that are wrong, expired or insufficient.
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
+#: S3's word for temporary keys whose time is over.
+EXPIRED = "ExpiredToken"
 _QUIET_S = 60.0  # least time between log lines about one storage: all reads of a dead server fail
 _SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&\s'\"]*")
 #: An invalid port, which is part of a password with a slash in it.
@@ -130,9 +132,11 @@ def _reason(error: Exception) -> tuple[int, str]:
     text = str(error)
     if "NO_SUCH_BUCKET" in text:
         return errno.ENOENT, "there is no such bucket"
+    number = getattr(error, "errno", None) or 0
+    if number == errno.EACCES and isinstance(error, OSError):
+        return number, error.strerror or "access denied"
     if any(word in text for word in _DENIED) or getattr(error, "status", 0) in {401, 403}:
         return errno.EACCES, "access denied: check the credentials"
-    number = getattr(error, "errno", None) or 0
     absent = os.strerror(errno.ENOENT)
     if number == errno.ENOENT or isinstance(error, FileNotFoundError) or text.startswith(absent):
         return errno.ENOENT, absent
@@ -178,7 +182,7 @@ def retried(
         Exception: that of the last attempt.
     """
     began = time.monotonic() if began is None else began
-    tries = 0
+    tries, renewed = 0, False
     try:
         while True:
             if error is None:
@@ -186,6 +190,10 @@ def retried(
                     return job()
                 except Exception as e:  # noqa: BLE001  stores raise what they like
                     error = e
+            if not renewed and EXPIRED in str(error):
+                renewed, error = True, None  # once, at once: there may be new keys by now
+                on_retry()
+                continue
             tries += 1
             elapsed_s = time.monotonic() - began
             pause = pause_s(settings, tries, elapsed_s, _random.random())

@@ -41,7 +41,7 @@ _THREADS = 16
 #: `storage_options` of a dataset or a call, in fsspec's convention; None: the environment's.
 Options: TypeAlias = Mapping[str, Any] | None
 
-_stores: dict[tuple[int, str, str, str, str], Store] = {}
+_stores: dict[tuple[int, bool, str, str, str, str], Store] = {}
 _lock = threading.Lock()
 
 
@@ -157,7 +157,7 @@ def in_threads(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
 def read_all(address: str, options: Options = None) -> bytes:
     """Read all bytes at an address; raises as `open` for a local file, SourceError for others."""
     if "://" in address:
-        return _read(address, 0, UNKNOWN, options)
+        return _read(address, 0, UNKNOWN, options, objects=True)
     try:
         return read_file(address)  # costs half as much as a file object
     except OSError:
@@ -220,29 +220,37 @@ def _creel_errors(address: str, options: Options) -> Iterator[None]:
         raise failure from None
 
 
-def _store(address: str, given: Options) -> Store:
+def _store(address: str, given: Options, objects: bool) -> Store:
     deadline_s = settings().deadline_s  # outside the lock, which settings() may take
     try:
         options = options_of(scheme_of(address), given)
         # By process id, because clients of object stores own threads and do not survive a fork.
-        key = (os.getpid(), *store_key(address), repr(sorted(options.items())))
+        key = (os.getpid(), objects, *store_key(address), repr(sorted(options.items())))
         with _lock:
             if key not in _stores:
-                _stores[key] = open_store(address, deadline_s, options)
+                _stores[key] = open_store(address, deadline_s, options, objects=objects)
             return _stores[key]
     except (ImportError, ValueError, SourceError) as e:  # fsspec or a part is missing
         why = e.strerror if isinstance(e, SourceError) else e
         raise ConfigError(f"{public(address)} cannot be opened: {why}") from None
 
 
-def _with_retries(address: str, job: Callable[[Store], R], options: Options) -> R:
-    return retried(settings(), lambda: job(_store(address, options)), address)
+def _with_retries(
+    address: str, job: Callable[[Store], R], options: Options, *, objects: bool = False
+) -> R:
+    return retried(settings(), lambda: job(_store(address, options, objects)), address)
 
 
-def _read(address: str, offset: int, length: int, options: Options) -> bytes:
+def _read(
+    address: str, offset: int, length: int, options: Options, *, objects: bool = False
+) -> bytes:
     stored = StoredFile(address)
+
+    def read(store: Store) -> bytes:
+        return store.read(stored, offset, length)[0]
+
     try:
-        return _with_retries(address, lambda s: s.read(stored, offset, length), options)[0]
+        return _with_retries(address, read, options, objects=objects)
     except Exception as e:  # noqa: BLE001  same as above
         raise source_error(e, address, options_of(scheme_of(address), options)) from None
 

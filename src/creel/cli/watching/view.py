@@ -214,8 +214,10 @@ def _source_rows(source: Values) -> Iterator[tuple[str, str]]:
         f" {format_count(source['reads'])} reads, {format_count(source['opens'])} opens,"
         f" {format_size(source['nbytes'])}"
     )
-    yield "read from", row
-    trouble = [f"{format_count(source[k])} {k}" for k in ("errors", "retries") if source.get(k)]
+    asked = [f"{format_count(n)} {kind}" for kind, n in source.get("requests", {}).items() if n]
+    yield "read from", ", ".join([row, *asked])
+    kinds = ("errors", "retries", "throttles")
+    trouble = [f"{format_count(source[k])} {k}" for k in kinds if source.get(k)]
     if trouble:
         last = source.get("last_error", "")
         yield "  trouble there", ", ".join(trouble) + (f"; last: {last}" if last else "")

@@ -1,0 +1,461 @@
+"""S3 by obstore (Rust's `object_store`): one request per read, which also tells size and ETag.
+
+It serves where it is installed (the extra `s3`) and can do what the options ask (`config_of`), else
+`arrow_store.py` does. Its own retries are off: `retry.py` has them, so that all are counted.
+
+Its threads do not survive a fork: a process that was forked from one that had imported obstore
+would wait for them forever, and uses `arrow_store.py` (`usable`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from creel.cache.memory.buffers import copy_over, cut
+from creel.cache.storage import version
+from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each
+from creel.cache.storage.stores.requests import Gate, Requests
+from creel.cache.storage.stores.retry import EXPIRED
+from creel.cache.storage.stores.store import Filled, Run, StoredFile, check_size, too_short
+from creel.errors import SourceError, SourceNotFoundError
+
+#: Options of a client that this store understands (pyarrow's names).
+_KNOWN = frozenset(
+    {"access_key", "secret_key", "session_token", "anonymous", "region", "endpoint_override"}
+    | {"scheme"}
+)
+#: Variables by which the AWS SDK in pyarrow chooses other servers of Amazon.
+_OTHER_SERVERS = ("AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT")
+_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+#: A machine's own server answers in milliseconds, or, behind a container's network, never.
+_METADATA_S = 2.0
+#: Bodies that broke and went on at the byte where they broke, in one read, without a pause. Then
+#: the read begins anew, after a pause.
+_MAX_RESUMES = 8
+#: Runs of one file that are this near are one request: at 64 MB/s a gap takes 1 ms, another
+#: request several.
+_GAP_NBYTES = 64 << 10
+_JOINED_NBYTES = 8 << 20
+_PAGE = 1000  # keys, the most that one answer lists
+#: obstore's time-out of a request is not used, as objects may be large, but `_get` has one.
+_WHOLE_REQUEST = timedelta(days=1)
+
+_STATUS = re.compile(r"(?:status code|status): (\d{3})\b")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_BEYOND = re.compile(r"Wanted range starting at \d+, but object was only (\d+) bytes")
+_forked_from_user = False
+
+
+def _note_fork() -> None:
+    global _forked_from_user  # noqa: PLW0603  of this process
+    _forked_from_user = _forked_from_user or "obstore" in sys.modules
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+#: What S3's words for a refusal mean for a person.
+_REFUSALS = {
+    EXPIRED: "the keys have expired",
+    "RequestExpired": "the keys have expired",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    "SignatureDoesNotMatch": "the secret key does not fit the access key",
+    "AuthorizationHeaderMalformed": "check the region",
+    "PermanentRedirect": "the bucket is at another endpoint: check the region",
+}
+
+
+class AnswerError(OSError):
+    """An answer that is no success: its HTTP status, and S3's word for it or ""."""
+
+    def __init__(self, status: int, code: str) -> None:
+        if status in {401, 403} or code in _REFUSALS:
+            known = _REFUSALS.get(code)
+            advice = f"{known} ({code})" if known else "check the credentials"
+            super().__init__(errno.EACCES, f"access denied: {advice}")
+        else:
+            super().__init__(0, f"HTTP {status} {code}".strip())
+        self.status = status
+
+
+def usable() -> bool:
+    """Return whether obstore is installed, and its threads can run in this process."""
+    if _forked_from_user:
+        return False
+    try:
+        import obstore  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def config_of(uri: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return obstore's arguments for the bucket of an S3 address; None: it cannot do all of it.
+
+    Every setting is given, as obstore would take what is missing from the environment, which in a
+    daemon is that of another job.
+    """
+    parts = urlsplit(uri)
+    named: dict[str, Any] = {**options, **dict(parse_qsl(parts.query))}
+    if parts.username is not None:
+        named = {k: v for k, v in named.items() if k not in {"session_token", "anonymous"}}
+        named["access_key"], named["secret_key"] = map(
+            unquote, (parts.username, parts.password or "")
+        )
+    named = {name: value for name, value in named.items() if value is not None}
+    bucket = parts.netloc.rpartition("@")[2]
+    account = _account_of(named)
+    if account is None or named.keys() - _KNOWN or bucket.endswith("--x-s3"):
+        return None
+    endpoint, region = _server_of(named, bucket)
+    if endpoint is None or (endpoint.startswith("https:") and _has_other_certificates()):
+        return None
+    return {
+        **account, "bucket": bucket, "region": region, "endpoint": endpoint,
+        "aws_endpoint_url_s3": endpoint, "virtual_hosted_style_request": False,
+        "request_payer": False, "s3_express": False,
+    }  # fmt: skip
+
+
+def _account_of(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return who reads, as obstore's arguments; None if only the SDK in pyarrow finds out."""
+    if options.get("anonymous"):
+        return {"skip_signature": True}
+    key, secret = options.get("access_key"), options.get("secret_key")
+    if key and secret:
+        keys = {"access_key_id": key, "secret_access_key": secret, "expires_at": None}
+        keys["token"] = options.get("session_token")
+        # As a function, which comes before whatever the environment says.
+        return {"skip_signature": False, "credential_provider": lambda: keys}
+    if key or secret or _has_aws_files() or os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return None
+    if any(map(os.environ.get, _CONTAINER)):
+        return {"skip_signature": False}
+    server = _metadata_server()
+    return None if server is None else {"skip_signature": False, "metadata_endpoint": server}
+
+
+def _metadata_server() -> str | None:
+    """Return the server that gives the keys of an EC2 machine's role; None if there is no role."""
+    from http.client import HTTPException
+
+    off = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    named = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "").rstrip("/")
+    if off or not (named or _is_ec2()):
+        return None
+    server = named or "http://169.254.169.254"
+    put = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    try:
+        token = _answer_of(f"{server}/latest/api/token", put, "PUT")
+        headers = {"X-aws-ec2-metadata-token": token}
+        role = _answer_of(f"{server}/latest/meta-data/iam/security-credentials/", headers, "GET")
+    except (OSError, HTTPException, ValueError):
+        return None
+    return server if role else None
+
+
+def _is_ec2() -> bool:
+    with suppress(OSError):
+        return "Amazon EC2" in Path("/sys/class/dmi/id/sys_vendor").read_text()
+    return False
+
+
+def _answer_of(url: str, headers: Mapping[str, str], method: str) -> str:
+    from http.client import HTTPConnection  # with ssl, which few daemons need
+
+    parts = urlsplit(url)
+    server = HTTPConnection(parts.netloc, timeout=_METADATA_S)
+    try:
+        server.request(method, parts.path, headers=dict(headers))
+        answer = server.getresponse()
+        text = answer.read().decode()
+        return text if answer.status == 200 else ""
+    finally:
+        server.close()
+
+
+def _has_aws_files() -> bool:
+    """Return whether there is a file of profiles, which may name keys, a region, an endpoint."""
+    names = ("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config")
+    paths = (os.environ.get(variable) or f"~/.aws/{name}" for variable, name in names)
+    # Path.expanduser raises where nobody knows a home.
+    return any(Path(os.path.expanduser(path)).exists() for path in paths)  # noqa: PTH111
+
+
+def _has_other_certificates() -> bool:
+    """Return whether AWS's variable names certificates that obstore does not know of."""
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    return bool(bundle) and bundle != os.environ.get("SSL_CERT_FILE")
+
+
+def _server_of(options: Mapping[str, Any], bucket: str) -> tuple[str | None, str]:
+    """Return address and region of the server; None: the SDK in pyarrow may choose another one."""
+    region, server = options.get("region"), options.get("endpoint_override")
+    if server:
+        server = str(server).rstrip("/")
+        whole = server if "://" in server else f"{options.get('scheme') or 'https'}://{server}"
+        return whole, region or "us-east-1"
+    if _has_aws_files() or any(map(os.environ.get, _OTHER_SERVERS)):
+        return None, ""
+    region = region or _region_of(bucket)
+    if region is None or region.startswith("cn-"):  # with a domain of its own
+        return None, ""
+    return f"https://s3.{region}.amazonaws.com", region
+
+
+def _region_of(bucket: str) -> str | None:
+    """Ask AWS for the region of a bucket, as pyarrow does."""
+    from pyarrow import fs
+
+    try:
+        return str(fs.resolve_s3_region(bucket))
+    except OSError:
+        return None
+
+
+class _Body(NamedTuple):
+    """What an answer says of an object, before its bytes: size and tag of the whole."""
+
+    size: int
+    tag: str | None
+    version: int
+
+
+class ObstoreStore:
+    """Reads a bucket; see the module."""
+
+    def __init__(self, config: Mapping[str, Any], deadline_s: float, requests: Requests) -> None:
+        self._config = {
+            **config,
+            "client_options": {
+                "allow_http": str(config["endpoint"]).startswith("http:"),
+                "timeout": _WHOLE_REQUEST,
+                "read_timeout": timedelta(seconds=deadline_s),
+                "connect_timeout": timedelta(seconds=deadline_s / 3),
+                # No proxy, as none is used by the other store: one for no address.
+                "proxy_url": "http://127.0.0.1:9",
+                "proxy_excludes": "*,0.0.0.0/0,::/0",
+            },
+            "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=deadline_s)},
+        }
+        self._deadline_s = deadline_s
+        self._requests = requests
+        self._gate = Gate()
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    def read(
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        del versioned  # every answer has the version
+        if length == 0 and not stored.whole:
+            return b"", version.UNKNOWN
+        chunks: list[bytes] = []
+        body = self._get(stored, offset, length, chunks.append)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks), body.version
+
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+        for first, last in _near(runs):
+            joined = runs[first:last]
+            offset, end = joined[0][0], joined[-1][0] + joined[-1][1]
+            left = _buffers(joined)
+
+            def take(chunk: bytes) -> None:
+                nonlocal left
+                part, left = cut(left, len(chunk))
+                copy_over(memoryview(chunk), part)
+
+            found = version.UNKNOWN
+            if end > offset or stored.whole:
+                found = self._get(stored, offset, end - offset, take).version
+            yield Filled(1, found, len(joined))
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        return of_each(lambda uri: _version_of(self._head(uri)), uris)
+
+    def size(self, uri: str) -> int | None:
+        return int(self._head(uri)["size"])
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        import obstore
+
+        base = _path(root).rstrip("/")
+        pages = iter(obstore.list(self._client(), base or None, chunk_size=_PAGE))
+        below = len(base) + 1 if base else 0
+        more = True
+        while more:
+            with self._request("LIST", root):
+                page = next(pages, ())
+            more = bool(page)
+            for meta in page:
+                yield meta["path"][below:], int(meta["size"])
+
+    def _head(self, uri: str) -> Any:
+        import obstore
+
+        with self._request("HEAD", uri):
+            return obstore.head(self._client(), _path(uri))
+
+    def _get(
+        self,
+        stored: StoredFile,
+        offset: int,
+        length: int,
+        take: Callable[[bytes], None],
+    ) -> _Body:
+        """Hand the bytes of a range (length UNKNOWN: of the object) to `take`, as they come.
+
+        A body that breaks goes on at the byte where it broke, if the object is still the same one.
+        """
+        done, resumes, first = 0, 0, None
+        late = time.monotonic() + self._deadline_s
+        while True:
+            before = done
+            try:
+                with self._request("GET", stored.uri):
+                    result = self._send(stored, offset, length, done, first)
+                    meta = result.meta
+                    size = int(meta["size"])
+                    whole = length if length != UNKNOWN else size
+                    if first is None:
+                        check_size(stored, size, whole)
+                        first = _Body(size, meta["e_tag"], _version_of(meta))
+                        late += whole / SLOWEST_BPS
+                    for chunk in result.stream(1):
+                        take(chunk)
+                        done += len(chunk)
+                        if time.monotonic() > late:
+                            raise TimeoutError(errno.ETIMEDOUT, "the body comes too slowly")
+                    _check_length(stored.uri, done, whole, size - offset)
+                    return first
+            except ConnectionError:
+                resumes += 1
+                if done == before or resumes > _MAX_RESUMES or first is None or not first.tag:
+                    raise
+                self._requests.count("resumes")
+
+    def _send(
+        self, stored: StoredFile, offset: int, length: int, done: int, first: _Body | None
+    ) -> Any:
+        import obstore
+
+        options: Any = {}
+        if first is not None:
+            options["if_match"] = first.tag
+        if done or not (stored.whole or length == UNKNOWN):
+            end = offset + length if length != UNKNOWN else first.size if first else 0
+            options["range"] = (offset + done, end)
+        return obstore.get(self._client(), _path(stored.uri), options=options)
+
+    def _client(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                from obstore.store import S3Store
+
+                self._made = S3Store(**self._config)
+            return self._made
+
+    @contextmanager
+    def _request(self, kind: str, uri: str) -> Iterator[None]:
+        """Count a request, wait until it may be sent, and translate its errors."""
+        with self._gate.request() as cuts:
+            self._requests.count(kind)
+            try:
+                yield
+            except Exception as e:
+                if isinstance(e, OSError) and e.errno is not None:  # an error of ours
+                    raise
+                error = _translated(e, uri)
+                status = getattr(error, "status", 0)
+                if status in {429, 503}:
+                    self._requests.count("throttles")
+                    self._gate.slow_down(cuts)
+                if EXPIRED in str(error):
+                    self._made = None  # with it, what it knows of a role's keys
+                raise error from e
+            self._gate.success()
+
+
+def _translated(error: Exception, uri: str) -> Exception:
+    """Return what went wrong as an error of Python's; obstore has little more than texts."""
+    text = str(error)
+    status, code, beyond = _STATUS.search(text), _CODE.search(text), _BEYOND.search(text)
+    if type(error).__name__ == "PreconditionError":
+        return OSError(errno.ESTALE, "was replaced while it was read")
+    if beyond or (status and status[1] == "416"):
+        return SourceError(errno.ENODATA, "is shorter than the manifest says", uri)
+    if code and code[1] == "NoSuchBucket":
+        return SourceNotFoundError(errno.ENOENT, "there is no such bucket", uri)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
+    if "redirect without LOCATION" in text:
+        return AnswerError(301, "PermanentRedirect")
+    if status:
+        return AnswerError(int(status[1]), code[1] if code else "")
+    if "TimedOut" in text or "kind: Timeout" in text:
+        return TimeoutError(errno.ETIMEDOUT, "no answer in time")
+    if "kind: Connect" in text or "ConnectionRefused" in text:
+        return ConnectionRefusedError(errno.ECONNREFUSED, "cannot connect to the server")
+    if re.search(r"kind: (Interrupted|Request|Decode|Body|Unknown)\b", text):
+        return ConnectionResetError(errno.ECONNRESET, "the connection broke")
+    return OSError(0, text.partition("\n")[0])
+
+
+def _check_length(uri: str, done: int, length: int, available: int) -> None:
+    """Raise unless a body had the bytes that were asked for, of those that the object has."""
+    if done > length:
+        raise SourceError(errno.EPROTO, "the server sent more bytes than asked for", uri)
+    if done < length:
+        if length > available:
+            raise too_short(uri, length, done)
+        raise ConnectionResetError(errno.ECONNRESET, "the body ended early")
+
+
+def _path(uri: str) -> str:
+    return unquote(urlsplit(uri).path).lstrip("/")
+
+
+def _version_of(meta: Any) -> int:
+    """Return the same version as `arrow_store.py` for an object with a tag."""
+    tag = meta["e_tag"] or f"{meta['last_modified'].isoformat()} {meta['size']}"
+    return version.of_tag(tag)
+
+
+def _near(runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
+    """Yield the (first, last + 1) of runs, sorted by offset, that one request reads.
+
+    >>> far = 1 << 20
+    >>> list(_near([(0, 10, ()), (500, 10, ()), (far, 10, ()), (0, 5, ())]))
+    [(0, 2), (2, 3), (3, 4)]
+    """
+    first = 0
+    for i in range(1, len(runs) + 1):
+        if i < len(runs):
+            end = runs[i - 1][0] + runs[i - 1][1]
+            gap, nbytes = runs[i][0] - end, runs[i][0] + runs[i][1] - runs[first][0]
+            if 0 <= gap <= _GAP_NBYTES and nbytes <= _JOINED_NBYTES:
+                continue
+        yield first, i
+        first = i
+
+
+def _buffers(runs: Sequence[Run]) -> list[memoryview]:
+    """Return the buffers of runs, with room for what lies between them."""
+    buffers: list[memoryview] = []
+    for i, (offset, _, parts) in enumerate(runs):
+        if i and (gap := offset - runs[i - 1][0] - runs[i - 1][1]):
+            buffers.append(memoryview(bytearray(gap)))
+        buffers += parts
+    return buffers

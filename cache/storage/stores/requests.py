@@ -1,0 +1,84 @@
+"""Requests to object stores: their counts, and how many may be in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Requests:
+    """Counts of a client. All methods may be called from any thread.
+
+    They are kinds of requests (`creel.counters.REQUESTS`); "throttles", answers that ask for fewer
+    of them (503, 429); "resumes", requests for the rest of a body that broke.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def count(self, what: str, n: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += n
+
+    def snapshot(self) -> Counter[str]:
+        """Return a copy of all counts."""
+        with self._lock:
+            return self._counts.copy()
+
+
+class Gate:
+    """Limits the requests in flight of a store that asks for fewer (503 SlowDown, 429).
+
+    There is no limit before the first such answer. Each one halves the number that was in flight
+    (at most once for all that were sent before the last one); each success adds 1/limit: additive
+    increase, multiplicative decrease, as in TCP. A limit that has grown to the most that ever were
+    in flight is no limit.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._flying = 0
+        self._most = 0
+        self._cuts = 0
+        self._limit: float | None = None
+
+    @property
+    def limit(self) -> float | None:
+        return self._limit
+
+    @contextmanager
+    def request(self) -> Iterator[int]:
+        """Wait for a place, and hold it; yields a number to hand to `slow_down`."""
+        with self._free:
+            while self._limit is not None and self._flying >= max(1, int(self._limit)):
+                self._free.wait()
+            self._flying += 1
+            self._most = max(self._most, self._flying)
+            cuts = self._cuts
+        try:
+            yield cuts
+        finally:
+            with self._free:
+                self._flying -= 1
+                self._free.notify()
+
+    def slow_down(self, cuts: int) -> None:
+        """Take up the answer "slow down" to a request which `request` gave this number."""
+        with self._free:
+            if cuts == self._cuts:
+                now = self._flying if self._limit is None else self._limit
+                self._limit, self._cuts = max(1.0, now / 2), self._cuts + 1
+
+    def success(self) -> None:
+        """Take up an answer without complaint."""
+        if self._limit is None:  # nearly always: no lock
+            return
+        with self._free:
+            if self._limit is not None:
+                self._limit += 1 / self._limit
+                if self._limit >= self._most:
+                    self._limit = None
+                self._free.notify_all()
