@@ -5,6 +5,7 @@ One thread of this process makes all searches, so that many loaders together cos
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -169,3 +170,5 @@ class _SearchThread:
 
 
 _thread = _SearchThread()
+# A thread inside Arrow's code while the interpreter ends would abort the process.
+atexit.register(_thread.pause)
