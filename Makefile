@@ -95,12 +95,12 @@ bench: $(STAMP)
 
 # ARGS goes to the first: "--first 1000" for other programs than the first thousand.
 stress: $(STAMP)
-	@cd tests && $(abspath $(BIN))/python -m stress.random_programs --count 1000 $(ARGS)
-	@cd tests && $(abspath $(BIN))/python -m stress.random_programs --wrapped --count 1000
-	@cd tests && $(abspath $(BIN))/python -m stress.rehearsal_programs --count 500
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.random_programs --count 1000 $(ARGS)
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.random_programs --wrapped --count 1000
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.rehearsal_programs --count 500
 	@$(BIN)/python examples/continual.py --check
 	@$(BIN)/python examples/gray_scott.py --check
-	@cd tests && $(abspath $(BIN))/python -m stress.chaos --kills 160
+	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.chaos --kills 160
 	@SEEDS=20 $(PYTEST) -q tests/unit tests/parity/test_parity.py
 
 # FRAMEWORKS=required: one that cannot be imported is an error here, elsewhere its tests are skipped.
@@ -134,7 +134,7 @@ check: lint
 
 # The variable keeps a notice of another product out of the log.
 site: $(SITE_STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(WITH_SITE)/bin/mkdocs build --strict $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(WITH_SITE)/bin/python -m mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(WITH_FRAMEWORKS) $(WITH_FLOORS) $(WITH_FLOORS)-short $(WITH_SITE) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

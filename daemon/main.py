@@ -403,7 +403,8 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
     _use_small_pages()
     try:
         daemon = Daemon(
-            *(config, flags),
+            config,
+            flags,
             embedded=embedded,
             ready_fd=ready_fd,
             given=handed_over(os.environ),  # kept nowhere: what is not used is freed

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ import hypothesis
 import psutil
 import pytest
 
+import skips
 from creel.errors import CreelError
 from forks import make_forks_cheap
 from kit import daemon_of, descriptors, nothing_left, unique_name, until
@@ -84,9 +86,31 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     make_forks_cheap()
 
 
+def beyond_the_list(reporter: pytest.TerminalReporter) -> tuple[Counter[str], Counter[str]]:
+    """Return the reasons of skipped tests, and those of tests that CI does not expect to be."""
+    skipped = skips.reasons(reporter.stats.get("skipped", []))
+    return skipped, skips.excess(skipped, skips.permitted(skips.LIST.read_text()))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """After all else that pytest says: how many tests were skipped."""
+    yield
+    for line in skips.lines(*beyond_the_list(terminalreporter)):
+        terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of CI that skips what it should not; a process of pytest-xdist says nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and reporter is not None and beyond_the_list(reporter)[1]:
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
 #: Files of tests are in the page cache, so loaders would not ask a daemon for them. By default the
-#: daemon reads all files in tests.
-os.environ["CREEL_LOADER__DIRECT"] = os.environ.get("TEST_DIRECT", "never")
+#: daemon reads all files in tests; those of what a person does take both ways (`either_way`).
+os.environ["CREEL_LOADER__DIRECT"] = "never"
 os.environ.setdefault(
     "CREEL_MEMORY__RESERVE", "0"
 )  # a machine that is short of memory fails no test
@@ -102,6 +126,13 @@ def collections_are_cheap() -> None:
     """Leave what earlier files of tests have imported out of collections, which took 0.3 s then."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=["never", "auto"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The daemon reads all files; as people have it, ones in the page cache go past it."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", request.param)
+    return str(request.param)
 
 
 @pytest.fixture

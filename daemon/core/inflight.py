@@ -133,7 +133,10 @@ class Inflight:
             guessed = int(nbytes[part][length[part] < 0].sum()) if guesses else 0
             room = offset[part], length[part]
             self._inflight[self._last] = InflightFetch(
-                *(residency, ids[part], *room, due),
+                residency,
+                ids[part],
+                *room,
+                due,
                 begun=now,
                 nbytes=total,
                 expected=guessed,

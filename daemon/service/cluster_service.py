@@ -105,7 +105,10 @@ class ClusterService:
             self._disk = self._core.disk.nbytes, self._core.disk.unit
             try:
                 self._server = PeerServer(
-                    *(address, port, self.node, self._arena),
+                    address,
+                    port,
+                    self.node,
+                    self._arena,
                     post=self._on_loop(self._handle),
                     on_beat=self._on_loop(partial(self._on_beat, answer=False)),
                     encrypt=self._encrypt,

@@ -135,13 +135,19 @@ class Node:
             threads=config.fetch.threads,
         )
         self.clusters = ClusterService(
-            *(self.arena, config.cluster, self.core),
+            self.arena,
+            config.cluster,
+            self.core,
             handle=self.handle_event,
             call_soon=call_soon,
             unreachable=self.fetcher.remove_peer,
         )
         self.datasets = Datasets(
-            *(self.arena.nbytes, self.registry, self.core, self.disk, self.fetcher),
+            self.arena.nbytes,
+            self.registry,
+            self.core,
+            self.disk,
+            self.fetcher,
             config=lambda: self.config,
             handle=self.handle_event,
             call_soon=call_soon,

@@ -7,8 +7,10 @@ docs/datasets.md says what creel gains for each.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,7 @@ pytestmark = [
 ]
 
 N, LENGTH, BATCH = 24, 4000, 5
-IN_CI = {"datasets", "h5py", "lmdb", "pandas", "pyarrow.parquet", "zarr"}
+IN_CI = {"datasets", "h5py", "lmdb", "pandas", "pyarrow.parquet", "pydicom", "zarr"}
 
 
 def library(name: str) -> Any:
@@ -269,3 +271,53 @@ def test_batches_are_torchs_whatever_the_format(
     with daemon.client("cli") as client:
         found = client.ask("stats")["core"]["datasets"].values()
     assert cached in {any(one["reads"] for one in found), None}
+
+
+@pytest.mark.usefixtures("daemon")
+def test_pydicom_reads_large_elements_later(tmp_path: Path) -> None:
+    """It keeps `type(file)`, and opens the file's name by it, unless that is Python's own."""
+    pydicom = library("pydicom")
+    meta = pydicom.dataset.FileMetaDataset()
+    meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    for i in range(4):
+        data = pydicom.dataset.FileDataset(str(i), {}, file_meta=meta, preamble=bytes(128))
+        data.PixelData = bytes([i]) * 80_000
+        data["PixelData"].VR = "OW"
+        data.save_as(tmp_path / str(i), enforce_file_format=False)
+
+    class Dicom(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> Any:
+            found = [pydicom.dcmread(tmp_path / str(i), defer_size=1000, force=True)]
+            for buffering in (-1, 0):
+                with open(tmp_path / str(i), "rb", buffering) as f:  # noqa: PTH123
+                    found.append(pydicom.dcmread(f, defer_size=1000, force=True))
+            return [one.PixelData for one in found]
+
+    ours = creel.DataLoader(creel.wrap(Dicom()), None, creel={"loader.direct": "never"})
+    for _ in range(3):
+        assert list(ours) == list(DataLoader(Dicom(), None))
+
+
+def test_datasets_of_hugging_face() -> None:
+    datasets = library("datasets")
+    bare = datasets.Dataset.from_dict({"a": list(range(10))})
+    creel.wrap(bare)
+    gc.collect()
+    assert bare[3] == {"a": 3}  # its `__del__` drops its table
+    wrapped = creel.wrap(bare)
+    twice = wrapped.with_transform(lambda batch: {"a": [2 * x for x in batch["a"]]})
+    assert (wrapped[3], twice[3], bare[3]) == ({"a": 3}, {"a": 6}, {"a": 3})
+    assert wrapped[2:4] == bare[2:4]
+    assert wrapped["a"][3] == 3
+    assert wrapped.select([4])[0] == {"a": 4}
+    assert list(wrapped)[9] == {"a": 9}
+    assert wrapped.map(lambda row: {"b": row["a"] + 1})[1] == {"a": 1, "b": 2}
+    assert wrapped.with_format("torch")[1]["a"].item() == 1
+    assert isinstance(wrapped, datasets.Dataset)
+    bare.set_format("numpy")
+    assert isinstance(wrapped[0]["a"], np.integer)
+    assert [row["a"] for row in wrapped.shuffle(seed=1)] == [r["a"] for r in bare.shuffle(seed=1)]
+    assert pickle.loads(pickle.dumps(wrapped))[5]["a"] == 5

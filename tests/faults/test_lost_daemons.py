@@ -28,7 +28,7 @@ LONG_S = 5.0
 
 pytestmark = [
     pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why),
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(400),
 ]
 
 

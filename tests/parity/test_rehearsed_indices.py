@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 @pytest.mark.parametrize("how", ["creel", "no daemon", "disabled"])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("either_way")
 def test_indices_name_the_samples_of_each_batch(
     workers: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ class Bad(Noisy):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("on_error", ["skip", "substitute"])
+@pytest.mark.usefixtures("either_way")
 def test_indices_and_rows_fit_batches_without_bad_samples(workers: int, on_error: Any) -> None:
     rows = creel.Rehearsal(4)
     rows.add(Bad(OLD, 1000))

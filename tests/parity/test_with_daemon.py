@@ -20,7 +20,11 @@ from creel.loader.data.datasets.records import RecordDataset
 from kit import unique_name
 from shown import plain
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("either_way"),
+]
 
 
 def embedded() -> Iterator[dict[str, Any]]:

@@ -84,6 +84,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("either_way")
 def test_creel_verify_compares_with_samples_that_are_decoded_anew(tmp_path: Path) -> None:
     for i in range(N):
         (tmp_path / f"{i:02}.bin").write_bytes(bytes([i] * 200))

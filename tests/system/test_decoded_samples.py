@@ -23,7 +23,11 @@ from testbed.ranks import ranks
 from testbed.same import needs_fuse, same
 from testbed.slow_files import SlowFiles
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("either_way"),
+]
 
 N = 24
 #: Calls of a decoder, if each file is decoded once: one sample in 16 is made twice, and compared.

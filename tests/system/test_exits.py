@@ -220,3 +220,28 @@ def test_ranks_that_share_need_workers_that_are_processes() -> None:
     more: Any = {"num_workers": 1, "multiprocessing_context": ThreadContext(), "replicate": 1}
     with pytest.raises(ConfigError, match="that are processes"):
         iter(creel.DataLoader(range(12), 4, **more))  # type: ignore[arg-type]
+
+
+_SEARCHING = """
+import atexit, threading, time
+# Registered before creel's own, so it runs after them.
+atexit.register(lambda: print([t.name for t in threading.enumerate() if "creel" in t.name]))
+from creel.loader.line.batches.reattach import StreamSearch
+
+began = threading.Event()
+
+def opened():
+    began.set()
+    time.sleep(0.3)  # as a daemon's answer takes
+
+search = StreamSearch(opened)
+began.wait()
+"""
+
+
+def test_no_thread_looks_for_a_daemon_while_the_interpreter_ends() -> None:
+    """One that is in Arrow's code by then aborts the process."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _SEARCHING], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")

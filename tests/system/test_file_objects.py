@@ -313,31 +313,3 @@ def test_each_use_of_a_file_gives_what_it_gives_without_creel(tmp_path: Path, wh
         for _ in range(4):
             for one, other in zip(ours, theirs, strict=True):
                 assert one == other
-
-
-@pytest.mark.usefixtures("daemon")
-def test_pydicom_reads_large_elements_later(tmp_path: Path) -> None:
-    """It keeps `type(file)`, and opens the file's name by it, unless that is Python's own."""
-    pydicom = pytest.importorskip("pydicom")
-    meta = pydicom.dataset.FileMetaDataset()
-    meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
-    for i in range(4):
-        data = pydicom.dataset.FileDataset(str(i), {}, file_meta=meta, preamble=bytes(128))
-        data.PixelData = bytes([i]) * 80_000
-        data["PixelData"].VR = "OW"
-        data.save_as(tmp_path / str(i), enforce_file_format=False)
-
-    class Dicom(Dataset[Any]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, i: int) -> Any:
-            found = [pydicom.dcmread(tmp_path / str(i), defer_size=1000, force=True)]
-            for buffering in (-1, 0):
-                with open(tmp_path / str(i), "rb", buffering) as f:  # noqa: PTH123
-                    found.append(pydicom.dcmread(f, defer_size=1000, force=True))
-            return [one.PixelData for one in found]
-
-    ours = creel.DataLoader(creel.wrap(Dicom()), None, creel={"loader.direct": "never"})
-    for _ in range(3):
-        assert list(ours) == list(DataLoader(Dicom(), None))

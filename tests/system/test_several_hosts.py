@@ -302,11 +302,11 @@ def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
             reads.append(storage.totals()["opens"])
         stats = [one.next("stats")["stats"] for one in ranks]
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
-    # Each alone: 2, and .4 in each later epoch. Measured: 1.3 to 1.4, and .14 (.75 if each job
+    # Each alone: 2, and .8 in each later epoch. Measured: 1.3 to 1.4, and .14 (.75 if each job
     # followed a plan for its own nodes).
-    assert reads[0] <= 2 * FILES
     assert reads[3] - reads[1] <= 2 * 0.6 * FILES
     cores.skip_unless_spare()
+    assert reads[0] <= 2 * FILES
     assert reads[3] - reads[1] <= 2 * 0.3 * FILES
 
 

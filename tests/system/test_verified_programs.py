@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from test_cli_system import creel, forked
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("either_way"),
+]
 
 LOADERS = """
 import time

@@ -235,7 +235,7 @@ def other_way(stacked: Any) -> Any:
     return 2, stacked[0][0].tobytes()
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("either_way", "node")
 @pytest.mark.parametrize("kind", [None, creel.DataLoader], ids=["wrap", "creel"])
 def test_paths_around_a_folder_may_change_at_any_time(tmp_path: Path, kind: Any) -> None:
     """torchvision's folders are read through a copy of their wrappers."""
@@ -267,6 +267,7 @@ def broken(data: bytes) -> bytes:
     raise ZeroDivisionError(f"no sense in {data[:1]!r}")
 
 
+@pytest.mark.usefixtures("either_way")
 def test_exceptions_are_the_datasets_own(node: Node) -> None:
     files = node.files()
     cases: list[tuple[Any, Any]] = [(files, N), (files, -N - 1), (files, "a"), (files, None)]
@@ -292,6 +293,7 @@ def test_a_failure_leaves_no_step_open(node: Node) -> None:
     assert session["done"] >= 19
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_vanished_file_fails_as_without_creel(node: Node) -> None:
     bare, files = node.files(), creel.wrap(node.files())
     (node.path / "007.raw").unlink()
@@ -312,6 +314,7 @@ def test_a_copy_begins_without_a_connection(node: Node) -> None:
     assert unwrap(twin) is not unwrap(files)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("how", ["here", "fork"])
 def test_a_killed_daemon_costs_no_sample(node: Node, how: str) -> None:
     files = node.files()
@@ -372,7 +375,7 @@ def test_a_typo_in_the_settings_is_said(node: Node, monkeypatch: pytest.MonkeyPa
         creel.wrap(node.files())[0]
 
 
-@pytest.mark.usefixtures("daemon_name")
+@pytest.mark.usefixtures("daemon_name", "either_way")
 def test_without_any_daemon_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     files: Any = FileDataset(folder(tmp_path / "data", 20), "*.raw", decode=bytes)

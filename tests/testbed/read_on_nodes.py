@@ -38,7 +38,7 @@ from torch.utils.data import (
 import creel
 from creel.config import Config
 from creel.loader.client.connections import client_of
-from testbed.train_on_nodes import NBYTES, say, train
+from testbed.train_on_nodes import NBYTES, join, say, train
 
 
 class Pairs(Dataset[Any]):
@@ -136,6 +136,8 @@ def main(folder: str, batch: int, epochs: int, kind: str) -> None:
             for number in numbers(kind, len(data), i):
                 expected.update(random.Random(number).randbytes(NBYTES))
         say(epoch={"digest": digest.hexdigest(), "expected": expected.hexdigest()})
+        if epoch == 0:
+            join()
     client = client_of(Config.load()[0])
     say(stats={} if client is None else client.ask("stats"))
     sys.stdin.read()

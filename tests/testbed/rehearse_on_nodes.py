@@ -48,9 +48,10 @@ def parts(folder: str, kind: str) -> list[tuple[Dataset[Any], range]]:
 
 
 def join() -> None:
-    """Wait until this node knows the others."""
+    """Wait until all nodes know each other."""
     while (client := client_of(Config.load()[0])) is not None and not client.cluster:
         time.sleep(0.01)
+    dist.barrier()
 
 
 def main(

@@ -33,6 +33,8 @@ from creel.loader.client.connections import client_of
 NBYTES = 4000
 #: Seconds of a step of training for ranks in step: time on an accelerator, none on the host.
 STEP_S = float(os.environ.get("STEP_S", "0.01"))
+#: Longest wait for the other nodes. Busy cores make it seconds, and a job that never joins goes on.
+JOIN_S = 60.0
 
 
 def say(**what: object) -> None:
@@ -48,6 +50,13 @@ def counted() -> dict[str, Any]:
     found = client.ask("datasets")["datasets"]
     held = sum(one["resident_objects"] for one in found)
     return {"held": held, "tiers": client.ask("stats")["tiers"]}
+
+
+def join() -> None:
+    """Wait until this node knows the others: what is read later depends less on busy cores."""
+    client, until = client_of(Config.load()[0]), time.monotonic() + JOIN_S
+    while client is not None and client.alive and not client.cluster and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def train(pace: str, due: float) -> float:
@@ -85,6 +94,9 @@ def main(folder: str, batch: int, paces: list[str], remap: Any = None) -> None:
             due = train(pace, due)
             began = time.monotonic()
         say(epoch={"digest": digest.hexdigest(), "slowest": slowest, "heads": heads})
+        if epoch == 0:
+            join()
+            due = time.monotonic()
         if pace == "step":
             dist.barrier()
     client = client_of(Config.load()[0])

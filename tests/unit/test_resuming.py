@@ -193,7 +193,7 @@ def test_wrong_numbers_are_one_sentence() -> None:
     first = loader()
     next(iter(first))
     for wrong in ([-1], [1.5], ["a"]):
-        with pytest.raises(ConfigError, match="numbers from 0 on"):
+        with pytest.raises(ConfigError, match="from 0 on"):
             loader().load_state_dict(first.state_dict(), leave_out=wrong)
     listed = creel.DataLoader(TensorDataset(torch.arange(4)), sampler=Own(), creel=False)
     next(iter(listed))

@@ -452,25 +452,3 @@ def test_torchs_own_around_it_and_inside_it() -> None:
     split.indices = [5]
     assert (len(split), split[0]) == (1, 45)
     assert [creel.wrap(Many())[1], *creel.wrap(Many()).__getitems__([1])] == [1, 101]
-
-
-def test_datasets_of_hugging_face() -> None:
-    datasets = pytest.importorskip("datasets")
-    bare = datasets.Dataset.from_dict({"a": list(range(10))})
-    creel.wrap(bare)
-    gc.collect()
-    assert bare[3] == {"a": 3}  # its `__del__` drops its table
-    wrapped = creel.wrap(bare)
-    twice = wrapped.with_transform(lambda batch: {"a": [2 * x for x in batch["a"]]})
-    assert (wrapped[3], twice[3], bare[3]) == ({"a": 3}, {"a": 6}, {"a": 3})
-    assert wrapped[2:4] == bare[2:4]
-    assert wrapped["a"][3] == 3
-    assert wrapped.select([4])[0] == {"a": 4}
-    assert list(wrapped)[9] == {"a": 9}
-    assert wrapped.map(lambda row: {"b": row["a"] + 1})[1] == {"a": 1, "b": 2}
-    assert wrapped.with_format("torch")[1]["a"].item() == 1
-    assert isinstance(wrapped, datasets.Dataset)
-    bare.set_format("numpy")
-    assert isinstance(wrapped[0]["a"], np.integer)
-    assert [row["a"] for row in wrapped.shuffle(seed=1)] == [r["a"] for r in bare.shuffle(seed=1)]
-    assert pickle.loads(pickle.dumps(wrapped))[5]["a"] == 5

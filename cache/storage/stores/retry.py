@@ -209,5 +209,8 @@ def _warn(error: Exception, uri: str, settings: FetchSettings) -> None:
     log.log(
         level,
         "%s: %s: trying again, at most %d times and for at most %g s",
-        *(reported.uri, reported.strerror, settings.attempts - 1, settings.deadline_s),
+        reported.uri,
+        reported.strerror,
+        settings.attempts - 1,
+        settings.deadline_s,
     )

@@ -256,7 +256,7 @@ class CreelDataset(Dataset[Sample]):
                     decode = looked_at(lease, decode)
             return self._decoded(object_id, decode)
         return self._keeping.sample(
-            *(self, object_id, decode), lambda decode: self._decoded(object_id, decode)
+            self, object_id, decode, lambda decode: self._decoded(object_id, decode)
         )
 
     def _decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:

@@ -296,7 +296,10 @@ class DecodedStore:
             words[n] * self.samples // max(words[_DECODES], 1) for n in (_DECODED, _ENCODED)
         )
         return decoded_room(
-            *(self.limit, words[USED], memory.available, reserve(memory.total)),
+            self.limit,
+            words[USED],
+            memory.available,
+            reserve(memory.total),
             whole=whole,
             encoded=encoded,
         )

@@ -201,7 +201,9 @@ class ArrivalIter(PacedIterator):
             sampler.said = True
             _log.warning(
                 "%s: records left out at the end: %d, fewer than a step of all ranks takes (%d)",
-                *(self._log.path, len(records), self._global_size),
+                self._log.path,
+                len(records),
+                self._global_size,
             )
         return None
 

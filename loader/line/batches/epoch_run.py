@@ -148,7 +148,8 @@ class EpochRun:
         held: Any = weakref.proxy(loader)
         given = None if resume is None else resume["order"]
         order = take_over(
-            *(held, begun),
+            held,
+            begun,
             previous=loader_state.order,
             state=given,
             exchange=loader_state.exchange(loader),

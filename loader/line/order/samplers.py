@@ -295,7 +295,10 @@ def take_over(
         set_state(torch.default_generator, begun.before.rng)
     _put_back(loader, state)
     order = ReplayedOrder(
-        *(loader, begun, previous, given),
+        loader,
+        begun,
+        previous,
+        given,
         rehearsal=state.get("rehearsal"),
         redraw=redraw,
         exchange=exchange,

@@ -58,7 +58,9 @@ class BatchStream:
         # Weak: a cycle would keep the session's mappings until Python's cyclic collector runs.
         deal = weakref.WeakMethod(self._deal)
         self._publisher = PlanPublisher(
-            *(session, binding.objects, lambda epoch: (found := deal()) and found(epoch)),
+            session,
+            binding.objects,
+            lambda epoch: (found := deal()) and found(epoch),
             thread_safe=binding.thread_safe,
         )
         self._now = PublishedEpoch(-1, None)
@@ -182,6 +184,8 @@ class BatchStream:
             return
         if plan is not None and not plan.opened:
             return
+        if self._dealt < self._now.epoch < epoch.epoch:
+            self._deal(self._now)  # the nodes have joined since it was published
         self._dealt = epoch.epoch
         try:
             deal = None if plan is None else plan.deal

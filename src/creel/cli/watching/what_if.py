@@ -148,7 +148,9 @@ def _of_job(
     )]  # fmt: skip
     return {
         session["session"]: Outlook(
-            *(was.step_s, was.wait_s, k == late),
+            was.step_s,
+            was.wait_s,
+            k == late,
             [
                 Change(words, values, will[k].step_s, will[k].wait_s, was.step_s / will[k].step_s)
                 for words, values, will in changed
