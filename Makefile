@@ -14,6 +14,7 @@
 #   make floors-short                the same with the torch of .venv and fewer tests, as CI runs it
 #   make lint                        format, lint, strict types
 #   make check                       the same and unit tests
+#   make site                        the pages of docs/ as a site, in build/site; a broken link is an error
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -31,6 +32,8 @@ STAMP := $(VENV)/.creel-stamp
 WITH_FRAMEWORKS := $(VENV)-frameworks
 FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
 WITH_FLOORS := $(VENV)-floors
+WITH_SITE := $(VENV)-site
+SITE_STAMP := $(WITH_SITE)/.creel-stamp
 # What touches torch, pyarrow, zmq, msgspec, click and rich most: 1,400 tests.
 FLOORS_TESTS := tests/parity/test_parity.py tests/system/test_dataloader.py $(patsubst %,tests/unit/test_%.py, \
     cli cli_shown collating config datasets doctor manifest messages packing page peer_wire records remote \
@@ -41,7 +44,7 @@ export DATA
 unexport PYTHONDONTWRITEBYTECODE
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo demo-cluster test bench stress frameworks floors floors-short lint check clean
+.PHONY: help setup demo demo-cluster test bench stress frameworks floors floors-short lint check site clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -67,6 +70,13 @@ $(FRAMEWORKS_STAMP): pyproject.toml constraints.txt
 	@$(WITH_FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check 'pip>=25.1'
 	@PYTHONWARNINGS=ignore $(WITH_FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check \
 	    -c constraints.txt -e '.[torch]' --group frameworks
+	@touch $@
+
+# mkdocs needs nothing of creel, and creel nothing of it.
+$(SITE_STAMP): pyproject.toml
+	@test -x $(WITH_SITE)/bin/python || $(PYTHON) -m venv $(WITH_SITE)
+	@$(WITH_SITE)/bin/python -m pip install -q --disable-pip-version-check 'pip>=25.1'
+	@$(WITH_SITE)/bin/python -m pip install -q --disable-pip-version-check --group docs
 	@touch $@
 
 demo: $(STAMP)
@@ -122,5 +132,9 @@ lint: $(STAMP)
 check: lint
 	$(PYTEST) -q tests/unit tests/test_layout.py
 
+# The variable keeps a notice of another product out of the log.
+site: $(SITE_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(WITH_SITE)/bin/python -m mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(WITH_FRAMEWORKS) $(WITH_FLOORS) $(WITH_FLOORS)-short .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(WITH_FRAMEWORKS) $(WITH_FLOORS) $(WITH_FLOORS)-short $(WITH_SITE) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

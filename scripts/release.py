@@ -5,7 +5,7 @@
     python scripts/release.py tag
 
 `check` says what stands in the way: changes that are not committed, a CHANGELOG without this
-version, a tag that exists, a README that says nothing was released. `build` checks the same, makes
+version, a tag that exists, a page that says nothing was released. `build` checks the same, makes
 dist/*.whl and dist/*.tar.gz of the last commit, and opens them. No file of the repository says
 where it lies, so `build` is told, and writes it into the package's links and into those of README,
 which an index shows. `make test` comes before, in CI.
@@ -30,7 +30,7 @@ VERSION = re.findall(
 TAG = f"v{VERSION}"
 _LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)\)")  # a link within the repository
 _NEEDED = ("py.typed", "deploy/creeld.service", "deploy/slurm/prolog.sh", "examples/train.py")
-_UNRELEASED = "Nothing has been released yet"  # said in README until the first release
+_UNRELEASED = "Nothing has been released yet"  # said on pages until the first release
 _BUILD = (
     "import sys; from setuptools import build_meta as b; out = sys.argv[1];"
     " b.build_sdist(out); b.build_wheel(out)"
@@ -46,9 +46,9 @@ def check() -> list[str]:
         found.append(f"CHANGELOG.md has no heading '## {VERSION} - YYYY-MM-DD'")
     if _git("tag", "--list", TAG):
         found.append(f"the tag {TAG} exists: raise VERSION in src/creel/version.py")
-    if _UNRELEASED in (ROOT / "README.md").read_text():
-        found.append(f"README.md says: {_UNRELEASED}")
-    return found
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    stale = [page for page in pages if _UNRELEASED in page.read_text()]
+    return found + [f"{page.relative_to(ROOT)} says: {_UNRELEASED}" for page in stale]
 
 
 def prepare(tree: Path, repository: str) -> None:
