@@ -212,10 +212,11 @@ def test_throttles_are_counted_and_outlasted(s3: S3) -> None:
         Manifest.of_files(["large"], root="s3://bucket"), FetchSettings(backoff_s=0.001)
     )
     s3.fail(4, 503)
+    s3.fail(1, 400, "RequestTimeout")
     assert source.read(0) == (s3.root / "bucket/large").read_bytes()
     counts = source.counters.snapshot()
-    assert (counts.requests.snapshot()["throttles"], counts.retries) == (4, 4)
-    assert s3.count["gets"] == counts.requests.snapshot()["GET"] == 5
+    assert (counts.requests.snapshot()["throttles"], counts.retries) == (4, 5)
+    assert s3.count["gets"] == counts.requests.snapshot()["GET"] == 6
 
 
 def test_a_store_that_asks_for_fewer_requests_gets_fewer_until_it_is_content() -> None:

@@ -403,7 +403,9 @@ def _translated(error: Exception, uri: str) -> Exception:
     if "redirect without LOCATION" in text:
         return AnswerError(301, "PermanentRedirect")
     if status:
-        return AnswerError(int(status[1]), code[1] if code else "")
+        word = code[1] if code else ""
+        late = word == "RequestTimeout"  # which S3 sends with 400
+        return AnswerError(408 if late else int(status[1]), word)
     if "TimedOut" in text or "kind: Timeout" in text:
         return TimeoutError(errno.ETIMEDOUT, "no answer in time")
     if "kind: Connect" in text or "ConnectionRefused" in text:
