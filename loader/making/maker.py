@@ -41,11 +41,6 @@ class StageClock:
     def __init__(self) -> None:
         self.began = self.ready = self.collating = 0
 
-    def begin(self) -> None:
-        """Begin a batch."""
-        self.began = self.ready = self.enter(READING)
-        self.collating = 0  # until collation begins: reading may fail before
-
     def enter(self, stage: int) -> int:  # noqa: ARG002  a worker shows its stage
         """Note which stage begins; return the time."""
         return time.monotonic_ns()
@@ -116,6 +111,7 @@ class BatchMaker(StepReader):
         self._labels: list[object] = []  # the binding's labels when `_gather` was made
         self._gatherer: Gatherer | None = None
         self._gatherer_session: Session | None = None
+        self._fixed = False  # whether `_gather` holds for good
         #: Builds whole batches from files in the page cache; None: nothing does.
         self.builder: BatchBuilder | None = None
         self.stage(dataset, collate)
@@ -139,6 +135,7 @@ class BatchMaker(StepReader):
     def inspect(self) -> None:
         """Note how batches are made from bytes, if the dataset as it is now allows that."""
         self._gather, self._gatherer, self._gatherer_session = None, None, None
+        self._fixed = False
         if self.binding is None:
             return
         if self._live:
@@ -146,6 +143,8 @@ class BatchMaker(StepReader):
         gather = self.binding.gather() if self._plain else None
         if gather is None or not (gather.has_code and self.seeded is not None):
             self._gather = gather  # else samples are seeded one by one
+        # Nobody changes a copy whose batches need no user code.
+        self._fixed = not (self._live or (gather is not None and gather.has_code))
 
     def make(self, task: Task, session: Session | None) -> Any:
         """Return a batch, or a part of one. Raises what the person's code raises.
@@ -153,7 +152,9 @@ class BatchMaker(StepReader):
         Args:
             session: of the task's claim; None: there is none.
         """
-        self.clock.begin()
+        clock = self.clock
+        clock.began = clock.ready = clock.enter(READING)
+        clock.collating = 0  # until collation begins: reading may fail before
         self._lost, self._direct_ns, self.counts = False, 0, {}
         self._as_list = task.as_list
         if self.seeded is not None and task.seeds is not None:
@@ -170,7 +171,8 @@ class BatchMaker(StepReader):
             step = -1
         gatherer = None
         if step >= 0 and task.part == WHOLE:
-            gatherer = self._gatherer_of(binding, session)
+            same = self._fixed and self._gatherer_session is session
+            gatherer = self._gatherer if same else self._gatherer_of(binding, session)
         return self.read_step(binding, session, step, ids, index, gatherer)
 
     def made(self, task: Task, session: Session | None) -> Made:
@@ -205,10 +207,7 @@ class BatchMaker(StepReader):
             a is not b for a, b in zip(self._labels, binding.labels(), strict=True)
         ):
             return True
-        # Only user code changes a copy, and only there it may run.
-        return (
-            gather is not None and (self._live or gather.has_code) and not binding.gathers(gather)
-        )
+        return not self._fixed and gather is not None and not binding.gathers(gather)
 
     def wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
         """Wait until a step's objects are pinned; on False the location table may be outdated."""
@@ -239,11 +238,10 @@ class BatchMaker(StepReader):
         if not decodes:
             self.clock.collating = self.clock.enter(COLLATING)
 
-    def copied(self, *, done: bool) -> None:
-        """Note the end of copying; if it gave no batch, samples are read one by one."""
-        if not done:
-            self.clock.enter(READING)
-            self.clock.collating = 0
+    def not_copied(self) -> None:
+        """Note that copying gave no batch: samples are read one by one."""
+        self.clock.enter(READING)
+        self.clock.collating = 0
 
 
 def _timed(collate: Collate, clock: StageClock) -> Collate:

@@ -110,7 +110,8 @@ def divide(times: BatchTimes, since: int, until: int) -> tuple[int, int, int, in
     >>> divide(BatchTimes(10, 20, 60, 70, direct_ns=30), since=80, until=90)
     (0, 0, 0, 10)
     """
-    began, ready, collating, packed = (max(time, since) for time in times[:4])
+    began, ready = max(times.began, since), max(times.ready, since)
+    collating, packed = max(times.collating, since), max(times.packed, since)
     reading, at_source = collating - ready, 0
     if times.direct_ns and reading:
         whole = times.collating - times.ready

@@ -129,9 +129,9 @@ class StepReader:
             rows = gatherer.rows(ids, indices)
             held = session.held(step, stamp)
             batch = gatherer.batch(rows, indices) if held and rows is not None else None
-            self.copied(done=batch is not None)
             if batch is not None:
                 return batch
+            self.not_copied()
             if not held:
                 return self.fetch(index, Lease())
         return self.fetch(index, binding.reading(session, step, ids, stamp))
@@ -147,5 +147,5 @@ class StepReader:
     def copying(self, *, decodes: bool) -> None:
         """Called before rows are copied; `decodes`: user code runs for each before collation."""
 
-    def copied(self, *, done: bool) -> None:
-        """Called after rows were copied; `done`: whether they made a batch."""
+    def not_copied(self) -> None:
+        """Called after rows could not be copied, or made no batch."""

@@ -150,10 +150,8 @@ class Here:
                 with kept_generators():  # the trainer's own stay as they are
                     data = maker.make(task, session)
         finally:
-            now = time.monotonic_ns()
-            times = maker.times(now)
-            self._meter.awaited(times, times.began, now)
-            self._meter.add(maker.counts)
+            times = maker.times(time.monotonic_ns())
+            self._meter.made(times, maker.counts)
         return Made(data, times, maker.counts)
 
     def close(self) -> None:

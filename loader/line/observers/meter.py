@@ -30,6 +30,18 @@ class Meter(dict[str, int]):
         for cause, ns in zip(BATCH_CAUSES, divide(times, since, until), strict=True):
             self[f"stall_{cause}_ns"] += ns
 
+    def made(self, times: BatchTimes, counts: Mapping[str, int]) -> None:
+        """Count a batch that the trainer itself made, all of whose time it waited."""
+        reading = times.collating - times.ready
+        at_source = min(times.direct_ns, reading)
+        waited = times.ready - times.began
+        self["stall_source_ns"] += at_source if times.lost else at_source + waited
+        self["stall_daemon_ns"] += waited if times.lost else 0
+        self["stall_decode_ns"] += reading - at_source
+        self["stall_collate_ns"] += times.packed - times.collating
+        if counts:
+            self.add(counts)
+
     def gave_up(self, stage: int, ns: int) -> None:
         """Count a wait of `ns` for a worker in `stage` that ended without a batch."""
         self[f"stall_{CAUSE_OF.get(stage, 'daemon')}_ns"] += ns

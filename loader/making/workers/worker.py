@@ -337,7 +337,7 @@ class _Worker:
                 # Reference Cycle Problem ].
                 data = portable(self._failure())
         else:
-            clock.begin()
+            clock.began = clock.ready = clock.collating = clock.enter(SENDING)
         sending = clock.enter(SENDING)
         # Before sending, so that the counters include each batch that was received.
         self._count(busy(maker.times(sending)) | maker.counts)
