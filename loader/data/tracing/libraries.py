@@ -139,7 +139,8 @@ def hdf5(original: Call) -> Call:
 
     @wraps(original)
     def opening(self: Any, name: Any, *args: Any, **more: Any) -> None:
-        announce(name)
+        if isinstance(name, (str, bytes, os.PathLike)):  # else the file is open: h5py wraps its id
+            announce(name)
         address = local_address(name) if this_thread.intercepts else None
         reads = (args[0] if args else more.get("mode", "r")) == "r"
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
