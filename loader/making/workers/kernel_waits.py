@@ -111,7 +111,9 @@ def awaited(pid: int, thread: int) -> KernelWait:
         if argument is None:
             return _NOTHING
         at = call[1] if argument else None
-        return _of_file(_absolute(pid, _text(pid, call[1 + argument]), at), opens=True)
+        wait = _of_file(_absolute(pid, _text(pid, call[1 + argument]), at), opens=True)
+        # The call may have ended before its path was read: the memory is another's then.
+        return wait if _call(pid, thread) == call else _NOTHING
     except (OSError, ValueError, IndexError):  # it has ended, or we may not look
         return _NOTHING
 
@@ -157,7 +159,7 @@ def _text(pid: int, address: int) -> str:
 
 def _absolute(pid: int, path: str, at: int | None) -> str:
     """Return a process's path as an absolute one; `at`: the descriptor that it is relative to."""
-    if path.startswith("/"):
+    if path.startswith("/") or not path:
         return path
     try:
         folder = "cwd" if at is None or at >= 1 << 31 else f"fd/{at}"  # AT_FDCWD is negative
