@@ -30,6 +30,7 @@ from creel.cache.storage.stores.requests import Gate, Requests
 from creel.cache.storage.stores.retry import EXPIRED
 from creel.cache.storage.stores.store import Filled, Run, StoredFile, check_size, too_short
 from creel.errors import SourceError, SourceNotFoundError
+from creel.system.forks import at_fork
 
 #: Options of a client that this store understands (pyarrow's names).
 _KNOWN = frozenset(
@@ -63,7 +64,7 @@ def _note_fork() -> None:
     _forked_from_user = _forked_from_user or "obstore" in sys.modules
 
 
-os.register_at_fork(after_in_child=_note_fork)
+at_fork(after_in_child=_note_fork)
 
 
 #: What S3's words for a refusal mean for a person.
