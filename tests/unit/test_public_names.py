@@ -69,7 +69,7 @@ def test_a_service_is_written_and_one_of_the_persons_own_is_kept(
     assert f"wrote {path}\n" in told
     assert "loginctl enable-linger" in told
     written = path.read_text()
-    assert re.search(r"^ExecStart=/.*/creeld$", written, re.MULTILINE)
+    assert re.search(r'^ExecStart="?/.*/creeld"?$', written, re.MULTILINE)
     assert main.main(["service", "install"]) == 0
     path.write_text("mine")
     assert main.main(["service", "install"]) == 2
