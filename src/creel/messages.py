@@ -27,7 +27,7 @@ from creel.errors import MalformedError
 #: Increased whenever an old client could misread a new daemon, or vice versa. From the first
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
-PROTOCOL = 12
+PROTOCOL = 13
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).

@@ -1,9 +1,9 @@
 """Lease: serves the reads of one step in one thread from the arena of a session.
 
-A local file that a sample was recorded to read is served only while it still has the recorded
-version. The daemon has checked that version since, so the bytes in the arena belong to it. The
-check here is needed because the sample may have just rewritten the file, from C code, from another
-process or under another name.
+A local file that a person's own code opens is served only in the version that it has at this
+moment: the daemon publishes of which version the bytes in the arena are (`LocationTable`), and the
+file's status says which one the sample's own `open` would read. The sample may have just rewritten
+the file, from C code, from another process or under another name.
 
 Only objects of the lease's step are copied. The daemon keeps them pinned until the step is done, or
 until it revokes the step and changes the session's stamp. A step can be done early: an iterator
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.version import stands_for
 from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import this_thread, thread_use
 from creel.policies.thread_use import NO_USE
@@ -59,8 +59,9 @@ class Files(Leaf, Protocol):
         """Return the addresses of (k,) objects."""
         ...
 
-    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
-        """Return the versions in which (k,) files may be served; UNKNOWN: in any."""
+    @property
+    def checked(self) -> bool:
+        """Whether a local file is served only in the version that it has when it is opened."""
         ...
 
 
@@ -121,8 +122,8 @@ class Lease:
         self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        #: address -> (number, version, the leaf)
-        self._numbers: dict[str, tuple[int, int, Files | None]] | None = None
+        #: address -> (number, the leaf)
+        self._numbers: dict[str, tuple[int, Files]] | None = None
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -160,17 +161,22 @@ class Lease:
     def find(self, address: str, options: Options = None) -> int | None:
         """Return the session's number of the step's object at an address.
 
-        None if there is no such object, if the file changed since it was recorded, or if the
+        None if there is no such object, if the file is not what the daemon has read, or if the
         object is read with other `options` of a remote store.
         """
         if self._session is None:
             return None
         if self._numbers is None:
             self._numbers = self._by_address() if self._there(self._session) else {}
-        number, version, leaf = self._numbers.get(address, (None, UNKNOWN, None))
-        if leaf is not None and leaf.storage_options != options and not is_local(address):
+        number, leaf = self._numbers.get(address, (None, None))
+        if number is None or leaf is None:
             return None
-        return number if version == UNKNOWN or version == version_at(address) > 0 else None
+        if not is_local(address):
+            return number if leaf.storage_options == options else None
+        version = self._session.table.version if leaf.checked else None
+        if version is not None and not stands_for(int(version[number]), version_at(address)):
+            return None
+        return number
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
         """Return the step's objects that are in the arena; all take little longer than one."""
@@ -179,13 +185,13 @@ class Lease:
             pieces = self._pieces = session.pieces(self._ids)
         return pieces
 
-    def _by_address(self) -> dict[str, tuple[int, int, Files | None]]:
-        numbers: dict[str, tuple[int, int, Files | None]] = {}
+    def _by_address(self) -> dict[str, tuple[int, Files]]:
+        numbers: dict[str, tuple[int, Files]] = {}
         for leaf in self._named:
             base = self._bases[id(leaf)]
             own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
-            found = zip(own.tolist(), leaf.versions_of(own - base), repeat(leaf))
-            numbers.update(zip(leaf.addresses(own - base), found, strict=True))
+            found = zip(own.tolist(), repeat(leaf))
+            numbers.update(zip(leaf.addresses(own - base), found))  # noqa: B905  `repeat` ends never
         return numbers
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:

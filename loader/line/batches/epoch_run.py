@@ -16,7 +16,7 @@ from creel.loader.client.claim import DIRECT, Claim
 from creel.loader.client.cluster.ranks import rank_and_world
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.data.binding.tree import wrapped_in
-from creel.loader.data.binding.wrapped import Wrapped, recorded
+from creel.loader.data.binding.wrapped import Wrapped, recorded, recording, supposed
 from creel.loader.data.reading.bad_samples import BadSample, Key, printable
 from creel.loader.line.batches.reattach import StreamSearch
 from creel.loader.line.observers.last_indices import Returned
@@ -41,6 +41,7 @@ from creel.loader.torch_private import BaseDataLoaderIter
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from creel.loader.data.binding.bind import Binding
     from creel.loader.line.batches.state import LoaderState
 
 _log = logging.getLogger("creel.loader")
@@ -88,7 +89,12 @@ class EpochRun:
         self.paced = False  # whether items of the order arrive while training runs
         self.epoch = 0
         self._published_ahead = False
-        self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
+        #: For a daemon after the last one has ended, or for one that serves listed files.
+        self._search: StreamSearch | None = None
+        #: Wrapped datasets whose reads are being recorded, and what each is supposed to read.
+        self._supposed: list[tuple[Wrapped, object | None]] = []
+        #: The `Binding.digest` of what workers must find themselves before they join a session.
+        self.digest: str | None = None
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
         self._workers = 0
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
@@ -105,31 +111,30 @@ class EpochRun:
         #: What workers need to use that session.
         self.ticket: Ticket | None = None if self._served is None else self._served.ticket
 
-    def bind_late(self, loader: DataLoader[Any]) -> str | None:
-        """Open a session between two epochs, if no objects were known before.
-
-        Returns the `digest` of the binding that persistent workers must now find themselves, else
-        None.
-        """
-        loader_state = self._loader_state
-        binding = loader_state.binding(loader) if self.binding is None else None
-        # Files in the page cache stay there. Another process may ask for a sample's objects only if
-        # no user code runs for that.
-        if (
-            binding is None
-            or not binding.thread_safe
-            or loader_state.page_cached(loader, binding, None)
-        ):
-            return None
+    def bind_late(self, loader: DataLoader[Any]) -> None:
+        """Open a session between two epochs, if no objects were known before."""
+        state = self._loader_state
+        binding = self._late(loader, state.binding(loader)) if self.binding is None else None
+        if binding is None:
+            return
         if self.stream is not None:  # it only counts
             self.stream.close()
-        self.stream = loader_state.take_stream(binding)
+        self.stream = state.take_stream(binding)
         self.binding = None if self.stream is None else binding
         self._set_served()
+
+    def _late(self, loader: DataLoader[Any], binding: Binding | None) -> Binding | None:
+        """Return a binding that workers which run already may use; set its `digest` for them."""
+        state = self._loader_state
+        # Files in the page cache stay there. Another process may ask for a sample's objects only if
+        # no user code runs for that.
+        if binding is None or not binding.thread_safe or state.page_cached(loader, binding, None):
+            return None
         try:
-            return None if self.binding is None else binding.digest()
+            self.digest = binding.digest()
         except Exception:  # noqa: BLE001  a user's `__len__` may raise anything
             return None
+        return binding
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""
@@ -139,6 +144,8 @@ class EpochRun:
         self._report_bad()
         learns = self.binding is None and loader_state.args.creel is not False
         self._unknown = wrapped_in(loader.dataset) if learns else []
+        alone = [] if loader_state.needed_by_ranks else wrapped_in(loader.dataset)
+        self._supposed = [(one, supposed(one)) for one in alone]
         resume, loader_state.resume = loader_state.resume, None
         last = loader_state.run
         whole = resume is None and last is not None and last.finished
@@ -264,10 +271,35 @@ class EpochRun:
         if self.stream is not None:
             self.stream.close()
         self.stream, self._published_ahead = found, False
+        if self.binding is None and found.binding.leaves:
+            self.binding = found.binding
         self._set_served()
         self._report_bad()
         if self._served is not None:
             self._served.begin(self.order, batch)
+
+    def _follow_lists(self) -> None:
+        """Serve what samples are supposed to read by now, or no longer what they do not read."""
+        before = [(one, was) for one, was in self._supposed if recording(one)]
+        self._supposed = [(one, supposed(one)) for one, _ in before]
+        loader = self._loader_state.loader
+        pairs = zip(before, self._supposed, strict=True)
+        if loader is None or all(was is now for (_, was), (_, now) in pairs):
+            if self._served is not None:
+                self._served.pump()
+            return
+        if self.binding is not None:
+            stream, self.stream, self.binding = self.stream, None, None
+            if stream is not None:
+                stream.leave()
+                stream.close()
+            self._set_served()
+            self._uncounted_from = time.monotonic()
+        binding = self._late(loader, self._loader_state.bound(loader))
+        if binding is not None:
+            self._uncounted_from = 0.0
+            self._end_search()
+            self._search = self._loader_state.search(binding)
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
@@ -351,6 +383,8 @@ class EpochRun:
         if any(map(recorded, self._unknown)):
             self._unknown = []
             start_daemon_early(self._loader_state.config)
+        if self._supposed:
+            self._follow_lists()
         now = now_ns / 1e9
         if 0 < self._uncounted_from <= now - COUNT_S:
             self._uncounted_from = self._loader_state.uncounted_s = 0.0

@@ -99,9 +99,6 @@ def maker_in_process(
     memory = loader_state.buffers.take
     if pinning is not None and pinning.for_cuda():
         memory = pinned
-    waits = Waits(0.0)
-    if binding is not None:
-        waits = TrainerWaits(loader_state, direct or loader_state.direct, binding)
     maker = BatchMaker(
         dataset,
         collate,
@@ -112,12 +109,21 @@ def maker_in_process(
         plain=loader_state.collates_plainly(loader),
         live=not as_worker,
         memory=memory,
-        waits=waits,
+        waits=waits_for(binding, loader_state, direct),
     )
     if run.direct is not None:
         gather, builds = run.direct
         maker.builder = builds.batch_builder(gather, memory, as_worker)
     return maker
+
+
+def waits_for(
+    binding: Binding | None, loader_state: LoaderState, direct: DirectReads | None = None
+) -> Waits:
+    """Return how a maker in this process waits; `direct`: as for `maker_in_process`."""
+    if binding is None:
+        return Waits(0.0)
+    return TrainerWaits(loader_state, direct or loader_state.direct, binding)
 
 
 class MakerPlace(Protocol):

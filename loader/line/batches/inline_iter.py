@@ -10,7 +10,7 @@ import numpy as np
 
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.line.batches.epoch_run import EpochRun
-from creel.loader.line.batches.in_process import Here, MakerPlace, maker_in_process
+from creel.loader.line.batches.in_process import Here, MakerPlace, maker_in_process, waits_for
 from creel.loader.line.batches.state import LoaderState
 from creel.loader.line.batches.unprofiled import UnprofiledIter
 from creel.loader.making.groups.follower import ReplicaReader
@@ -32,13 +32,13 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         keep_freed_memory()
         moment = loader_state.before(loader)
         super().__init__(loader)
-        self._meter = loader_state.meter
+        self._meter, self._state = loader_state.meter, loader_state
         self._tolerance = loader_state.tolerance
         self._given = 0
         run = self._run = EpochRun(loader_state, loader)
         self._pinning = Pinning.of(self)
         maker = maker_in_process(loader, loader_state, run, pinning=self._pinning)
-        self._dataset_fetcher = maker.fetcher
+        self._dataset_fetcher, self._maker = maker.fetcher, maker
         options, role = loader_state.config.loader, loader_state.role(loader)
         self._place: MakerPlace = Here(maker, self._meter)
         if isinstance(role, Leader):
@@ -61,6 +61,8 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
         run.await_daemon()
         try:
             claim, stream = run.claim(i, index), run.stream
+            if run.binding is not self._maker.binding:  # its files were listed, or are not
+                self._maker.bind(run.binding, waits_for(run.binding, self._state))
             as_list = run.slices and isinstance(index, np.ndarray)
             task = Task(0, i, index, claim, as_list, run.seeds(i))
             made = self._place.read(task, None if stream is None else stream.session)

@@ -137,7 +137,8 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
             if self._pool.pinner is not None:
                 self._pool.pinner.lend(False)
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
-        late = None if first_iter else self._run.bind_late(loader)
+        if not first_iter:
+            self._run.bind_late(loader)
         self._run.begin(loader, self, self._moment)
         self._send_idx = 0
         self._rcvd_idx = 0
@@ -151,15 +152,17 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
         if not first_iter:
             self._tag = self._pool.again(self._loader_state.tolerance.known)
             self._raise_if_dead()
-        if late is not None:
-            self._pool.bind(late)
         self._join()
         for _ in range(self._prefetch_factor * self._num_workers):
             self._request()
 
     def _join(self) -> None:
         """Let the workers read through the session that serves this epoch, if there is one."""
-        self._ticket = self._run.ticket
+        run = self._run
+        self._ticket = run.ticket
+        if self._ticket is not None and run.digest is not None:
+            self._pool.bind(run.digest)
+            run.digest = None
         if self._ticket is not None:
             self._pool.join(self._ticket)
 
@@ -235,7 +238,7 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
             return
         claim = self._run.claim(self._send_idx, index)
         if self._run.ticket is not self._ticket:
-            self._join()  # another session, after a daemon was lost
+            self._join()  # another session
         many = self._run.slices and isinstance(index, np.ndarray)
         seeds = self._run.seeds(self._send_idx)
         self._pool.task(worker, Task(self._tag, self._send_idx, index, claim, many, seeds))
