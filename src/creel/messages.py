@@ -427,7 +427,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=12, role='cli', token='')
+    Hello(protocol=13, role='cli', token='')
     """
     return _encoder.encode(message)
 

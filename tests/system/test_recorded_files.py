@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.loader.client import connections
-from creel.loader.data.tracing.hypothesis import LEAST
+from creel.loader.data.tracing.lists.hypothesis import LEAST
 from daemons import Running
 from testbed.same import needs_fuse, opened_by_epoch
 from testbed.slow_files import KINDS, N, OpaqueFiles, SlowFiles, write_npy

@@ -454,7 +454,7 @@ def test_a_record_of_another_version_ends_the_learning_and_nothing_else(tmp_path
 def test_samples_that_only_another_process_has_are_left_out(tmp_path: Path) -> None:
     dataset = Opening(tmp_path)
     recorder = AccessRecorder(dataset)
-    beyond = [(i, [(str(tmp_path / "00"), 7)]) for i in (12, 1 << 40)]
+    beyond = [(i, [(str(tmp_path / "00"), 0)]) for i in (12, 1 << 40)]
     assert TraceJournal(recorder.place).append(record_of(beyond))
     for i in range(12):
         assert recorder[i] == dataset[i]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.utils.data import Dataset, Subset, random_split
 
-from creel.loader.data.tracing.file_lists import FileList, listed, paths_in, solved
+from creel.loader.data.tracing.lists.file_lists import FileList, listed, paths_in, solved
 
 N = 24
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError
-from creel.loader.data.binding.proof import Proof
+from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.datasets.columns import addresses
 from creel.loader.data.reading.opened import open_as_python
@@ -65,13 +65,13 @@ def _warn_of_folder(why: str) -> None:
 class Addressed(CreelDataset):
     """Whole-file objects, found by address when user code reads them."""
 
-    volatile = (*CreelDataset.volatile, "_index", "proof")
+    volatile = (*CreelDataset.volatile, "_index", "limit")
     whole_files = True
     #: Whether a local file is served only in the version that it has when a sample opens it. Not if
     #: the files were declared.
     checked = False
-    #: How far it is proved that samples read these files; None: it is known.
-    proof: Proof | None = None
+    #: How many of these files may be fetched ahead; None: all.
+    limit: FetchLimit | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
         self._uris = addresses(uris)

@@ -282,10 +282,9 @@ class Binding:
         return gather.raw.same(self._root.raw())
 
     def allowed(self) -> int | None:
-        """Return how many samples may be fetched ahead in all; see `Proof.allowed`."""
-        proofs = [leaf.proof for leaf in self._named if leaf.proof is not None]
-        limits = [limit for proof in proofs if (limit := proof.allowed()) is not None]
-        return min(limits, default=None)
+        """Return how many samples may be fetched ahead in all; see `FetchLimit.allowed`."""
+        limits = [leaf.limit.allowed() for leaf in self._named if leaf.limit is not None]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def thread_safe(self) -> bool:

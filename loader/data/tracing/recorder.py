@@ -29,8 +29,6 @@ from creel.loader.data.binding.tree import unchanged
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
 from creel.loader.data.datasets.base import Transformed, fetch_many, position
 from creel.loader.data.reading.this_thread import Asked
-from creel.loader.data.tracing.file_lists import solved
-from creel.loader.data.tracing.hypothesis import LEAST, Hypothesis
 from creel.loader.data.tracing.intercept import look_again
 from creel.loader.data.tracing.journal import (
     ALL,
@@ -50,6 +48,8 @@ from creel.loader.data.tracing.journal import (
     own_place,
     record_of,
 )
+from creel.loader.data.tracing.lists.file_lists import solved
+from creel.loader.data.tracing.lists.hypothesis import LEAST, Hypothesis
 from creel.loader.data.tracing.observed import FoundVersions, ObservedReads
 from creel.loader.data.tracing.trace import AccessTrace, by_sample, parts_of
 from creel.system.forks import forget_in_child

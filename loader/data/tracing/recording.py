@@ -24,8 +24,8 @@ from creel.loader.client.cluster.ranks import job_name, rank_and_world
 from creel.loader.client.connections import client_of
 from creel.loader.data.binding.wrapped import Wrapping
 from creel.loader.data.tracing.journal import JournalFile, JournalPlace, new_journal
-from creel.loader.data.tracing.likeness import likeness
 from creel.loader.data.tracing.recorder import AccessRecorder
+from creel.loader.data.user_code.likeness import likeness
 from creel.messages import WithdrawJournal
 from creel.system.limits import few_descriptors
 

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
 from creel.loader.data.binding.adapters import Addressed
-from creel.loader.data.binding.proof import Proof
+from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.binding.tree import inside, stretches, unchanged
 from creel.loader.data.binding.wrapped import is_wrapped, unwrap
 from creel.loader.data.datasets.base import CreelDataset
@@ -45,7 +45,7 @@ class AccessTrace:
         recorded: the recorded reads; the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
         options: with which the dataset reads remote addresses.
-        proof: as in `Addressed`.
+        limit: as in `Addressed`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AccessTrace:
         parts: list[CreelDataset],
         options: Options = None,
         *,
-        proof: Proof | None = None,
+        limit: FetchLimit | None = None,
     ) -> None:
         items, files = recorded.items, recorded.files
         which, first = np.unique(recorded.samples, return_index=True)
@@ -79,7 +79,7 @@ class AccessTrace:
         read, self._leaf = np.unique(part[at], return_inverse=True)
         self._object = number[at]
         traced = self._files = Addressed(list(compress(names, kept.tolist())))
-        traced.checked, traced.storage_options, traced.proof = True, options, proof
+        traced.checked, traced.storage_options, traced.limit = True, options, limit
         everything = [*parts, traced]
         self.leaves = [everything[i] for i in read.tolist()]
 

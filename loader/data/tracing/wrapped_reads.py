@@ -34,8 +34,6 @@ from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping
 from creel.loader.data.page_cache import remote
 from creel.loader.data.reading.observer import passes_on
 from creel.loader.data.reading.this_thread import this_thread, thread_use
-from creel.loader.data.tracing.file_lists import FileList, Paths, listed, paths_in
-from creel.loader.data.tracing.hypothesis import Hypothesis
 from creel.loader.data.tracing.intercept import Intercepted
 from creel.loader.data.tracing.journal import (
     BETWEEN,
@@ -44,6 +42,8 @@ from creel.loader.data.tracing.journal import (
     ListedFiles,
     TraceJournal,
 )
+from creel.loader.data.tracing.lists.file_lists import FileList, Paths, listed, paths_in
+from creel.loader.data.tracing.lists.hypothesis import Hypothesis
 from creel.loader.data.tracing.recorder import AccessRecorder, recordable
 from creel.loader.data.tracing.recording import RanksJournal, journal_of_ranks, recorder_on
 from creel.loader.data.tracing.trace import AccessTrace

@@ -207,16 +207,16 @@ class PlanPublisher:
         objects: Callable[[NDArray[np.int64]], tuple[NDArray[np.int32], NDArray[np.int64]]],
         before: Callable[[PublishedEpoch], None],
         *,
-        allowed: Callable[[], int | None],
         thread_safe: bool,
+        allowed: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Make a publisher.
 
         Args:
             objects: as `Binding.objects`.
             before: called before each piece of an epoch is published, in any thread.
-            allowed: as `Binding.allowed`.
             thread_safe: whether another thread may call `objects`.
+            allowed: as `Binding.allowed`.
         """
         self._before = before
         self._session = session

@@ -55,7 +55,7 @@ class _Late:
         return self.one(i)
 
 
-class Column(NamedTuple):
+class ListedColumn(NamedTuple):
     """A value of each sample.
 
     rows: list, tuple, range, dict, array or `_Late`. key: where in each row; None: the row itself.
@@ -146,9 +146,9 @@ def _is(value: object, module: str, *names: str) -> bool:
     return any(type(value) is getattr(found, name, None) for name in names)
 
 
-def _columns(dataset: object, size: int) -> Iterator[Column]:
+def _columns(dataset: object, size: int) -> Iterator[ListedColumn]:
     """Yield what may be a file, or a part of its name, of each of `size` samples."""
-    yield Column(range(size))
+    yield ListedColumn(range(size))
     for value in _values(dataset):
         if type(value) in {*_LISTS, dict}:
             if len(value) == size > 0:
@@ -163,7 +163,7 @@ def _columns(dataset: object, size: int) -> Iterator[Column]:
                 yield from _of_arrow(column)
 
 
-def _of_container(value: Any, size: int) -> Iterator[Column]:
+def _of_container(value: Any, size: int) -> Iterator[ListedColumn]:
     if type(value) is dict:
         if 0 in value and size - 1 in value:  # by number, as DLIO's
             yield from _of_rows(value)
@@ -178,19 +178,19 @@ def _of_series(series: Any) -> _Late:
     return _Late(lambda i: series.iloc[i], series.tolist)
 
 
-def _of_arrow(column: Any) -> Iterator[Column]:
+def _of_arrow(column: Any) -> Iterator[ListedColumn]:
     kind = str(column.type)
     if kind in {"string", "large_string"} or "int" in kind.partition("<")[0]:
-        yield Column(_Late(lambda i: column[i].as_py(), column.to_pylist))
+        yield ListedColumn(_Late(lambda i: column[i].as_py(), column.to_pylist))
     elif kind.startswith("struct<") and "path: string" in kind:  # as HF's Image and Audio
         import pyarrow.compute as pc
 
         yield from _of_arrow(pc.struct_field(column, "path"))  # no bytes become Python's
 
 
-def _of_rows(rows: Any) -> Iterator[Column]:
+def _of_rows(rows: Any) -> Iterator[ListedColumn]:
     """Yield the columns of one row per sample, by what the first row has."""
-    return (Column(rows, key) for key in _keys(rows[0]))
+    return (ListedColumn(rows, key) for key in _keys(rows[0]))
 
 
 def _keys(row: Any) -> Iterator[Any]:
@@ -204,7 +204,7 @@ def _keys(row: Any) -> Iterator[Any]:
                 yield key
 
 
-def _through(dataset: object, size: int) -> Iterator[Column]:
+def _through(dataset: object, size: int) -> Iterator[ListedColumn]:
     """Yield columns of other lists and dicts, whose place for sample i another list says."""
     places, tables = [], []
     for value in _values(dataset):
@@ -217,7 +217,7 @@ def _through(dataset: object, size: int) -> Iterator[Column]:
         for table in tables[:_TABLES]:
             with suppress(LookupError, TypeError):
                 for key in _keys(table[int(place[0])]):
-                    yield Column(table, key, place)
+                    yield ListedColumn(table, key, place)
 
 
 def _below(dataset: Any) -> tuple[object, Any]:
@@ -230,13 +230,13 @@ def _below(dataset: Any) -> tuple[object, Any]:
     return dataset, place
 
 
-def _candidates(dataset: object, size: int) -> Iterator[Column]:
+def _candidates(dataset: object, size: int) -> Iterator[ListedColumn]:
     inner, place = _below(dataset)
     if place is None:
         yield from _columns(inner, size)
         yield from _through(inner, size)
         return
-    yield Column(range(size))
+    yield ListedColumn(range(size))
     for column in _columns(inner, len(inner)):  # type: ignore[arg-type]  # a Subset's has a length
         yield column._replace(place=place)
 
@@ -259,7 +259,7 @@ class FileList(NamedTuple):
 class Paths(NamedTuple):
     """Columns of paths, and the bytes of the largest file that was looked at."""
 
-    columns: list[Column]
+    columns: list[ListedColumn]
     first: str
     largest: int
 
@@ -278,7 +278,7 @@ def paths_in(dataset: object, size: int) -> Paths | None:
     return Paths(columns, first, largest) if 1 <= len(columns) <= MAX_FILES else None
 
 
-def _few_files(column: Column, size: int) -> tuple[str, int] | None:
+def _few_files(column: ListedColumn, size: int) -> tuple[str, int] | None:
     """Return the first file of a column, and the bytes of the largest of three; None: no files."""
     some, nbytes = sorted({0, size // 2, size - 1}), []
     addresses = []
@@ -326,7 +326,7 @@ def _by_sample(columns: list[list[str]]) -> list[str]:
 
 # --- after some samples were read ---------------------------------------------------------------
 
-Part: TypeAlias = "str | Column"
+Part: TypeAlias = "str | ListedColumn"
 
 
 def solved(
@@ -354,7 +354,7 @@ def solved(
 
 
 def _template(
-    texts: list[str], samples: list[int], candidates: list[Column], size: int
+    texts: list[str], samples: list[int], candidates: list[ListedColumn], size: int
 ) -> list[str] | None:
     """Return the texts of all samples, of which those of some are known; None: no columns fit."""
     digits = {len(run[1]) if (run := _NUMBER.search(text)) else 0 for text in texts}
@@ -362,14 +362,14 @@ def _template(
         known = [(one, found) for one in candidates if (found := _at(one, samples, width))]
         parts = _parts(texts, known, _PARTS)
         if parts is not None:
-            pieces = [repeat(p) if type(p) is str else p.texts(size, width) for p in parts]  # type: ignore[union-attr]  # else a Column
+            pieces = [repeat(p) if type(p) is str else p.texts(size, width) for p in parts]  # type: ignore[union-attr]  # else a ListedColumn
             every = ["".join(row) for row in zip(*pieces)]  # noqa: B905  constants never end
             "".join(every).encode()  # raises if one is not UTF-8
             return every
     return None
 
 
-def _at(column: Column, samples: list[int], width: int) -> list[str] | None:
+def _at(column: ListedColumn, samples: list[int], width: int) -> list[str] | None:
     """Return a column's texts of some samples; None if it has none, or one and the same."""
     try:
         texts = [_text(column.value(i), width) for i in samples]
@@ -379,7 +379,7 @@ def _at(column: Column, samples: list[int], width: int) -> list[str] | None:
 
 
 def _parts(
-    texts: list[str], known: list[tuple[Column, list[str]]], depth: int
+    texts: list[str], known: list[tuple[ListedColumn, list[str]]], depth: int
 ) -> list[Part] | None:
     """Return constants and columns that, one after the other, give each of these texts."""
     if len(set(texts)) == 1:

@@ -1,10 +1,10 @@
-"""Proof: how far it is proved that samples read the objects of a leaf, where that is not known."""
+"""FetchLimit: how many samples may be fetched ahead, while it is not known what they read."""
 
 from __future__ import annotations
 
 
-class Proof:
-    """How far a list of objects is proved."""
+class FetchLimit:
+    """A limit for the objects of a leaf, which grows while it is proved that samples read them."""
 
     def allowed(self) -> int | None:
         """Return how many samples may be fetched ahead in all; None: all.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.loader.data.binding.proof import Proof
+from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.reading.storage import Options
-from creel.loader.data.tracing.file_lists import FileList
 from creel.loader.data.tracing.journal import ALL, FILE, NUMBER, PART, RecordedReads, digest_of
+from creel.loader.data.tracing.lists.file_lists import FileList
 from creel.loader.data.tracing.observed import SMALL
 from creel.loader.data.tracing.trace import AccessTrace
 
@@ -24,7 +24,7 @@ LEAST = 16
 _RECENT, _FEW = 64, 8
 
 
-class Hypothesis(Proof):
+class Hypothesis(FetchLimit):
     """A list of files, as a trace, and how far it is proved. Thread-safe for one writer."""
 
     def __init__(self, files: FileList, size: int, options: Options) -> None:
@@ -39,7 +39,7 @@ class Hypothesis(Proof):
         samples, counts = np.arange(size), np.full(size, files.files)
         self._digests = items[:, -1].reshape(size, files.files)
         read = RecordedReads(samples, counts, items, files.addresses)
-        self.trace = AccessTrace(size, read, [], options, proof=self)
+        self.trace = AccessTrace(size, read, [], options, limit=self)
         self._recent: NDArray[np.bool_] = np.ones(0, np.bool_)
         self._large = files.largest > SMALL
         self.proved = 0
