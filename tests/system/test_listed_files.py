@@ -178,6 +178,28 @@ def test_each_file_is_opened_once_below_torchs_loader(source: Source, workers: i
 
 
 @needs_fuse
+@pytest.mark.usefixtures("daemon")
+def test_a_class_incremental_job_opens_each_file_once(source: Source) -> None:
+    """Folder after folder, some epochs each; one that comes back is in memory."""
+    folders = []
+    for task in range(3):
+        (source.folder / f"task{task}").mkdir()
+        for path in sorted(source.folder.glob("[0-9]*"))[:80]:
+            path.rename(source.folder / f"task{task}" / path.name)
+        folders.append(f"task{task}")
+    opens = []
+    for name in (*folders, folders[0]):
+        before = source.opens()
+        dataset = creel.wrap(Files(f"{source.fs.mountpoint}/{name}"))
+        ours: Any = creel.DataLoader(dataset, BATCH, shuffle=True, generator=seeded())
+        theirs = DataLoader(Files(f"{source.folder}/{name}"), BATCH, True, generator=seeded())
+        for _ in range(2):
+            assert same(list(ours), list(theirs))
+        opens.append(source.opens() - before)
+    assert opens == [80, 80, 80, 0]
+
+
+@needs_fuse
 def test_memory_for_a_part_saves_that_part_from_the_second_epoch_on(
     source: Source, daemon_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,12 +266,13 @@ class AccessRecorder:
             return
         self._solves = False
         read = joined(self._first)
-        if self._supposed is not None and self._supposed.fits(read)[:LEAST].all():
+        if self._supposed is not None and self._supposed.exact(read)[:LEAST].all():
             return
-        whole = read.only(read.files & (read.items[:, NUMBER] == ALL))
-        stops = whole.counts.cumsum().tolist()
-        starts = [0, *stops]
-        files = [whole.addresses[a:b] for a, b in zip(starts, stops)][:LEAST]  # noqa: B905  one more
+        stops = read.counts.cumsum()[:LEAST].tolist()
+        if not (read.files & (read.items[:, NUMBER] == ALL))[: stops[-1]].all():
+            return
+        starts = [0, *stops[:-1]]
+        files = [read.addresses[a:b] for a, b in zip(starts, stops, strict=True)]
         found = solved(self.dataset, self._size, read.samples[:LEAST].tolist(), files)
         if found is not None:
             addresses = BETWEEN.join(found.addresses)

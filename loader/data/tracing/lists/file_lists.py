@@ -343,14 +343,15 @@ def solved(
     try:
         candidates = list(islice(_candidates(dataset, size), _COLUMNS))
         files = []
-        for k in range(min(len(min(read, key=len)), MAX_FILES)):
-            texts = [addresses[k] for addresses in read]
-            found = None if len(set(texts)) == 1 else _template(texts, samples, candidates, size)
-            if found is not None:
-                files.append(found)
-    except Exception:  # noqa: BLE001  a container that behaves oddly
+        for texts in zip(*read, strict=True):  # raises if samples have read different numbers
+            found = _template(list(texts), samples, candidates, size)
+            if found is None or len(files) == MAX_FILES:
+                return None
+            files.append(found)
+    except Exception:  # noqa: BLE001  or a container that behaves oddly
         return None
-    return FileList(_by_sample(files), len(files)) if files else None
+    told = any(len(set(column)) > 1 for column in files)
+    return FileList(_by_sample(files), len(files)) if told else None
 
 
 def _template(
@@ -362,8 +363,8 @@ def _template(
         known = [(one, found) for one in candidates if (found := _at(one, samples, width))]
         parts = _parts(texts, known, _PARTS)
         if parts is not None:
-            pieces = [repeat(p) if type(p) is str else p.texts(size, width) for p in parts]  # type: ignore[union-attr]  # else a ListedColumn
-            every = ["".join(row) for row in zip(*pieces)]  # noqa: B905  constants never end
+            pieces = [repeat(p, size) if type(p) is str else p.texts(size, width) for p in parts]  # type: ignore[union-attr]  # else a ListedColumn
+            every = ["".join(row) for row in zip(*pieces, strict=True)]
             "".join(every).encode()  # raises if one is not UTF-8
             return every
     return None

@@ -56,6 +56,10 @@ class Hypothesis(FetchLimit):
             inside &= np.bincount(of[hit], minlength=len(inside)) > 0
         return inside
 
+    def exact(self, read: RecordedReads) -> NDArray[np.bool_]:
+        """Return (n,) whether each of these samples has read just the files foreseen for it."""
+        return self.fits(read) & (read.counts == self._digests.shape[1])
+
     def judge(self, read: RecordedReads) -> None:
         """Learn from samples in the order in which they were recorded."""
         if self.refuted or not len(read.samples):
