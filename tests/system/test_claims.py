@@ -118,4 +118,4 @@ def test_a_batch_that_raised_leaves_nothing_behind(
             delivered += 1
     assert next(it, None) is None
     assert delivered == FILES // BATCH // 2
-    assert not it._run._pulled  # type: ignore[attr-defined]  # creel's
+    assert not it._run.pulled.by_batch  # type: ignore[attr-defined]  # creel's

@@ -66,6 +66,11 @@ class Tolerance:
         """Whether bad samples are to be skipped or replaced."""
         return self.on_error != "raise"
 
+    @property
+    def remedy(self) -> str:
+        """What becomes of a bad sample, for the log."""
+        return "left out" if self.on_error == "skip" else "replaced"
+
     def check(self, dataset: object) -> None:
         """Raise ConfigError for invalid values, or a dataset whose samples nothing names."""
         check_choice("on_error", self.on_error, ("raise", "skip", "substitute"))

@@ -14,7 +14,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from creel.loader.client.claim import DIRECT
@@ -116,7 +115,7 @@ def _made(
     pinning: Pinning | None,
 ) -> Made:
     """Return the batch, with an ExceptionWrapper as a worker would send it in place of its data."""
-    task, stream = asked.task, run.stream
+    task, stream = asked.task, run.serving.stream
     if asked.stream is not stream:  # replaced since: its steps are gone
         task = task._replace(claim=DIRECT)
     try:
@@ -148,7 +147,7 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
         self._workers: list[Any] = []
         self._run = run
         pinning = self._pinning = Pinning.of(self)
-        frozen = None if run.stream is None else run.stream.binding.frozen()
+        frozen = None if run.serving.stream is None else run.serving.stream.binding.frozen()
         how: Any = {"frozen": frozen, "as_worker": True, "pinning": pinning}
         maker = partial(maker_in_process, loader, loader_state, run, **how)
         if _is_large(loader, run):
@@ -157,7 +156,7 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
             waits, count = DirectReads(allowed=False), min(self._num_workers, math.ceil(cores()))
             makers = [maker(direct=waits) for _ in range(count)]
             self._threads = ReaderThreads(makers, run, pinning)
-            run.note_workers(count)
+            run.statistics.made_by(count)
         else:
             self._here = Here(maker(), self._meter)
         self._reset(loader, first_iter=True)
@@ -165,9 +164,11 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
     @staticmethod
     def can(loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> bool:
         """Whether this iterator can make the loader's batches."""
-        if run.direct is not None:
+        if run.serving.builder is not None:
             return True
-        return run.stream is not None and loader_state.only_copies(loader, run.stream.binding)
+        return run.serving.stream is not None and loader_state.only_copies(
+            loader, run.serving.stream.binding
+        )
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:
@@ -186,9 +187,8 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
         except StopIteration:
             return
         run, i = self._run, self._pulled
-        claim = run.claim(i, index)  # may find another stream
-        task = Task(0, i, index, claim, run.slices and isinstance(index, np.ndarray))
-        asked = Asked(task, run.stream, i % self._num_workers)
+        task = run.task(i, index)  # may find another stream
+        asked = Asked(task, run.serving.stream, i % self._num_workers)
         self._queue.append(asked if self._threads is None else self._threads.read(asked))
         self._pulled += 1
 
@@ -257,9 +257,9 @@ class GatherIter(AheadIter, MultiProcessingDataLoaderIter):
 
 def _is_large(loader: DataLoader[Any], run: EpochRun) -> bool:
     """Whether batches are large enough for threads; True if a batch sampler sets their sizes."""
-    gather = None if run.stream is None else run.stream.binding.gather()
-    if run.direct is not None:
-        gather = run.direct[0]
+    gather = None if run.serving.stream is None else run.serving.stream.binding.gather()
+    if run.serving.builder is not None:
+        gather = run.serving.builder[0]
     if gather is None:
         return False
     nbytes = max(gather.nbytes, gather.batch_nbytes)

@@ -89,7 +89,7 @@ def maker_in_process(
         pinning: how batches are pinned later; batches that are bytes of the arena are then built in
             pinned memory. None: batches are not pinned.
     """
-    binding = frozen or run.binding
+    binding = frozen or run.serving.binding
     dataset: Any = loader.dataset if binding is None else binding.dataset
     collate: Any = loader.collate_fn
     seeded = None
@@ -114,8 +114,8 @@ def maker_in_process(
         memory=memory,
         waits=waits,
     )
-    if run.direct is not None:
-        gather, builds = run.direct
+    if run.serving.builder is not None:
+        gather, builds = run.serving.builder
         maker.builder = builds.batch_builder(gather, memory, as_worker)
     return maker
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.line.batches.epoch_run import EpochRun
 from creel.loader.line.batches.in_process import Here, MakerPlace, maker_in_process
@@ -15,7 +13,6 @@ from creel.loader.line.batches.state import LoaderState
 from creel.loader.line.batches.unprofiled import UnprofiledIter
 from creel.loader.making.groups.follower import ReplicaReader
 from creel.loader.making.groups.leader import Leader, LeaderReader
-from creel.loader.making.task import Task
 from creel.loader.making.transport.pinning import Pinning
 from creel.loader.torch_private import SingleProcessDataLoaderIter
 
@@ -58,11 +55,9 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
             raise
         i = self._given
         self._given = i + 1
-        run.await_daemon()
+        run.serving.await_daemon()
         try:
-            claim, stream = run.claim(i, index), run.stream
-            as_list = run.slices and isinstance(index, np.ndarray)
-            task = Task(0, i, index, claim, as_list, run.seeds(i))
+            task, stream = run.task(i, index), run.serving.stream
             made = self._place.read(task, None if stream is None else stream.session)
         except BaseException:
             run.lost(i)

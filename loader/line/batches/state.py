@@ -29,6 +29,7 @@ from creel.loader.data.user_code.protected import length
 from creel.loader.data.user_code.values import whole, wrong
 from creel.loader.line.batches.reattach import StreamSearch
 from creel.loader.line.observers.advice import Advice
+from creel.loader.line.observers.bad_sample_report import BadSampleReport
 from creel.loader.line.observers.meter import Meter
 from creel.loader.line.observers.own_files import OwnFiles
 from creel.loader.line.options.loader_args import LoaderArgs
@@ -88,8 +89,7 @@ class LoaderState:
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
         self.tolerance = Tolerance(args.on_error, args.max_bad_samples)
-        #: (number, address, reason) of bad samples that the daemon is yet to be told of.
-        self.bad_unreported: list[tuple[int, str, str]] = []
+        self.bad_samples = BadSampleReport(self.tolerance)
         self.uncounted_s = 0.0  # seconds of epochs that had no session, not even for statistics
         #: Batches, and their samples, that the daemon does not know of.
         self.uncounted: NDArray[np.int64] = np.zeros(2, np.int64)
@@ -173,7 +173,7 @@ class LoaderState:
         """Start a daemon when the loader is made, if its dataset may have objects to cache.
 
         The dataset is bound later, at its first read, because it may change in place until then. A
-        dataset whose reads must be recorded needs no daemon before they are (`EpochRun.deliver`).
+        dataset whose reads must be recorded needs no daemon before they are (`Serving.delivered`).
         """
         if self.args.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
@@ -255,7 +255,7 @@ class LoaderState:
         With `on_error` they are read one by one, since rows copied together fail together.
         """
         return (
-            self.args.on_error == "raise"
+            not self.tolerance.wanted
             and loader._auto_collation  # noqa: SLF001  torch's
             and loader.collate_fn is default_collate
             and collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn

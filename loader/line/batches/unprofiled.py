@@ -24,7 +24,7 @@ class UnprofiledIter(BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         wait = self._run.overdue
-        wait.begins()
+        wait.since = time.monotonic_ns()
         try:
             if profiler_enabled():
                 return super().__next__()

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from creel.loader.client.log_lines import with_rank
@@ -24,7 +23,6 @@ from creel.loader.making.groups.follower import Follower, ReplicaPool
 from creel.loader.making.seeding.by_sample import reads_singly
 from creel.loader.making.seeding.init_fn import init_of
 from creel.loader.making.stages import StallWarning
-from creel.loader.making.task import Task
 from creel.loader.making.transport.pinning import Lender, Pinning
 from creel.loader.making.workers.events import BatchResult, LeaderLoss, ReadyBatch
 from creel.loader.making.workers.pinner import Pinner
@@ -82,7 +80,8 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
         start = time.monotonic_ns()
         self._pool = self._new_pool(loader)
         self._tag = self._pool.tag
-        run.note_workers(len(self._pool.members), self._pool.new_counts, self._pool.readers())
+        pool = self._pool
+        run.statistics.made_by(len(pool.members), pool.new_counts, pool.readers())
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
         if pinning is not None:
@@ -117,7 +116,7 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
             init_fn=init_of(self._dataset, self._worker_init_fn),
             worker_id=0,
             num_workers=self._num_workers,
-            binding=self._run.binding,
+            binding=self._run.serving.binding,
             tolerance=self._loader_state.tolerance,
             plain=self._loader_state.collates_plainly(loader),
             wait_s=options.wait_s,
@@ -137,7 +136,7 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
             if self._pool.pinner is not None:
                 self._pool.pinner.lend(False)
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
-        late = None if first_iter else self._run.bind_late(loader)
+        late = None if first_iter else self._run.serving.bind_late(loader)
         self._run.begin(loader, self, self._moment)
         self._send_idx = 0
         self._rcvd_idx = 0
@@ -159,9 +158,9 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
 
     def _join(self) -> None:
         """Let the workers read through the session that serves this epoch, if there is one."""
-        self._ticket = self._run.ticket
-        if self._ticket is not None:
-            self._pool.join(self._ticket)
+        reads = self._reads = self._run.serving.reads
+        if reads is not None:
+            self._pool.join(reads.ticket)
 
     # --- torch's scheme ---------------------------------------------------------------------
 
@@ -233,12 +232,10 @@ class WorkerIter(AheadIter, Lender, MultiProcessingDataLoaderIter):
         worker = self._choose_worker(self._prefetch_factor * self._num_workers)
         if worker is None:
             return
-        claim = self._run.claim(self._send_idx, index)
-        if self._run.ticket is not self._ticket:
+        task = self._run.task(self._send_idx, index, self._tag)
+        if self._run.serving.reads is not self._reads:
             self._join()  # another session, after a daemon was lost
-        many = self._run.slices and isinstance(index, np.ndarray)
-        seeds = self._run.seeds(self._send_idx)
-        self._pool.task(worker, Task(self._tag, self._send_idx, index, claim, many, seeds))
+        self._pool.task(worker, task)
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from creel.errors import ConfigError
 
 if TYPE_CHECKING:  # a torch without it has no such iterator: see `MISSING`
+    from creel.loader.data.reading.bad_samples import Tolerance
     from creel.loader.torch_private import BaseDataLoaderIter
 
 
@@ -51,6 +52,29 @@ class Returned:
         if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
             raise ConfigError(f"the samples of the last batch have no numbers: {found.dtype}")
         return found.astype(np.int64)
+
+
+class PulledIndices:
+    """What the sampler yielded for an iterator's batches until they are returned.
+
+    Attributes:
+        by_batch: by the number of the batch after those skipped.
+        batched: whether a batch is made of several samples.
+    """
+
+    def __init__(self, loader: Any, tolerance: Tolerance) -> None:
+        """`tolerance`: it knows which samples are left out of their batches, or replaced."""
+        self.by_batch: dict[int, Any] = {}
+        self.batched = True
+        self._returned, self._tolerance = Returned.of(loader), tolerance
+        self._dataset = loader.dataset
+
+    def delivered(self, batch: int) -> None:
+        """Note that a batch is about to be returned."""
+        index = self.by_batch.pop(batch, None)
+        if self._tolerance.known:
+            index = self._tolerance.delivered(index, self._dataset, many=self.batched)
+        self._returned.index = index
 
 
 # --- torch's own iterators ----------------------------------------------------------------------

@@ -46,6 +46,33 @@ class BatchSeeds(NamedTuple):
     repeats: bool
 
 
+class EpochSeeds:
+    """The seeds of one iterator's epochs.
+
+    Attributes:
+        seed: of this epoch; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self._repeats = False
+
+    def begin(self, seed: int, *, repeats: bool, before: int | None = None) -> None:
+        """Begin an epoch.
+
+        Args:
+            seed: torch's base seed, or that of the epoch that is resumed.
+            repeats: whether the epoch may read a sample twice.
+            before: seed of the epoch before, if torch draws no new one for this epoch.
+        """
+        self.seed = seed if before is None else next_epoch(before)
+        self._repeats = repeats
+
+    def of(self, batch: int) -> BatchSeeds:
+        """Return the seeds of a batch by its number in the epoch."""
+        return BatchSeeds(self.seed or 0, batch, self._repeats)
+
+
 class Numbered(NamedTuple):
     """What a sampler yielded for a batch, and the seeds of the batch."""
 
