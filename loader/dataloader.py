@@ -49,15 +49,13 @@ from creel.system.limits import cores
 
 if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.line.batches.epoch_run import EpochRun
-    from creel.loader.line.batches.gather_iter import GatherIter
-    from creel.loader.line.batches.inline_iter import InlineIter
+    from creel.loader.line.batches.iterator import InlineIter, WorkerIter
     from creel.loader.line.batches.state import LoaderState, config_of, prepare_resume
     from creel.loader.line.batches.torch_iterators import (
         initialised_view,
         seeded_iterator,
         seeded_view,
     )
-    from creel.loader.line.batches.worker_iter import WorkerIter
     from creel.loader.making.groups.exchange import distributed_sampler
     from creel.loader.making.groups.replicate import check as check_replicate
     from creel.loader.making.groups.replicate import place_of
@@ -246,16 +244,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             view = seeded_view(self, self._index_sampler)
             return recording_iterator(view, partial(seeded_iterator, view), returned)
         loader_state = _state_of(self)
-        role = loader_state.role(self)
+        loader_state.role(self)  # waits for the other ranks
         if self.num_workers == 0:
             return InlineIter(self, loader_state)
         self.check_worker_number_rationality()
         run = EpochRun(loader_state, self)
-        kind = (
-            GatherIter if role is None and GatherIter.can(self, loader_state, run) else WorkerIter
-        )
         try:
-            return kind(self, loader_state, run)
+            return WorkerIter(self, loader_state, run)
         except BaseException:
             run.leave()
             raise

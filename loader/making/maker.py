@@ -22,7 +22,7 @@ from creel.loader.data.reading.bad_samples import Tolerance, Tolerant, without_s
 from creel.loader.data.reading.lease import Lease
 from creel.loader.making.seeding.by_sample import Seeded
 from creel.loader.making.stages import COLLATING, READING, WAITING, BatchTimes, busy
-from creel.loader.making.task import WHOLE, Made, Task
+from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import Collate
 from creel.loader.torch_private import DatasetKind
 
@@ -175,13 +175,15 @@ class BatchMaker(StepReader):
             gatherer = self._gatherer if same else self._gatherer_of(binding, session)
         return self.read_step(binding, session, step, ids, index, gatherer)
 
-    def made(self, task: Task, session: Session | None) -> Made:
-        """Make a batch as a worker would, of whose processor time is counted, too."""
+    def counted(
+        self, task: Task, session: Session | None
+    ) -> tuple[Any, BatchTimes, dict[str, int]]:
+        """Return a batch, its times, and what a worker would have counted."""
         cpu_ns = time.thread_time_ns()
         data = self.make(task, session)
         times = self.times(time.monotonic_ns())
         spent = {"cpu_ns": time.thread_time_ns() - cpu_ns}
-        return Made(data, times, {**self.counts, **busy(times), **spent})
+        return data, times, {**self.counts, **busy(times), **spent}
 
     def times(self, packed: int) -> BatchTimes:
         """Return the times of the last batch, or of one that raised; `packed`: when it was done."""

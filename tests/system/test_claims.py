@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import creel
-from creel.loader.line.batches.gather_iter import GatherIter
-from creel.loader.line.batches.inline_iter import InlineIter
-from creel.loader.line.batches.worker_iter import WorkerIter
+from creel.loader.making.places.here import Here
+from creel.loader.making.places.processes import WorkerPool
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -93,14 +93,14 @@ def test_a_batch_of_bytes_in_memory_passes_few_calls(files: list[str]) -> None:
     loader = creel.DataLoader(dataset, BATCH, num_workers=1)
     for _ in loader:  # the daemon reads the files
         pass
-    batches = iter(loader)
-    assert isinstance(batches, GatherIter)
+    batches: Any = iter(loader)
+    assert isinstance(batches._place, Here)
     made = [calls_of(batches) for _ in range(FILES // BATCH // 2)]
     fewest = min(made, key=lambda calls: sum(calls.values()))  # others wait, or publish a piece
     assert sum(fewest.values()) <= MOST_CALLS, fewest
 
 
-@pytest.mark.parametrize("workers, kind", [(0, InlineIter), (1, GatherIter), (1, WorkerIter)])
+@pytest.mark.parametrize("workers, kind", [(0, Here), (1, Here), (1, WorkerPool)])
 @pytest.mark.usefixtures("served")
 def test_a_batch_that_raised_leaves_nothing_behind(
     workers: int, kind: type, files: list[str]
@@ -108,9 +108,9 @@ def test_a_batch_that_raised_leaves_nothing_behind(
     data = creel.FileDataset(files, nbytes=[100] * FILES)
     for lost in files[:: 2 * BATCH]:
         Path(lost).unlink()
-    init = print if kind is WorkerIter else None
-    it = iter(creel.DataLoader(data, BATCH, num_workers=workers, worker_init_fn=init))
-    assert type(it) is kind
+    init = print if kind is WorkerPool else None
+    it: Any = iter(creel.DataLoader(data, BATCH, num_workers=workers, worker_init_fn=init))
+    assert type(it._place) is kind
     delivered = 0
     for _ in range(FILES // BATCH):
         with suppress(OSError):
@@ -118,4 +118,4 @@ def test_a_batch_that_raised_leaves_nothing_behind(
             delivered += 1
     assert next(it, None) is None
     assert delivered == FILES // BATCH // 2
-    assert not it._run.pulled.by_batch  # type: ignore[attr-defined]  # creel's
+    assert not it._run.pulled.by_batch

@@ -76,7 +76,7 @@ def test_every_batch_has_its_row_and_waits_sum_to_the_stalls(
     workers: int, large: bool, files: list[str], daemon: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`large`: batches of bytes, which threads copy if there are workers."""
-    monkeypatch.setattr("creel.loader.line.batches.gather_iter.INLINE_NBYTES", 1)
+    monkeypatch.setattr("creel.loader.line.batches.places.INLINE_NBYTES", 1)
     kind: dict[str, Any] = {"nbytes": [NBYTES] * FILES} if large else {"decode": decode}
     dataset = creel.FileDataset(files, **kind)
     how: dict[str, Any] = {} if large else {"collate_fn": collate}

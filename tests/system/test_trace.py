@@ -127,7 +127,7 @@ def fed(events: Sequence[dict[str, Any]]) -> float:
 def test_bytes_that_threads_copy_are_traced_too(
     files: list[str], daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("creel.loader.line.batches.gather_iter.INLINE_NBYTES", 1)
+    monkeypatch.setattr("creel.loader.line.batches.places.INLINE_NBYTES", 1)
     loader = creel.DataLoader(
         creel.FileDataset(files, nbytes=[NBYTES] * FILES), BATCH, shuffle=True, num_workers=3
     )

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from creel.loader.data.decoded.keeping import Keeping
-    from creel.loader.making.workers.pool import Slots
+    from creel.loader.making.places.processes import Slots
 
 _log = logging.getLogger("creel.loader")
 
