@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.loader.data.binding.gather import Gatherer, StepReader
+from creel.loader.data.binding.gather import Gatherer
 from creel.loader.data.decoded import worth
 from creel.loader.data.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.data.reading.lease import Lease
@@ -37,6 +37,8 @@ class StageClock:
 
     An object of its own: a maker whose collation referred to the maker would not be freed at once.
     """
+
+    shows = False  # whether `enter` shows the stage to others
 
     def __init__(self) -> None:
         self.began = self.ready = self.collating = 0
@@ -60,7 +62,7 @@ class Waits:
         """Learn from a batch that was read under this lease."""
 
 
-class BatchMaker(StepReader):
+class BatchMaker:
     """Makes batches of one dataset for one thread.
 
     Attributes:
@@ -153,7 +155,9 @@ class BatchMaker(StepReader):
             session: of the task's claim; None: there is none.
         """
         clock = self.clock
-        clock.began = clock.ready = clock.enter(READING)
+        clock.began = clock.ready = time.monotonic_ns()
+        if clock.shows:
+            clock.enter(READING)
         clock.collating = 0  # until collation begins: reading may fail before
         self._lost, self._direct_ns, self.counts = False, 0, {}
         self._as_list = task.as_list
@@ -162,18 +166,42 @@ class BatchMaker(StepReader):
         if self.builder is not None and (batch := self.builder.batch(task.index)) is not None:
             self.clock.ready = self.clock.collating = self.clock.enter(COLLATING)
             return batch
-        binding, index, (step, ids) = self.binding, task.index, task.claim
+        binding, index, step = self.binding, task.index, task.claim.step
         if binding is None:
             return self.fetcher.fetch(index.tolist() if task.as_list else index)
-        if session is None:
+        if session is None or step < 0:
             return self.fetch(index, Lease())
-        if step >= 0 and self._live and not binding.still(np.atleast_1d(np.asarray(index))):
-            step = -1
+        if self._live and not binding.still(np.atleast_1d(np.asarray(index))):
+            return self.fetch(index, Lease())
+        return self._read_step(binding, session, task)
+
+    def _read_step(self, binding: Binding, session: Session, task: Task) -> Any:
+        """Return a batch as rows of the arena, or read it sample by sample, there or directly."""
+        clock, index, (step, ids) = self.clock, task.index, task.claim
         gatherer = None
-        if step >= 0 and task.part == WHOLE:
+        if task.part == WHOLE:
             same = self._fixed and self._gatherer_session is session
             gatherer = self._gatherer if same else self._gatherer_of(binding, session)
-        return self.read_step(binding, session, step, ids, index, gatherer)
+        stamp = session.hold(step)
+        if stamp < 0 and self._wait_for(session, step, ids):
+            stamp = session.hold(step)
+        if stamp >= 0 and gatherer is not None:
+            if not gatherer.per_sample:  # copying rows counts as collation if they are the batch
+                clock.collating = time.monotonic_ns()
+                if clock.shows:
+                    clock.enter(COLLATING)
+            indices = np.asarray(index, np.int64)
+            rows = gatherer.rows(ids, indices)
+            held = session.held(step, stamp)
+            if held and rows is not None:
+                if gatherer.per_sample:
+                    return gatherer.decoded(rows, indices)
+                return gatherer.gather.collate(rows, indices, gatherer.memory)
+            clock.enter(READING)  # sample by sample
+            clock.collating = 0
+            stamp = stamp if held else -1
+        lease = Lease() if stamp < 0 else binding.reading(session, step, ids, stamp)
+        return self.fetch(index, lease)
 
     def counted(
         self, task: Task, session: Session | None
@@ -211,7 +239,7 @@ class BatchMaker(StepReader):
             return True
         return not self._fixed and gather is not None and not binding.gathers(gather)
 
-    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
+    def _wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
         """Wait until a step's objects are pinned; on False the location table may be outdated."""
         self.clock.enter(WAITING)
         ready = self._waits.wait(session, step, ids)
@@ -234,16 +262,6 @@ class BatchMaker(StepReader):
                 **worth.counts(lease),
             }
             self._waits.saw(lease)
-
-    def copying(self, *, decodes: bool) -> None:
-        """Note that rows are being copied, which counts as collation if a batch is made of them."""
-        if not decodes:
-            self.clock.collating = self.clock.enter(COLLATING)
-
-    def not_copied(self) -> None:
-        """Note that copying gave no batch: samples are read one by one."""
-        self.clock.enter(READING)
-        self.clock.collating = 0
 
 
 def _timed(collate: Collate, clock: StageClock) -> Collate:

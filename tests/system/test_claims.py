@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 FILES, BATCH = 64, 4
 ROOT = Path(creel.__file__).resolve().parents[2]
 FOLDERS = tuple(f"{ROOT}/{folder}/" for folder in ("cache", "loader", "policies", "src"))
-#: Most calls of creel's functions while a batch of bytes is taken from memory (45, two of them for
-#: a wait that is not over). Each costs training 50 to 100 ns, and a reader of the code a jump.
-MOST_CALLS = 45
+#: Most calls of creel's functions while a batch of bytes is taken from memory. Each costs training
+#: 50 to 100 ns, and a reader of the code a jump.
+MOST_CALLS = 32
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from creel.loader.data.reading.bad_samples import BadSample
 from creel.loader.line.batches.serving import Serving
 from creel.loader.line.observers.last_indices import PulledIndices
 from creel.loader.line.observers.overdue import Awaited, Overdue
-from creel.loader.line.observers.statistics import Statistics, record
+from creel.loader.line.observers.statistics import Statistics
 from creel.loader.line.observers.watch import watch
 from creel.loader.line.order.epoch_order import (
     PROGRESS_VERSION,
@@ -30,7 +30,6 @@ from creel.loader.line.order.epoch_order import (
 from creel.loader.line.order.samplers import take_over
 from creel.loader.line.steps.batch_stream import samples_in, try_predict
 from creel.loader.making.seeding.by_sample import EpochSeeds
-from creel.loader.making.stages import BatchTimes
 from creel.loader.making.task import Task
 from creel.loader.making.workers.kernel_waits import this_thread
 from creel.loader.torch_private import BaseDataLoaderIter
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from creel.loader.line.batches.state import LoaderState
+    from creel.loader.making.places.made import Made
 
 #: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
 #: Epochs that need the daemon for these alone look for it only after that time in all.
@@ -153,41 +153,31 @@ class EpochRun:
         seeds = None if self._seeds is None else self._seeds.of(batch)
         return Task(tag, i, index, claim, as_list, seeds)
 
-    def done(self, i: int) -> None:
-        """Record that all batches below the i-th after those skipped have arrived."""
-        serving = self.serving
-        if serving.reads is not None:
-            serving.reads.done(self.skipped + i)
-            if not serving.published_ahead:
-                serving.publish_ahead(self.order)
-
     def note_bad(self, samples: Sequence[BadSample]) -> None:
         """Report bad samples in the log and to the daemon (`creel stats`)."""
         if samples:
             self._state.bad_samples.add(samples, self.serving.binding, self.serving.stream)
 
-    def deliver(
-        self, i: int, times: BatchTimes, worker: int = -1, batch: int | None = None
-    ) -> None:
+    def deliver(self, i: int, made: Made) -> None:
         """Tell of a batch about to be returned, before the i-th after those skipped.
 
         A batch that raised counts as read if training goes on, and is read again if training stops
         there.
 
-        Args:
-            times: of the batch.
-            worker: who made it, see `BatchRow`; -1: the trainer.
-            batch: its number after those skipped, if batches are not returned in order.
         """
         meter, stream = self._state.meter, self.serving.stream
         meter["batches"] += 1
-        self.pulled.delivered(i - 1 if batch is None else batch)
+        pulled = self.pulled
+        index = pulled.by_batch.pop(made.batch, None)
+        pulled.returned.index = pulled.good(index) if self._state.tolerance.known else index
         self.delivered = self.skipped + i
         if self.paced and self.order is not None:
             self.order.delivered(self.delivered)
+        if not self.serving.published_ahead:
+            self.serving.publish_ahead(self.order)
         now_ns = time.monotonic_ns()
         if stream is not None:
-            record(stream, meter, times, worker, now_ns)
+            meter.record(stream.session.words.log, made.times, made.worker, now_ns)
         since = now_ns / 1e9 - COUNT_S
         due = since >= self.statistics.counted_at
         if due:

@@ -57,12 +57,15 @@ class Batches(Lender, BaseDataLoaderIter):
 
     _place: Place  # unset until batches can be made
     _shutdown = False
+    _stopped = False  # whether some or all workers make no more batches
 
     def _open(self, loader: DataLoader[Any], state: LoaderState, run: EpochRun, ahead: int) -> None:
         """Begin to make batches, up to `ahead` of them ahead of use."""
         self._state, self._run, self._meter = state, run, state.meter
         self._ahead, self._in_order = ahead, loader.in_order
+        self._tolerant = state.tolerance.wanted
         self._reads: BatchStream | None = None
+        run.serving.waits = not ahead
         self._warn_after_s = state.config.loader.hung_s
         self._warned: object = None  # the batch of which `_warn` has told
         start = time.monotonic_ns()
@@ -115,33 +118,18 @@ class Batches(Lender, BaseDataLoaderIter):
             self._num_yielded += 1
             return data
         finally:
-            wait.ends()
-
-    def _next_index(self) -> Any:
-        """Pull the sampler, as torch does, and count the time.
-
-        Raises:
-            StopIteration: the epoch has no more batches.
-        """
-        start = time.monotonic_ns()
-        try:
-            return super()._next_index()  # type: ignore[no-untyped-call]  # torch's
-        finally:
-            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
+            wait.since = 0
+            if wait.told is not None:
+                wait.ends()
 
     def _next_data(self) -> Any:  # type: ignore[override]  # torch's never returns
-        if not self._ahead:
-            self._ask_when_taken()
-        elif self._withheld:
-            self._request_withheld()
-        if not self._find_next():
-            self._run.finished = True
-            if not self._persistent_workers:
-                self._shutdown_workers()
-            raise StopIteration
-        if self._shutdown:
-            raise AssertionError("Invalid iterator state: shutdown when fetching next data")
         try:
+            if not self._ahead:
+                self._try_put_index()
+            elif self._withheld:
+                self._request_withheld()
+            if self._stopped or self._rcvd_idx not in self._task_info:
+                self._find_next()
             made = self._taken() if self._here is None else self._here.receive(0.0)
         except BaseException:
             if not self._ahead:
@@ -151,6 +139,26 @@ class Batches(Lender, BaseDataLoaderIter):
         if made.batch == self._rcvd_idx:
             self._rcvd_idx += 1
         return self._process_data(made)
+
+    def _find_next(self) -> None:
+        """Advance to the next batch that has arrived or will.
+
+        Raises:
+            StopIteration: all were returned.
+            AssertionError: the workers were ended; as torch.
+        """
+        while self._rcvd_idx < self._send_idx:
+            info = self._task_info.get(self._rcvd_idx)
+            if info is not None and (len(info) == 2 or self._workers_status[info[0]]):
+                if self._shutdown and len(info) == 1:
+                    raise AssertionError("Invalid iterator state: shutdown when fetching next data")
+                return
+            self._task_info.pop(self._rcvd_idx, None)
+            self._rcvd_idx += 1
+        self._run.finished = True
+        if not self._persistent_workers:
+            self._shutdown_workers()
+        raise StopIteration
 
     def _taken(self) -> Made:
         """Wait for the batch that is to be returned next."""
@@ -175,62 +183,44 @@ class Batches(Lender, BaseDataLoaderIter):
                 f" forked process {os.getpid()}: create a new one with iter(loader)"
             )
 
-    def _find_next(self) -> bool:
-        """Advance to the next batch that has arrived or will; False at the end of the epoch."""
-        while self._rcvd_idx < self._send_idx:
-            info = self._task_info.get(self._rcvd_idx)
-            if info is not None:
-                if len(info) == 2 or self._workers_status[info[0]]:
-                    return True
-                del self._task_info[self._rcvd_idx]
-            self._rcvd_idx += 1
-        return False
-
     def _process_data(self, made: Made) -> Any:  # type: ignore[override]  # as torch's
         run, place = self._run, self._place
-        run.done(self._rcvd_idx)
+        if (reads := run.serving.reads) is not None:
+            reads.done(run.skipped + self._rcvd_idx)
         try:
-            if self._ahead:
+            if self._ahead and not run.paced:
+                self._try_put_index()
+            elif self._ahead:
                 self._request()
         except BaseException:  # raised by the sampler: as in torch, this batch is lost
             run.lost(made.batch)
             place.discard(made)
             raise
         data = place.open(made) if self._here is None else made.data
-        if self._state.tolerance.wanted:
+        if self._tolerant:
             self._note_bad()
         if isinstance(data, ExceptionWrapper):
             run.lost(made.batch)
             raise_failure(data)
         if made.counts:
             self._meter.add(made.counts)
-        run.deliver(self._rcvd_idx, made.times, made.worker, made.batch)
+        run.deliver(self._rcvd_idx, made)
         self._lent = made.lent
         return data
 
     def _lose(self, idx: int) -> None:
         """Leave out a batch that raised: without workers it is not made again, as in torch."""
+        if idx not in self._run.pulled.by_batch:  # it was the sampler that raised
+            return
         self._task_info.pop(idx, None)
         self._send_idx = self._rcvd_idx = idx + 1
-        self._run.lost(idx)
-        self._run.done(idx + 1)
+        run = self._run
+        run.lost(idx)
+        if (reads := run.serving.reads) is not None:
+            reads.done(run.skipped + idx + 1)
         self._note_bad()
 
     # --- asking for batches -----------------------------------------------------------------
-
-    def _ask_when_taken(self) -> None:
-        """Pull the sampler, and ask for that batch, if there is one more."""
-        try:
-            index = self._next_index()
-        except StopIteration:
-            return
-        idx = self._send_idx
-        try:
-            self._run.serving.await_daemon()
-            self._put(index)
-        except BaseException:
-            self._lose(idx)
-            raise
 
     def _request(self) -> None:
         """Ask for one more batch if its data has arrived."""
@@ -246,22 +236,22 @@ class Batches(Lender, BaseDataLoaderIter):
             self._withheld -= 1
 
     def _try_put_index(self) -> None:
+        """Pull the sampler, and ask for that batch of the worker whose turn it is."""
+        start = time.monotonic_ns()
         try:
-            index = self._next_index()
+            index = self._next_index()  # type: ignore[no-untyped-call]  # torch's
         except StopIteration:
             return
-        self._put(index)
-
-    def _put(self, index: Any) -> None:
-        """Ask for a batch of the worker whose turn it is."""
+        finally:
+            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
         worker = next(self._worker_queue_idx_cycle)
         if not (self._in_order and self._workers_status[worker]):
             worker = self._free_worker(worker)
             if worker < 0:
                 return
-        idx = self._send_idx
-        task = self._run.task(idx, index, self._tag)
-        if self._run.serving.reads is not self._reads:
+        idx, run = self._send_idx, self._run
+        task = run.task(idx, index, self._tag)
+        if run.serving.reads is not self._reads:
             self._join()  # another session, after a daemon was lost
         self._place.task(worker, task)
         self._task_info[idx] = (worker,)
@@ -295,15 +285,16 @@ class Batches(Lender, BaseDataLoaderIter):
 
     def _await(self, since: int) -> Made:
         """Call `_get_data`; on failure count the wait since `since` (monotonic ns)."""
+        worker = self._task_info[self._rcvd_idx][0]
         try:
-            return self._get_data()
+            return self._get_data(worker)
         except RuntimeError:
-            stage = self._place.stage(self._holder())[0]
+            stage = self._place.stage(self._place.holder(worker, self._rcvd_idx))[0]
             self._meter.gave_up(stage, time.monotonic_ns() - since)
             raise
 
-    def _get_data(self) -> Made:
-        """Return the next batch of this epoch, whatever its number.
+    def _get_data(self, worker: int) -> Made:
+        """Return the next batch of this epoch, whatever its number; one is awaited of `worker`.
 
         Raises:
             RuntimeError: none came within `timeout`, or a worker died; with torch's message.
@@ -324,17 +315,14 @@ class Batches(Lender, BaseDataLoaderIter):
             elif event is None and self._timeout > 0:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
             elif event is None:
-                self._warn(self._holder(), time.monotonic() - start)
-
-    def _holder(self) -> int:
-        """Return the worker that has the batch which is waited for."""
-        return self._place.holder(self._task_info[self._rcvd_idx][0], self._rcvd_idx)
+                self._warn(place.holder(worker, self._rcvd_idx), time.monotonic() - start)
 
     def _raise_if_dead(self) -> None:
         members, status = self._place.members, self._workers_status
         dead = [(i, members[i].process) for i in self._place.lost() if status[i]]
         if not dead:
             return
+        self._stopped = True
         for worker, _ in dead:
             status[worker] = False
         if self._place.shared:  # nobody makes the batches that are left
@@ -371,7 +359,7 @@ class Batches(Lender, BaseDataLoaderIter):
             return
         if self._shutdown or "_place" not in self.__dict__:
             return
-        self._shutdown = True
+        self._shutdown = self._stopped = True
         if self._foreign():
             return
         self._run.leave()

@@ -29,6 +29,7 @@ class Serving:
         search: for another daemon, after this node's has ended; None: there is none.
         builder: how this process builds batches from files, and the dataset that does; None: it
             does not.
+        waits: whether nothing is made ahead of use, while training could go on.
         published_ahead: whether the epochs after this one are published, as far as they are known.
     """
 
@@ -46,6 +47,7 @@ class Serving:
         if binding is not None and self._page_cached:
             self.builder = state.direct_in(loader, binding)
         self.search: StreamSearch | None = None
+        self.waits = False
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
         self._unknown: list[Wrapped] = []  # recorded wrapped datasets; no daemon needed yet
         self.published_ahead = False
@@ -89,8 +91,8 @@ class Serving:
             self.stream.close()
             self.stream = None
         self._find_stream(loader, counts=counts)
-        self.published_ahead = False
         self._set_reads()
+        self.published_ahead = self.reads is None
 
     def _find_stream(self, loader: DataLoader[Any], *, counts: bool) -> None:
         state, binding = self._state, self.binding
@@ -121,25 +123,21 @@ class Serving:
 
     # --- batches ------------------------------------------------------------------------------
 
-    def await_daemon(self) -> None:
-        """Wait a moment for another daemon, if this node's has ended and was one of a cluster.
-
-        What would be read directly until then lies on other nodes, and in step with this rank they
-        all would wait for the source.
-        """
-        reads = self.reads
-        if self.search is not None and reads is not None and reads.session.client.cluster:
-            self._state.meter["stall_daemon_ns"] += self.search.wait()
-
     def reattach(self, order: EpochOrder | None, batch: int) -> None:
         """Let another daemon serve from this batch on, once one is found.
 
         Earlier batches that are still being read are read directly: their steps belong to the lost
-        session.
+        session. If this node's daemon was one of a cluster, what would be read directly lies on
+        other nodes, and in step with this rank they all would wait for the source: a loader that
+        `waits` does so for a moment.
         """
-        search = self.search
-        stream = None if search is None or order is None else search.take()
-        if stream is None or order is None:
+        search, reads = self.search, self.reads
+        if search is None or order is None:
+            return
+        if self.waits and reads is not None and reads.session.client.cluster:
+            self._state.meter["stall_daemon_ns"] += search.wait()
+        stream = search.take()
+        if stream is None:
             return
         self.search = None
         if self.stream is not None:

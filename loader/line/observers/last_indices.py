@@ -60,21 +60,19 @@ class PulledIndices:
     Attributes:
         by_batch: by the number of the batch after those skipped.
         batched: whether a batch is made of several samples.
+        returned: the loader's.
     """
 
     def __init__(self, loader: Any, tolerance: Tolerance) -> None:
         """`tolerance`: it knows which samples are left out of their batches, or replaced."""
         self.by_batch: dict[int, Any] = {}
         self.batched = True
-        self._returned, self._tolerance = Returned.of(loader), tolerance
-        self._dataset = loader.dataset
+        self.returned = Returned.of(loader)
+        self._dataset, self._tolerance = loader.dataset, tolerance
 
-    def delivered(self, batch: int) -> None:
-        """Note that a batch is about to be returned."""
-        index = self.by_batch.pop(batch, None)
-        if self._tolerance.known:
-            index = self._tolerance.delivered(index, self._dataset, many=self.batched)
-        self._returned.index = index
+    def good(self, index: Any) -> Any:
+        """Return the samples that a batch has, of what the sampler yielded for it."""
+        return self._tolerance.delivered(index, self._dataset, many=self.batched)
 
 
 # --- torch's own iterators ----------------------------------------------------------------------

@@ -62,7 +62,8 @@ class Overdue:
     """The present wait of one iterator; its thread calls all but `look`.
 
     Attributes:
-        since: when it began, monotonic ns; 0: the iterator does not wait. It ends with `ends`.
+        since: when it began, monotonic ns; 0: the iterator does not wait.
+        told: which session knows of it; None: none does. If one does, the wait ends with `ends`.
     """
 
     every_s = 0.5
@@ -71,7 +72,7 @@ class Overdue:
         """`awaited`: a method of the iterator's run, which this does not keep alive."""
         self._awaited = weakref.WeakMethod(awaited)
         self.since = 0
-        self._told: BatchStream | None = None  # which session knows of the present wait
+        self.told: BatchStream | None = None
         self._counted = 0  # until when it was counted, ns
         #: ns by cause that were counted before the wait was over.
         self._ahead = dict.fromkeys(CAUSES, 0)
@@ -80,10 +81,10 @@ class Overdue:
     def ends(self) -> None:
         """End the wait: the batch is there, or will not come."""
         self.since = 0
-        if self._told is not None:
+        if self.told is not None:
             with self._lock:
-                self._told.session.words.set_overdue(0)
-                self._told = None
+                self.told.session.words.set_overdue(0)
+                self.told = None
 
     def look(self) -> None:
         """Count a wait that is too long, and tell the daemon of it; called by the thread."""
@@ -99,9 +100,9 @@ class Overdue:
             return  # the wait may be for the daemon itself, which tells nobody of it now
         cause, path = awaited.cause()
         with self._lock:
-            self._told = stream
+            self.told = stream
             if self.since != since:  # it has just ended
-                self._told = None
+                self.told = None
                 return
             words = stream.session.words
             words.set_overdue(since, cause, path)

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from creel.loader.making.stages import BatchTimes, recorded_moments
-
 if TYPE_CHECKING:
     from creel.loader.line.batches.state import LoaderState
-    from creel.loader.line.observers.meter import Meter
     from creel.loader.line.observers.overdue import Overdue
     from creel.loader.line.steps.batch_stream import BatchStream
     from creel.loader.making.workers.kernel_waits import Reader
@@ -84,20 +81,3 @@ class Statistics:
         self._state.own_files.ends()
         self.count(stream, delivered)
         self._new_counts = None
-
-
-def record(
-    stream: BatchStream, meter: Meter, times: BatchTimes, worker: int, delivered_ns: int
-) -> None:
-    """Write a batch into the session's flight recorder; for the arguments see `deliver`."""
-    log = stream.session.words.log
-    source, decode, collate, daemon, sampler = meter.new_stalls()
-    if worker < 0:  # all that the trainer did for it counts as waiting, without gaps
-        collating = delivered_ns - collate
-        ready = collating - decode
-        began = ready - source - daemon
-        times_of = began, ready, collating, delivered_ns
-        log.add(*times_of, began - sampler, delivered_ns, worker)
-    else:
-        waited = source + decode + collate + daemon + sampler
-        log.add(*recorded_moments(times), delivered_ns - waited, delivered_ns, worker)

@@ -160,6 +160,8 @@ class _Inlet:
 class _WorkerClock(StageClock):
     """Shows the stages of the task that a worker has in its shared words."""
 
+    shows = True
+
     def __init__(self, row: memoryview) -> None:
         super().__init__()
         self.row = row
