@@ -22,7 +22,7 @@ from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.client.cluster.ranks import rank_and_world, ranks_here
 from creel.loader.client.log_lines import with_rank
-from creel.loader.data.reading.bad_samples import OnError, Tolerance
+from creel.loader.data.reading.bad_samples import OnError
 from creel.loader.data.rehearsed import Rehearsed, length_of
 from creel.loader.data.user_code.protected import attribute
 from creel.loader.data.user_code.values import check_choice, shown, whole, wrong
@@ -40,7 +40,7 @@ from creel.loader.line.options.loader_args import (
     take_name,
     without_taken,
 )
-from creel.loader.line.order.epoch_order import Progress, not_begun, rehearsed_batches
+from creel.loader.line.order.epoch_order import Progress, may_repeat, not_begun, rehearsed_batches
 from creel.loader.line.order.rehearsing import RehearsedBatches
 from creel.loader.notebook import cell
 from creel.loader.torch_private import MISSING
@@ -51,14 +51,14 @@ if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.line.batches.epoch_run import EpochRun
     from creel.loader.line.batches.iterator import InlineIter, WorkerIter
     from creel.loader.line.batches.state import LoaderState, config_of, prepare_resume
-    from creel.loader.line.batches.torch_iterators import (
+    from creel.loader.making.groups.exchange import distributed_sampler
+    from creel.loader.making.groups.replicate import check as check_replicate
+    from creel.loader.making.groups.replicate import place_of
+    from creel.loader.making.seeding.torch_iterators import (
         initialised_view,
         seeded_iterator,
         seeded_view,
     )
-    from creel.loader.making.groups.exchange import distributed_sampler
-    from creel.loader.making.groups.replicate import check as check_replicate
-    from creel.loader.making.groups.replicate import place_of
     from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             if args_of(self).seeding is None:
                 view = initialised_view(self)
                 return recording_iterator(view, super(DataLoader, view)._get_iterator, returned)
-            view = seeded_view(self, self._index_sampler)
+            view = seeded_view(self, repeats=may_repeat(self._index_sampler))
             return recording_iterator(view, partial(seeded_iterator, view), returned)
         loader_state = _state_of(self)
         loader_state.role(self)  # waits for the other ranks
@@ -419,7 +419,7 @@ def checked(args: LoaderArgs, dataset: object) -> LoaderArgs:
     check_choice("remap", args.remap, ("global-batch", None))
     check_choice("seeding", args.seeding, ("sample", None))
     check_choice("workers", args.workers, ("own", "shared"))
-    Tolerance(args.on_error, args.max_bad_samples).check(dataset)
+    args.tolerance().check(dataset)
     iterable = isinstance(dataset, IterableDataset)
     if args.remap is not None and iterable:
         raise ConfigError(

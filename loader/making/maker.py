@@ -2,8 +2,7 @@
 
 One maker serves one thread: the trainer's, one that copies rows, or a worker's. A batch is built
 from rows of the arena if that needs no user code, else sample by sample, from the arena or
-directly. What is done besides stands in stages around the dataset and its collation: seeds per
-sample, bad samples, times.
+directly. What options ask for besides is done by stages around the dataset and its collation.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from numpy.typing import NDArray
 
 from creel.loader.data.binding.gather import Gatherer
 from creel.loader.data.decoded import worth
-from creel.loader.data.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.data.reading.lease import Lease
-from creel.loader.making.seeding.by_sample import Seeded
+from creel.loader.making.stage import Stage
 from creel.loader.making.stages import COLLATING, READING, WAITING, BatchTimes, busy
 from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import Collate
@@ -78,14 +76,14 @@ class BatchMaker:
         collate: Collate,
         *,
         torch_flags: tuple[bool, bool],
-        tolerance: Tolerance,
-        seeded: Seeded | None,
+        stages: Sequence[Stage],
         binding: Binding | None,
         plain: bool,
         live: bool,
         memory: Callable[[int], torch.Tensor],
         waits: Waits,
         clock: StageClock | None = None,
+        into: Callable[[Collate], Collate] = lambda collate: collate,
     ) -> None:
         """Make a maker.
 
@@ -93,19 +91,18 @@ class BatchMaker:
             dataset: the person's, or a copy of it.
             collate: the person's, or what does the same.
             torch_flags: whether batches are collated, and whether the last one may be short.
-            tolerance: what is done with bad samples.
-            seeded: seeds each sample by its number; None: nothing is seeded.
+            stages: what is done around these, the first one nearest to them.
             plain: a batch is default_collate of all its samples.
             live: the dataset is the person's own, who may change it between two batches.
             memory: returns (nbytes,) uint8 to build a batch in.
             waits: how long to wait for the daemon.
+            into: returns what collates into the maker's own memory.
         """
         self.clock = clock or StageClock()
         self.counts: dict[str, int] = {}
         self.binding = binding
-        self.seeded = seeded
-        self._torch_flags = torch_flags
-        self._tolerance = tolerance
+        self.stages = stages
+        self._torch_flags, self._into = torch_flags, into
         self._plain, self._live = plain, live
         self._memory, self._waits = memory, waits
         self._lost, self._direct_ns, self._as_list = False, 0, False
@@ -120,17 +117,14 @@ class BatchMaker:
 
     def stage(self, dataset: Any, collate: Collate) -> None:
         """Put the stages around a dataset and its collation."""
-        auto_collation, drop_last = self._torch_flags
-        if self.seeded is not None:
-            self.seeded.dataset = dataset
-        collate = _timed(collate, self.clock)
-        if self._tolerance.wanted:
-            dataset = Tolerant(dataset, self._tolerance, reads=self.seeded)
-            collate = without_skipped(collate) if auto_collation else collate
-        elif self.seeded is not None:
-            dataset = self.seeded
+        own, (batched, drop_last) = dataset, self._torch_flags
+        for stage in self.stages:
+            dataset, collate = stage.inside(dataset, collate)
+        collate = _timed(self._into(collate), self.clock)
+        for stage in self.stages:
+            dataset, collate = stage.outside(own, dataset, collate, batched=batched)
         self.fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
-            DatasetKind.Map, dataset, auto_collation, collate, drop_last
+            DatasetKind.Map, dataset, batched, collate, drop_last
         )
         self.inspect()
 
@@ -143,8 +137,8 @@ class BatchMaker:
         if self._live:
             self._labels = self.binding.labels()
         gather = self.binding.gather() if self._plain else None
-        if gather is None or not (gather.has_code and self.seeded is not None):
-            self._gather = gather  # else samples are seeded one by one
+        if gather is not None and all(stage.gathers(gather) for stage in self.stages):
+            self._gather = gather
         # Nobody changes a copy whose batches need no user code.
         self._fixed = not (self._live or (gather is not None and gather.has_code))
 
@@ -161,8 +155,9 @@ class BatchMaker:
         clock.collating = 0  # until collation begins: reading may fail before
         self._lost, self._direct_ns, self.counts = False, 0, {}
         self._as_list = task.as_list
-        if self.seeded is not None and task.seeds is not None:
-            self.seeded.begin(task.seeds, task.first)
+        if task.seeds is not None:
+            for stage in self.stages:
+                stage.begin(task)
         if self.builder is not None and (batch := self.builder.batch(task.index)) is not None:
             self.clock.ready = self.clock.collating = self.clock.enter(COLLATING)
             return batch

@@ -8,10 +8,23 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from creel.loader.client.claim import Claim
-from creel.loader.making.seeding.by_sample import BatchSeeds
 
 #: In place of the number of a part: the whole batch.
 WHOLE = -1
+
+
+class BatchSeeds(NamedTuple):
+    """What the seeds of a batch's samples come from, beside their numbers.
+
+    Attributes:
+        epoch: seed of the epoch.
+        batch: its number in the epoch.
+        repeats: whether the epoch may read a sample twice, which then differs.
+    """
+
+    epoch: int
+    batch: int
+    repeats: bool
 
 
 class Task(NamedTuple):

@@ -139,10 +139,9 @@ class Tolerance:
 class Tolerant(Dataset[Any]):
     """A dataset whose bad samples are left out or replaced."""
 
-    def __init__(self, dataset: Any, tolerance: Tolerance, reads: Any = None) -> None:
-        """`reads`: what samples are taken from, if it is a `Seeded` around the dataset."""
-        self._dataset = dataset
-        self._reads = dataset if reads is None else reads
+    def __init__(self, dataset: Any, tolerance: Tolerance, reads: Any) -> None:
+        """`reads`: what samples are taken from: the dataset, or a `Seeded` around it."""
+        self._dataset, self._reads = dataset, reads
         self._tolerance = tolerance
         self._good: Any = None  # the sample that was read last
 

@@ -29,7 +29,6 @@ from creel.loader.line.order.epoch_order import (
 )
 from creel.loader.line.order.samplers import take_over
 from creel.loader.line.steps.batch_stream import samples_in, try_predict
-from creel.loader.making.seeding.by_sample import EpochSeeds
 from creel.loader.making.task import Task
 from creel.loader.making.workers.kernel_waits import this_thread
 from creel.loader.torch_private import BaseDataLoaderIter
@@ -72,7 +71,7 @@ class EpochRun:
         self.epoch = self.skipped = self.delivered = 0
         self.finished = self.paced = False
         self._slices = False  # whether the order yields arrays in place of lists of ints
-        self._seeds = None if state.args.seeding is None else EpochSeeds()
+        self._seeds = state.args.seeds()
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""

@@ -13,6 +13,7 @@ import torch
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.stores.retry import public
 from creel.loader.client.log_lines import with_rank
+from creel.loader.data.binding.tree import reads_singly
 from creel.loader.making.groups.follower import Follower, ReplicaPool
 from creel.loader.making.groups.leader import Tee
 from creel.loader.making.maker import BatchMaker, Waits
@@ -20,10 +21,9 @@ from creel.loader.making.places.here import Here
 from creel.loader.making.places.processes import WorkerPool
 from creel.loader.making.places.shared_processes import SharedPool
 from creel.loader.making.places.threads import Threads
-from creel.loader.making.seeding.by_sample import Seeded, reads_singly
-from creel.loader.making.seeding.init_fn import init_of
 from creel.loader.making.stages import StallWarning
 from creel.loader.making.transport.pinning import Pinning, pinned
+from creel.loader.making.workers.init_fn import init_of
 from creel.loader.making.workers.worker import WorkerArgs
 from creel.policies.direct import DirectReads
 from creel.system.limits import cores
@@ -164,7 +164,7 @@ def _processes(
         plain=plain,
         wait_s=options.wait_s,
         slots=options.slots,
-        seeded=state.args.seeding is not None,
+        stages=state.args.stages(state.tolerance),
     )
     context: Any = loader.multiprocessing_context or torch.multiprocessing
     spare, state.spare = state.spare, ()
@@ -197,11 +197,6 @@ def maker_in_process(
     """
     binding = frozen or serving.binding
     dataset: Any = loader.dataset if binding is None else binding.dataset
-    collate: Any = loader.collate_fn
-    seeded = None
-    if state.args.seeding is not None and not as_worker:
-        seeded = Seeded(dataset)
-        collate = seeded.collating(collate)
     memory = state.buffers.take
     if pinning is not None and pinning.for_cuda():
         memory = pinned
@@ -210,10 +205,9 @@ def maker_in_process(
         waits = TrainerWaits(state, direct or state.direct, binding)
     maker = BatchMaker(
         dataset,
-        collate,
+        loader.collate_fn,
         torch_flags=(loader._auto_collation, loader.drop_last),  # noqa: SLF001  torch's
-        tolerance=state.tolerance,
-        seeded=seeded,
+        stages=() if as_worker else state.args.stages(state.tolerance),
         binding=binding,
         plain=state.collates_plainly(loader),
         live=not as_worker,

@@ -24,7 +24,6 @@ from creel.loader.data.binding.wrapped import configure, recording
 from creel.loader.data.buffers import BufferPool
 from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.reading import storage
-from creel.loader.data.reading.bad_samples import Tolerance
 from creel.loader.data.user_code.protected import length
 from creel.loader.data.user_code.values import whole, wrong
 from creel.loader.line.batches.reattach import StreamSearch
@@ -88,7 +87,7 @@ class LoaderState:
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
-        self.tolerance = Tolerance(args.on_error, args.max_bad_samples)
+        self.tolerance = args.tolerance()
         self.bad_samples = BadSampleReport(self.tolerance)
         self.uncounted_s = 0.0  # seconds of epochs that had no session, not even for statistics
         #: Batches, and their samples, that the daemon does not know of.
@@ -252,7 +251,7 @@ class LoaderState:
     def collates_plainly(self, loader: DataLoader[Any]) -> bool:
         """Whether a batch is torch's default collation of its samples, which are read together.
 
-        With `on_error` they are read one by one, since rows copied together fail together.
+        If bad samples are tolerated, they are read one by one: rows copied together fail together.
         """
         return (
             not self.tolerance.wanted

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from creel.loader.client.claim import DIRECT
 from creel.loader.making.places.made import Made
 from creel.loader.making.places.place import Place
-from creel.loader.making.seeding.by_sample import kept_generators
 from creel.loader.torch_private import ExceptionWrapper
 
 if TYPE_CHECKING:
@@ -50,6 +49,9 @@ class Here(Place):
         super().__init__()
         self.pid = 0
         self._maker, self._serving, self._meter, self._pinning = maker, serving, meter, pinning
+        self._make = maker.make
+        for stage in maker.stages:
+            self._make = stage.in_trainer(self._make)
         self._as_worker, self._tee = ahead > 0, tee
         self._tasks: deque[tuple[int, Task, BatchStream | None]] = deque(maxlen=max(ahead, 1))
 
@@ -75,11 +77,7 @@ class Here(Place):
         session = None if stream is None else stream.session
         try:
             try:
-                if maker.seeded is None:
-                    data = maker.make(task, session)
-                else:
-                    with kept_generators():  # the trainer's own stay as they are
-                        data = maker.make(task, session)
+                data = self._make(task, session)
             finally:
                 times = maker.times(time.monotonic_ns())
                 self._meter.made(times, maker.counts)

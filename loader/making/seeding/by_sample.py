@@ -11,39 +11,24 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import (
-    ConcatDataset,
-    Dataset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import Dataset, default_collate, default_convert
 
-from creel.loader.data.binding.tree import inside, unchanged
-from creel.loader.data.datasets.records import RecordDataset
-from creel.loader.data.user_code.protected import attribute
+from creel.loader.data.binding.tree import reads_singly
+from creel.loader.making.stage import Collate, Make, Stage
+from creel.loader.making.task import BatchSeeds, Task
+
+if TYPE_CHECKING:
+    from creel.loader.client.session import Session
+    from creel.loader.data.binding.bind import Gather
 
 _MASK = (1 << 64) - 1
 #: In place of a sample's number: of what has none, and of a batch.
 _NO_NUMBER, _BATCH = -1, -2
-
-
-class BatchSeeds(NamedTuple):
-    """What the seeds of a batch's samples come from, beside their numbers.
-
-    Attributes:
-        epoch: seed of the epoch.
-        batch: its number in the epoch.
-        repeats: whether the epoch may read a sample twice, which then differs.
-    """
-
-    epoch: int
-    batch: int
-    repeats: bool
 
 
 class EpochSeeds:
@@ -124,19 +109,6 @@ def kept_generators() -> Iterator[None]:
         torch.default_generator.set_state(torchs)
 
 
-def reads_singly(dataset: object) -> bool:
-    """Whether `dataset[i]` for each sample is what torch's fetcher gets of a batch.
-
-    Not if the dataset has a `__getitems__` of its own. Those of torch and creel are known to be
-    the same.
-    """
-    below = None if unchanged(dataset, ConcatDataset) else inside(dataset)
-    if below is not None:
-        return all(map(reads_singly, below))
-    rows = isinstance(dataset, RecordDataset) and dataset.batch_transform is None
-    return rows or not attribute(dataset, "__getitems__")  # as torch: it may be None
-
-
 class Seeded(Dataset[Any]):
     """A dataset before each of whose samples the generators are seeded.
 
@@ -209,6 +181,31 @@ class SeededCollate:
     def __call__(self, samples: Sequence[Any]) -> Any:
         self._seeded.seed_batch()
         return self._collate(samples)
+
+
+class Seeding(Stage):
+    """Seeds each sample by its number, and a person's collation by the batch's."""
+
+    def __init__(self) -> None:
+        self._seeded = Seeded(None)
+
+    def inside(self, dataset: Any, collate: Collate) -> tuple[Any, Collate]:
+        self._seeded = Seeded(dataset)
+        return self._seeded, self._seeded.collating(collate)
+
+    def begin(self, task: Task) -> None:
+        if task.seeds is not None:
+            self._seeded.begin(task.seeds, task.first)
+
+    def gathers(self, gather: Gather) -> bool:
+        return not gather.has_code
+
+    def in_trainer(self, make: Make) -> Make:
+        def restoring(task: Task, session: Session | None) -> Any:
+            with kept_generators():  # the trainer's own stay as they are
+                return make(task, session)
+
+        return restoring
 
 
 def _number(index: Any) -> int:

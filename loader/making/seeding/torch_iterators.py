@@ -5,15 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from creel.loader.line.order.epoch_order import may_repeat
-from creel.loader.making.seeding.by_sample import (
-    BatchSeeds,
-    Numbered,
-    Seeded,
-    kept_generators,
-    next_epoch,
-)
-from creel.loader.making.seeding.init_fn import init_of
+from creel.loader.making.seeding.by_sample import Numbered, Seeded, kept_generators, next_epoch
+from creel.loader.making.task import BatchSeeds
+from creel.loader.making.workers.init_fn import init_of
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     MultiProcessingDataLoaderIter,
@@ -34,15 +28,18 @@ def initialised_view(loader: Any) -> Any:
     return view
 
 
-def seeded_view(loader: Any, sampler: object) -> Any:
-    """Return a copy of a map-style loader, with index sampler `sampler`, for `seeded_iterator`."""
+def seeded_view(loader: Any, *, repeats: bool) -> Any:
+    """Return a copy of a map-style loader for `seeded_iterator`.
+
+    repeats: whether its epochs may read a sample twice.
+    """
     seeded = Seeded(loader.dataset)
     view = copy.copy(loader)  # torch's iterators take their arguments from a loader
     vars(view).update(
         dataset=seeded,
         collate_fn=seeded.collating(loader.collate_fn),
         worker_init_fn=init_of(seeded, loader.worker_init_fn),
-        _creel_repeats=may_repeat(sampler),
+        _creel_repeats=repeats,
     )
     return view
 
