@@ -50,7 +50,7 @@ from creel.system.limits import cores
 if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.line.batches.epoch_run import EpochRun
     from creel.loader.line.batches.iterator import InlineIter, WorkerIter
-    from creel.loader.line.batches.state import LoaderState, config_of, prepare_resume
+    from creel.loader.line.batches.state import LoaderState, config_of
     from creel.loader.making.groups.exchange import distributed_sampler
     from creel.loader.making.groups.replicate import check as check_replicate
     from creel.loader.making.groups.replicate import place_of
@@ -231,7 +231,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
             begun: LoaderState | None = self.__dict__.get("_creel_state")
-            if begun is not None and begun.needed_by_ranks:
+            if begun is not None and begun.groups.needed:
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )
@@ -307,10 +307,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             warnings.warn(with_rank(f"{_TORCHS}: this state_dict restarts the epoch"), stacklevel=2)
             return not_begun()
-        loader_state = _state_of(self)
-        if loader_state.resume is not None:
-            return loader_state.resume
-        return not_begun() if loader_state.run is None else loader_state.run.progress(used)
+        position = _state_of(self).position
+        if position.resume is not None:
+            return position.resume
+        return not_begun() if position.run is None else position.run.progress(used)
 
     def load_state_dict(self, state: Progress, *, leave_out: Iterable[int] = ()) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
@@ -333,7 +333,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             warnings.warn(with_rank(f"{_TORCHS}: the epoch restarts"), stacklevel=2)
             return
-        prepare_resume(_state_of(self), self, state, leave_out)
+        _state_of(self).position.take_up(self, state, leave_out)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
@@ -381,7 +381,7 @@ def _numbers_of(loader: DataLoader[Any]) -> NDArray[np.int64]:
 def _counters_of(loader: DataLoader[Any]) -> dict[str, object]:
     begun: LoaderState | None = vars(loader).get("_creel_state")
     here = begun is not None and begun.belongs_to(loader)
-    return (begun.meter if begun is not None and here else Meter()).stats()
+    return (begun.observers.meter if begun is not None and here else Meter()).stats()
 
 
 def _with_rows(dataset: Any, batch_sampler: Any, memory: Rehearsal | None) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> list[str]:
 
 def stream_of(loader: creel.DataLoader[Any]) -> Any:
     """Return the session of the loader's iterator."""
-    run: Any = loader._creel_state.run
+    run: Any = loader._creel_state.position.run
     assert run is not None
     assert run.serving.stream is not None
     return run.serving.stream.session
@@ -98,7 +98,7 @@ def test_every_batch_has_its_row_and_waits_sum_to_the_stalls(
         for row in rows:
             assert row.packed - row.collating >= 1e6
             assert row.collating - row.ready >= BATCH * 1e6
-    run: Any = loader._creel_state.run
+    run: Any = loader._creel_state.position.run
     run.statistics.count(run.serving.stream, run.delivered)
     stalls = sum(loader.stats()["stall_s"].values())  # type: ignore[attr-defined]
     waits = sum(row.taken - row.wait_began for row in rows)

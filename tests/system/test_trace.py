@@ -92,7 +92,7 @@ def test_a_trace_has_every_batch_of_a_running_job_and_its_waits_are_the_stalls(
             time.sleep(0.001)
     running = iter(loader)
     next(running)
-    run: Any = loader._creel_state.run
+    run: Any = loader._creel_state.position.run
     assert run is not None
     run.statistics.count(run.serving.stream, run.delivered)  # the daemon's counters lag by 0.25 s
     with daemon.client("cli") as client:

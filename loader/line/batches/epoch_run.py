@@ -77,23 +77,23 @@ class EpochRun:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""
         state, serving = self._state, self.serving
         serving.epoch_begins(loader)
-        state.bad_samples.report(serving.stream)
-        resume, state.resume = state.resume, None
-        last = state.run
+        state.observers.bad_samples.report(serving.stream)
+        position = state.position
+        resume, position.resume = position.resume, None
+        last = position.run
         whole = resume is None and last is not None and last.finished
-        state.advice.epoch_begins(index_sampler(loader), after_a_whole_one=whole)
+        state.observers.advice.epoch_begins(index_sampler(loader), after_a_whole_one=whole)
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
         given = None if resume is None else resume["order"]
-        order = take_over(
-            held, begun, previous=state.order, state=given, exchange=state.exchange(loader)
-        )
+        exchange = state.groups.exchange(loader)
+        order = take_over(held, begun, previous=position.order, state=given, exchange=exchange)
         state.own_files_may_be_awaited(loader, known=order.known)
         self.skipped = 0 if resume is None else resume["batches"]
-        state.epoch = state.epoch + 1 if resume is None else resume["epoch"]
-        state.order, state.run = order, self
-        self.order, self.epoch, self.paced = order, state.epoch, order.paced
+        position.epoch = position.epoch + 1 if resume is None else resume["epoch"]
+        position.order, position.run = order, self
+        self.order, self.epoch, self.paced = order, position.epoch, order.paced
         self._begin_seeds(loader, order.base_seed, resume)
         self.statistics.count(serving.stream, self.delivered)
         self.delivered, self.finished = self.skipped, False
@@ -103,7 +103,7 @@ class EpochRun:
         if serving.reads is not None:
             start = time.monotonic_ns()
             try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
-            state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
+            state.observers.meter["stall_sampler_ns"] += time.monotonic_ns() - start
             serving.reads.begin(order, self.skipped)
         elif serving.stream is not None:
             serving.stream.skip()
@@ -122,12 +122,12 @@ class EpochRun:
         """
         if self._seeds is None:
             return
-        state, before = self._state, None
+        position, before = self._state.position, None
         if resume is not None:
             base_seed = resume.get("seed", base_seed)
         elif loader.persistent_workers:
-            before = self._seeds.seed if state.finished_seed is None else state.finished_seed
-        state.finished_seed = None
+            before = self._seeds.seed if position.finished_seed is None else position.finished_seed
+        position.finished_seed = None
         repeats = may_repeat(loader._index_sampler)  # noqa: SLF001  torch's
         self._seeds.begin(base_seed, repeats=repeats, before=before)
 
@@ -155,7 +155,9 @@ class EpochRun:
     def note_bad(self, samples: Sequence[BadSample]) -> None:
         """Report bad samples in the log and to the daemon (`creel stats`)."""
         if samples:
-            self._state.bad_samples.add(samples, self.serving.binding, self.serving.stream)
+            self._state.observers.bad_samples.add(
+                samples, self.serving.binding, self.serving.stream
+            )
 
     def deliver(self, i: int, made: Made) -> None:
         """Tell of a batch about to be returned, before the i-th after those skipped.
@@ -164,7 +166,7 @@ class EpochRun:
         there.
 
         """
-        meter, stream = self._state.meter, self.serving.stream
+        meter, stream = self._state.observers.meter, self.serving.stream
         meter["batches"] += 1
         pulled = self.pulled
         index = pulled.by_batch.pop(made.batch, None)

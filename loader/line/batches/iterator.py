@@ -61,7 +61,7 @@ class Batches(Lender, BaseDataLoaderIter):
 
     def _open(self, loader: DataLoader[Any], state: LoaderState, run: EpochRun, ahead: int) -> None:
         """Begin to make batches, up to `ahead` of them ahead of use."""
-        self._state, self._run, self._meter = state, run, state.meter
+        self._state, self._run, self._meter = state, run, state.observers.meter
         self._ahead, self._in_order = ahead, loader.in_order
         self._tolerant = state.tolerance.wanted
         self._reads: BatchStream | None = None
@@ -410,8 +410,8 @@ class WorkerIter(Batches, MultiProcessingDataLoaderIter):
             )
         self._prefetch_factor = require_prefetch_factor(loader.prefetch_factor)
         self._worker_init_fn = loader.worker_init_fn
-        if state.resume is not None:
-            self._base_seed = state.resume["order"]["base_seed"]
+        if (resume := state.position.resume) is not None:
+            self._base_seed = resume["order"]["base_seed"]
         self._open(loader, state, run, self._prefetch_factor * self._num_workers)
         self._reset(loader, first_iter=True)
 

@@ -107,7 +107,7 @@ def place_of(
     role, options = state.role(loader), state.config.loader
     if isinstance(role, Follower):
         return ReplicaPool(role, options.max_leased)
-    pinning, meter = Pinning.of(it), state.meter
+    pinning, meter = Pinning.of(it), state.observers.meter
     if not ahead:
         maker = maker_in_process(loader, state, serving, pinning=pinning)
         it._dataset_fetcher = maker.fetcher  # type: ignore[attr-defined]  # noqa: SLF001  torch's

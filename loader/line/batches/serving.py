@@ -109,7 +109,7 @@ class Serving:
         elif stream is not None:  # persistent workers have the old dataset
             state.leave_stream(stream)
         elif counts and (binding is None or self._page_cached):
-            self._uncounted_from = time.monotonic() - state.uncounted_s
+            self._uncounted_from = time.monotonic() - state.observers.uncounted_s
 
     def leave(self, *, deleted: bool) -> BatchStream | None:
         """Give back the session, which the caller may yet count with; see `EpochRun.leave`."""
@@ -135,7 +135,7 @@ class Serving:
         if search is None or order is None:
             return
         if self.waits and reads is not None and reads.session.client.cluster:
-            self._state.meter["stall_daemon_ns"] += search.wait()
+            self._state.observers.meter["stall_daemon_ns"] += search.wait()
         stream = search.take()
         if stream is None:
             return
@@ -144,7 +144,7 @@ class Serving:
             self.stream.close()
         self.stream, self.published_ahead = stream, False
         self._set_reads()
-        self._state.bad_samples.report(stream)
+        self._state.observers.bad_samples.report(stream)
         if self.reads is not None:
             self.reads.begin(order, batch)
 
@@ -154,7 +154,7 @@ class Serving:
             self.published_ahead = True
             start = time.monotonic_ns()
             self.reads.publish_upcoming(order)
-            self._state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
+            self._state.observers.meter["stall_sampler_ns"] += time.monotonic_ns() - start
 
     def delivered(self, since: float, *, counted: bool) -> None:
         """Look for a daemon, if there is none any more, or the epoch goes on without one.
@@ -187,7 +187,7 @@ class Serving:
 
     def _begin_search(self) -> None:
         if self._uncounted_from:
-            self._uncounted_from = self._state.uncounted_s = 0.0
+            self._uncounted_from = self._state.observers.uncounted_s = 0.0
         self.search = self._state.search(self.binding)
 
     def _end_search(self) -> None:
@@ -195,5 +195,5 @@ class Serving:
         if search is not None:
             search.leave()
         if self._uncounted_from:
-            self._state.uncounted_s = time.monotonic() - self._uncounted_from
+            self._state.observers.uncounted_s = time.monotonic() - self._uncounted_from
             self._uncounted_from = 0.0

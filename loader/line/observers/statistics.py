@@ -55,8 +55,8 @@ class Statistics:
         them.
         """
         self.counted_at = time.monotonic()
-        state = self._state
-        meter, own_files = state.meter, state.own_files
+        state, observers = self._state, self._state.observers
+        meter, own_files, uncounted = observers.meter, observers.own_files, observers.uncounted
         if self._new_counts is not None:
             meter.add(self._new_counts())
         own_files.delivered(delivered - self._skipped, meter.waited_s, self.readers)
@@ -64,20 +64,20 @@ class Statistics:
             return
         first, self._counted = self._counted, delivered
         sizes = [self.unclaimed.pop(i) for i in self.unclaimed.keys() & range(first, delivered)]
-        state.uncounted += np.array([len(sizes), sum(sizes)])
+        uncounted += np.array([len(sizes), sum(sizes)])
         if stream is None:
             return
         stream.report_own_file(own_files.path, own_files.remedy)
         state.note_kept()
         more = self._overdue.settle(meter.unreported())
-        if state.uncounted.any():
-            more |= dict(zip(("batches", "samples"), state.uncounted.tolist(), strict=True))
-            state.uncounted[:] = 0
+        if uncounted.any():
+            more |= dict(zip(("batches", "samples"), uncounted.tolist(), strict=True))
+            uncounted[:] = 0
         stream.count(first, delivered, more, self._workers)
 
     def ends(self, stream: BatchStream | None, delivered: int) -> None:
         """Count once more: the workers make no more batches."""
         self._workers = 0
-        self._state.own_files.ends()
+        self._state.observers.own_files.ends()
         self.count(stream, delivered)
         self._new_counts = None
