@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from creel.loader.client.claim import DIRECT
-from creel.loader.making.groups.follower import Follower, ReplicaPool
-from creel.loader.making.groups.leader import Leader, SentBatches
+from creel.loader.making.places.follower import Follower, ReplicaPool
+from creel.loader.making.places.leader import Leader, SentBatches
 from creel.loader.making.places.made import Loss, Made
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import Inbox, Outbox

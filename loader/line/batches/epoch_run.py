@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from creel.loader.client.claim import DIRECT
 from creel.loader.data.reading.bad_samples import BadSample
-from creel.loader.line.batches.serving import Serving
+from creel.loader.line.batches.iterator_session import IteratorSession
 from creel.loader.line.observers.last_indices import PulledIndices
 from creel.loader.line.observers.overdue import Awaited, Overdue
 from creel.loader.line.observers.statistics import Statistics
@@ -61,7 +61,7 @@ class EpochRun:
 
     def __init__(self, state: LoaderState, loader: DataLoader[Any]) -> None:
         self._state = state
-        self.serving = Serving(state, loader)
+        self.serving = IteratorSession(state, loader)
         self.pulled = PulledIndices(loader, state.tolerance)
         by_batch = self.pulled.by_batch  # in place of a reference to this
         reader = this_thread(lambda: min(by_batch, default=None))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from creel.loader.line.batches.state import LoaderState
     from creel.loader.line.order.epoch_order import StateBefore
     from creel.loader.line.steps.batch_stream import BatchStream
-    from creel.loader.making.places.place import Place
+    from creel.loader.making.places.place import BatchPlace
 
 #: Seconds between checks for dead workers in a wait without a timeout.
 LOOK_S = 5.0
@@ -55,7 +55,7 @@ class Batches(Lender, BaseDataLoaderIter):
     sampler is pulled when a batch is taken, as torch does.
     """
 
-    _place: Place  # unset until batches can be made
+    _place: BatchPlace  # unset until batches can be made
     _shutdown = False
     _stopped = False  # whether some or all workers make no more batches
 
@@ -78,10 +78,6 @@ class Batches(Lender, BaseDataLoaderIter):
         pinning = Pinning.of(self)
         if pinning is not None and not place.pins:
             place.pinner = Pinner(place, pinning)
-
-    @property
-    def _workers(self) -> list[BaseProcess]:  # type: ignore[override]  # torch's is an attribute
-        return [m.process for m in self._place.members]
 
     def _begin(self, loader: DataLoader[Any], before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has."""
@@ -122,7 +118,7 @@ class Batches(Lender, BaseDataLoaderIter):
             if wait.told is not None:
                 wait.ends()
 
-    def _next_data(self) -> Any:  # type: ignore[override]  # torch's never returns
+    def _next_data(self) -> Any:
         try:
             if not self._ahead:
                 self._try_put_index()
@@ -138,7 +134,7 @@ class Batches(Lender, BaseDataLoaderIter):
         self._workers_num_tasks[self._task_info.pop(made.batch)[0]] -= 1
         if made.batch == self._rcvd_idx:
             self._rcvd_idx += 1
-        return self._process_data(made)
+        return self._delivered(made)
 
     def _find_next(self) -> None:
         """Advance to the next batch that has arrived or will.
@@ -183,7 +179,7 @@ class Batches(Lender, BaseDataLoaderIter):
                 f" forked process {os.getpid()}: create a new one with iter(loader)"
             )
 
-    def _process_data(self, made: Made) -> Any:  # type: ignore[override]  # as torch's
+    def _delivered(self, made: Made) -> Any:
         run, place = self._run, self._place
         if (reads := run.serving.reads) is not None:
             reads.done(run.skipped + self._rcvd_idx)
@@ -284,16 +280,16 @@ class Batches(Lender, BaseDataLoaderIter):
     # --- waiting ----------------------------------------------------------------------------
 
     def _await(self, since: int) -> Made:
-        """Call `_get_data`; on failure count the wait since `since` (monotonic ns)."""
+        """Call `_next_made`; on failure count the wait since `since` (monotonic ns)."""
         worker = self._task_info[self._rcvd_idx][0]
         try:
-            return self._get_data(worker)
+            return self._next_made(worker)
         except RuntimeError:
             stage = self._place.stage(self._place.holder(worker, self._rcvd_idx))[0]
             self._meter.gave_up(stage, time.monotonic_ns() - since)
             raise
 
-    def _get_data(self, worker: int) -> Made:
+    def _next_made(self, worker: int) -> Made:
         """Return the next batch of this epoch, whatever its number; one is awaited of `worker`.
 
         Raises:
@@ -414,6 +410,10 @@ class WorkerIter(Batches, MultiProcessingDataLoaderIter):
             self._base_seed = resume["order"]["base_seed"]
         self._open(loader, state, run, self._prefetch_factor * self._num_workers)
         self._reset(loader, first_iter=True)
+
+    @property
+    def _workers(self) -> list[BaseProcess]:  # type: ignore[override]  # torch's is an attribute
+        return [m.process for m in self._place.members]
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin the next epoch of persistent workers (or the first of any)."""

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -14,10 +14,10 @@ from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.stores.retry import public
 from creel.loader.client.log_lines import with_rank
 from creel.loader.data.binding.tree import reads_singly
-from creel.loader.making.groups.follower import Follower, ReplicaPool
-from creel.loader.making.groups.leader import Tee
 from creel.loader.making.maker import BatchMaker, Waits
+from creel.loader.making.places.follower import Follower, ReplicaPool
 from creel.loader.making.places.here import Here
+from creel.loader.making.places.leader import Tee
 from creel.loader.making.places.processes import WorkerPool
 from creel.loader.making.places.shared_processes import SharedPool
 from creel.loader.making.places.threads import Threads
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from creel.loader.client.session import Session
     from creel.loader.data.binding.bind import Binding
     from creel.loader.data.reading.lease import Lease
-    from creel.loader.line.batches.serving import Serving
+    from creel.loader.line.batches.iterator_session import IteratorSession
     from creel.loader.line.batches.state import LoaderState
-    from creel.loader.making.groups.leader import SentBatches
-    from creel.loader.making.places.place import Place
+    from creel.loader.making.places.leader import SentBatches
+    from creel.loader.making.places.place import BatchPlace
     from creel.loader.torch_private import BaseDataLoaderIter
     from creel.policies.arrays import Ids
 
@@ -91,9 +91,9 @@ def place_of(
     it: BaseDataLoaderIter,
     loader: DataLoader[Any],
     state: LoaderState,
-    serving: Serving,
+    serving: IteratorSession,
     ahead: int,
-) -> Place:
+) -> BatchPlace:
     """Return the place where the batches of an iterator are made.
 
     Batches of plain bytes are copied out of the arena by this process, large ones by threads.
@@ -107,12 +107,12 @@ def place_of(
     role, options = state.role(loader), state.config.loader
     if isinstance(role, Follower):
         return ReplicaPool(role, options.max_leased)
-    pinning, meter = Pinning.of(it), state.observers.meter
+    pinning, counted = Pinning.of(it), state.observers.meter.made
     if not ahead:
         maker = maker_in_process(loader, state, serving, pinning=pinning)
         it._dataset_fetcher = maker.fetcher  # type: ignore[attr-defined]  # noqa: SLF001  torch's
         tee = None if role is None else Tee(role, options.slots)
-        return Here(maker, serving, meter, pinning, tee=tee)
+        return Here(maker, serving, pinning, counted=counted, tee=tee)
     copies = serving.builder is not None
     if serving.stream is not None:
         copies = copies or state.only_copies(loader, serving.stream.binding)
@@ -123,14 +123,14 @@ def place_of(
     how: Any = {"frozen": frozen, "as_worker": True, "pinning": pinning}
     maker_of = partial(maker_in_process, loader, state, serving, **how)
     if not _is_large(loader, serving):
-        return Here(maker_of(), serving, meter, pinning, ahead=ahead)
+        return Here(maker_of(), serving, pinning, counted=counted, ahead=ahead)
     # Threads do not read directly: large objects fill fresh memory, so that would only cost CPU
     # time.
     waits, count = DirectReads(allowed=False), min(loader.num_workers, math.ceil(cores()))
     return Threads([maker_of(direct=waits) for _ in range(count)], serving, pinning)
 
 
-def _is_large(loader: DataLoader[Any], serving: Serving) -> bool:
+def _is_large(loader: DataLoader[Any], serving: IteratorSession) -> bool:
     """Whether batches are large enough for threads; True if a batch sampler sets their sizes."""
     gather = None if serving.stream is None else serving.stream.binding.gather()
     if serving.builder is not None:
@@ -178,7 +178,7 @@ def _processes(
 def maker_in_process(
     loader: DataLoader[Any],
     state: LoaderState,
-    serving: Serving,
+    serving: IteratorSession,
     *,
     frozen: Binding | None = None,
     as_worker: bool = False,
@@ -205,7 +205,7 @@ def maker_in_process(
         waits = TrainerWaits(state, direct or state.direct, binding)
     maker = BatchMaker(
         dataset,
-        loader.collate_fn,
+        cast("Any", loader.collate_fn),
         torch_flags=(loader._auto_collation, loader.drop_last),  # noqa: SLF001  torch's
         stages=() if as_worker else state.args.stages(state.tolerance),
         binding=binding,

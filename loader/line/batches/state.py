@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from creel.loader.data.decoded.keeping import Keeping
-    from creel.loader.making.places.processes import Slots
+    from creel.loader.making.places.place import Slots
 
 _log = logging.getLogger("creel.loader")
 
@@ -113,7 +113,7 @@ class LoaderState:
         """Start a daemon when the loader is made, if its dataset may have objects to cache.
 
         The dataset is bound later, at its first read, because it may change in place until then. A
-        dataset whose reads must be recorded needs no daemon before they are (`Serving.delivered`).
+        dataset whose reads must be recorded needs no daemon before they are.
         """
         if self.args.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)

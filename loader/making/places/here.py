@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from creel.loader.client.claim import DIRECT
 from creel.loader.making.places.made import Made
-from creel.loader.making.places.place import Place
+from creel.loader.making.places.place import BatchPlace
 from creel.loader.torch_private import ExceptionWrapper
 
 if TYPE_CHECKING:
+    from creel.loader.client.session import Session
     from creel.loader.data.reading.bad_samples import Key
-    from creel.loader.line.batches.serving import Serving
-    from creel.loader.line.observers.meter import Meter
-    from creel.loader.line.steps.batch_stream import BatchStream
-    from creel.loader.making.groups.leader import Tee
     from creel.loader.making.maker import BatchMaker
-    from creel.loader.making.places.processes import Slots
+    from creel.loader.making.places.leader import Tee
+    from creel.loader.making.places.place import Serves, Slots
+    from creel.loader.making.stage import Make
+    from creel.loader.making.stages import BatchTimes
     from creel.loader.making.task import Task
     from creel.loader.making.transport.pinning import Pinning
 
 
-class Here(Place):
+class Here(BatchPlace):
     """The thread that trains. All the time that a batch takes counts as waiting."""
 
     pins = True
@@ -32,28 +32,31 @@ class Here(Place):
     def __init__(
         self,
         maker: BatchMaker,
-        serving: Serving,
-        meter: Meter,
+        serving: Serves,
         pinning: Pinning | None,
         *,
+        counted: Callable[[BatchTimes, Mapping[str, int]], None],
         ahead: int = 0,
         tee: Tee | None = None,
     ) -> None:
         """Make one.
 
         Args:
+            serving: has the session that serves the iterator.
+            counted: is told the times and counts of each batch.
             ahead: how many batches it is asked for ahead of use, in place of workers. 0: a batch
                 that raises is lost, as in torch without workers.
             tee: sends the batches to other ranks, too.
         """
         super().__init__()
         self.pid = 0
-        self._maker, self._serving, self._meter, self._pinning = maker, serving, meter, pinning
-        self._make = maker.make
+        self._maker, self._serving, self._pinning = maker, serving, pinning
+        self._counted = counted
+        self._make: Make = maker.make
         for stage in maker.stages:
             self._make = stage.in_trainer(self._make)
         self._as_worker, self._tee = ahead > 0, tee
-        self._tasks: deque[tuple[int, Task, BatchStream | None]] = deque(maxlen=max(ahead, 1))
+        self._tasks: deque[tuple[int, Task, Session | None]] = deque(maxlen=max(ahead, 1))
 
     def again(self, bad: Mapping[Key, str]) -> int:
         self._tasks.clear()
@@ -62,7 +65,7 @@ class Here(Place):
     def task(self, worker: int, task: Task) -> None:
         if self._tee is not None:
             self._tee.expect(task)
-        self._tasks.append((worker, task, self._serving.stream))
+        self._tasks.append((worker, task, self._serving.session))
 
     def receive(self, timeout_s: float) -> Made:  # noqa: ARG002  nobody else makes it meanwhile
         """Make the next batch.
@@ -70,17 +73,16 @@ class Here(Place):
         Raises:
             Exception: what the person's code raises; in place of workers it is the batch.
         """
-        maker, stream = self._maker, self._serving.stream
+        maker, session = self._maker, self._serving.session
         worker, task, claimed = self._tasks[0]  # stays first if Ctrl-C comes
-        if stream is not claimed:  # replaced since: its steps are gone
+        if session is not claimed:  # replaced since: its steps are gone
             task = task._replace(claim=DIRECT)
-        session = None if stream is None else stream.session
         try:
             try:
                 data = self._make(task, session)
             finally:
                 times = maker.times(time.monotonic_ns())
-                self._meter.made(times, maker.counts)
+                self._counted(times, maker.counts)
             if self._tee is not None:
                 self._tee.send(task, data, times)
             if self._pinning is not None:

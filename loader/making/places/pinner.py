@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,10 +18,16 @@ from creel.loader.making.transport.pinning import empty_pinned, is_plain
 from creel.loader.torch_private import ExceptionWrapper
 
 if TYPE_CHECKING:
-    from creel.loader.making.places.place import Place
     from creel.loader.making.transport.pinning import Pinning
 
 _log = logging.getLogger("creel.loader")
+
+
+class Receiver(Protocol):
+    """Where a pinner takes events from (`BatchPlace`)."""
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """Return the next event; None on timeout."""
 
 
 class Pinner:
@@ -31,7 +37,7 @@ class Pinner:
     plain: what else refers to their memory is not known.
     """
 
-    def __init__(self, place: Place, pinning: Pinning) -> None:
+    def __init__(self, place: Receiver, pinning: Pinning) -> None:
         """Start the thread."""
         self._place = weakref.proxy(place)
         self._pinning = pinning

@@ -1,26 +1,53 @@
-"""Place: where the batches of an iterator are made."""
+"""BatchPlace: where the batches of an iterator are made."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from creel.loader.making.places.made import Made
 from creel.loader.making.stages import IDLE
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from creel.loader.client.session import Session
     from creel.loader.data.reading.bad_samples import BadSample, Key
     from creel.loader.making.places.made import Event
     from creel.loader.making.places.pinner import Pinner
-    from creel.loader.making.places.processes import Slots, WorkerProcess
     from creel.loader.making.task import Task
+    from creel.loader.making.transport.batch_message import Inbox
+    from creel.loader.making.transport.channel import Channel
     from creel.loader.making.workers.kernel_waits import Reader
 
 
-class Place(ABC):
+#: For each worker, the memory of its slots.
+Slots: TypeAlias = "Sequence[Sequence[mmap.mmap]]"
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """One worker process as the trainer sees it."""
+
+    process: BaseProcess
+    channel: Channel
+    inbox: Inbox
+    ticket: tuple[str, str, int] | None = None  # session it reads through: (daemon, token, id)
+    dead: bool = False
+
+
+class Serves(Protocol):
+    """Which session serves an iterator at the moment."""
+
+    session: Session | None
+
+
+class BatchPlace(ABC):
     """What an iterator takes batches from, with or without a `Pinner` in between.
 
     Attributes:

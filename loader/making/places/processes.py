@@ -12,18 +12,18 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.loader.data.reading.bad_samples import BadSample, Key
 from creel.loader.making.places.made import Death, Event, Made
-from creel.loader.making.places.place import Place
+from creel.loader.making.places.place import BatchPlace, Slots, WorkerProcess
 from creel.loader.making.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import BatchMessage, Inbox
@@ -36,7 +36,7 @@ from creel.system.forks import at_fork
 from creel.system.limits import may_keep
 
 if TYPE_CHECKING:
-    from creel.loader.making.groups.leader import SentBatches
+    from creel.loader.making.places.leader import SentBatches
 
 #: Seconds that closing waits for workers that run user code, as in torch.
 GRACE_S = 5.0
@@ -54,10 +54,6 @@ _SPARE_NBYTES = 256 << 20
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 
 
-#: For each worker, the memory of its slots.
-Slots: TypeAlias = "Sequence[Sequence[mmap.mmap]]"
-
-
 class Context(Protocol):
     """The parts of a multiprocessing context that a pool uses."""
 
@@ -68,18 +64,7 @@ class Context(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class WorkerProcess:
-    """One worker process as the trainer sees it."""
-
-    process: BaseProcess
-    channel: Channel
-    inbox: Inbox
-    ticket: tuple[str, str, int] | None = None  # session it reads through: (daemon, token, id)
-    dead: bool = False
-
-
-class WorkerPool(Place):
+class WorkerPool(BatchPlace):
     """Worker processes, their sockets and their shared words.
 
     Only the process that made it (`pid`) may use it. One thread receives; any thread may send.

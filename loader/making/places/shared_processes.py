@@ -34,7 +34,7 @@ from creel.policies.concurrency import SampleTimes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from creel.loader.making.places.processes import Slots
+    from creel.loader.making.places.place import Slots
     from creel.loader.making.task import Task
 
 _log = logging.getLogger("creel.loader")

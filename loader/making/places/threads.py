@@ -14,25 +14,24 @@ import torch
 
 from creel.loader.client.claim import DIRECT
 from creel.loader.making.places.made import Made
-from creel.loader.making.places.place import Place
+from creel.loader.making.places.place import BatchPlace
 from creel.loader.making.stages import NO_TIMES
 from creel.loader.torch_private import ExceptionWrapper
 from creel.system.forks import join_before_fork
 
 if TYPE_CHECKING:
+    from creel.loader.client.session import Session
     from creel.loader.data.reading.bad_samples import Key
-    from creel.loader.line.batches.serving import Serving
-    from creel.loader.line.steps.batch_stream import BatchStream
     from creel.loader.making.maker import BatchMaker
-    from creel.loader.making.places.processes import Slots
+    from creel.loader.making.places.place import Serves, Slots
     from creel.loader.making.task import Task
     from creel.loader.making.transport.pinning import Pinning
 
-#: A batch that is asked for: of which worker, the stream of its claim, and where it is put.
-Asked: TypeAlias = "tuple[int, Task, BatchStream | None, Future[Made]]"
+#: A batch that is asked for: of which worker, the session of its claim, and where it is put.
+Asked: TypeAlias = "tuple[int, Task, Session | None, Future[Made]]"
 
 
-class Threads(Place):
+class Threads(BatchPlace):
     """Threads that make batches in the order of requests.
 
     Copying releases the GIL; nothing is forked, sent or mapped. The threads end with `close`, or
@@ -41,7 +40,7 @@ class Threads(Place):
 
     pins = True
 
-    def __init__(self, makers: list[BatchMaker], serving: Serving, pinning: Pinning | None) -> None:
+    def __init__(self, makers: list[BatchMaker], serving: Serves, pinning: Pinning | None) -> None:
         """Start one thread per maker; `pinning`: how batches are pinned, None: they are not."""
         super().__init__()
         self._serving = serving
@@ -61,7 +60,7 @@ class Threads(Place):
     def task(self, worker: int, task: Task) -> None:
         batch: Future[Made] = Future()
         self._batches.append(batch)
-        self._asked.put((worker, task, self._serving.stream, batch))
+        self._asked.put((worker, task, self._serving.session, batch))
 
     def receive(self, timeout_s: float) -> Made | None:
         try:
@@ -95,7 +94,7 @@ class Threads(Place):
 def _serve(
     tasks: queue.SimpleQueue[Asked | None],
     maker: BatchMaker,
-    serving: Serving,
+    serving: Serves,
     pinning: Pinning | None,
 ) -> None:
     torch.set_num_threads(1)  # as in a worker
@@ -108,13 +107,13 @@ def _serve(
         del asked, batch  # otherwise the last batch would live until the next one comes
 
 
-def _made(asked: Asked, maker: BatchMaker, serving: Serving, pinning: Pinning | None) -> Made:
+def _made(asked: Asked, maker: BatchMaker, serving: Serves, pinning: Pinning | None) -> Made:
     worker, task, claimed, _ = asked
-    stream = serving.stream
-    if stream is not claimed:  # replaced since: its steps are gone
+    session = serving.session
+    if session is not claimed:  # replaced since: its steps are gone
         task = task._replace(claim=DIRECT)
     try:
-        data, times, counts = maker.counted(task, None if stream is None else stream.session)
+        data, times, counts = maker.counted(task, session)
         if pinning is not None:
             data = pinning.pin(data)
     except Exception:  # noqa: BLE001  see torch's note on reference cycles

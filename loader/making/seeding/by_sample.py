@@ -7,18 +7,15 @@ sample depends neither on which worker reads it, nor on what that worker has rea
 
 from __future__ import annotations
 
-import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
 import xxhash
 from torch.utils.data import Dataset, default_collate, default_convert
 
 from creel.loader.data.binding.tree import reads_singly
+from creel.loader.making.generators import kept_generators, seed_here
 from creel.loader.making.stage import Collate, Make, Stage
 from creel.loader.making.task import BatchSeeds, Task
 
@@ -87,26 +84,6 @@ def sample_seed(epoch: int, number: int, batch: int = 0, place: int = 0) -> int:
     """
     parts = (epoch & _MASK, number & _MASK, batch & _MASK, place & _MASK)
     return xxhash.xxh3_64_intdigest(struct.pack("<4Q", *parts))
-
-
-def seed_here(seed: int) -> None:
-    """Seed this process's generators of `random`, NumPy and torch's CPU (8 us)."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  datasets use the global one
-    torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Put the generators that `seed_here` seeds back at the end: the trainer's own stay its own."""
-    ours, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002  the same
-    torchs = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(numpys)  # noqa: NPY002
-        torch.default_generator.set_state(torchs)
 
 
 class Seeded(Dataset[Any]):

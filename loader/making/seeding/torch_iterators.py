@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-from creel.loader.making.seeding.by_sample import Numbered, Seeded, kept_generators, next_epoch
+from torch.utils.data import get_worker_info
+
+from creel.loader.making.generators import kept_generators
+from creel.loader.making.seeding.by_sample import Numbered, Seeded, next_epoch
 from creel.loader.making.task import BatchSeeds
 from creel.loader.making.workers.init_fn import init_of
 from creel.loader.torch_private import (
@@ -38,10 +42,23 @@ def seeded_view(loader: Any, *, repeats: bool) -> Any:
     vars(view).update(
         dataset=seeded,
         collate_fn=seeded.collating(loader.collate_fn),
-        worker_init_fn=init_of(seeded, loader.worker_init_fn),
+        worker_init_fn=_Unseeded(init_of(loader.dataset, loader.worker_init_fn)),
         _creel_repeats=repeats,
     )
     return view
+
+
+class _Unseeded:
+    """A `worker_init_fn` to which `get_worker_info().dataset` is the person's own."""
+
+    def __init__(self, init_fn: Callable[[int], object] | None) -> None:
+        self._init_fn = init_fn
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch's lets no one set it
+        if self._init_fn is not None:
+            self._init_fn(worker)
 
 
 def seeded_iterator(view: Any) -> BaseDataLoaderIter:

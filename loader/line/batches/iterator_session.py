@@ -1,4 +1,4 @@
-"""Serving: an iterator's session with the daemon, and the search for another daemon."""
+"""IteratorSession: an iterator's session with the daemon, and the search for another daemon."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from creel.loader.line.steps.batch_stream import BatchStream
 
 
-class Serving:
+class IteratorSession:
     """Which session serves one iterator, epoch by epoch.
 
     Attributes:
         stream: the iterator's session, which may serve its statistics alone; None: it has none.
         binding: what the epoch's readers use; None: they read without creel.
+        session: of `stream`.
         reads: the session that serves the epoch's reads; None: they bypass the daemon.
         search: for another daemon, after this node's has ended; None: there is none.
         builder: how this process builds batches from files, and the dataset that does; None: it
@@ -57,6 +58,7 @@ class Serving:
         """Note which session serves this epoch's reads, after a change of `stream` or its use."""
         passes_by = self._page_cached or self.binding is None
         self.reads: BatchStream | None = None if passes_by else self.stream
+        self.session = None if self.stream is None else self.stream.session
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -184,6 +186,7 @@ class Serving:
             self._begin_search()
         elif search is not None and (stream := search.take()) is not None:
             self.stream, self.search = stream, None
+            self._set_reads()
 
     def _begin_search(self) -> None:
         if self._uncounted_from:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from creel.loader.client.packets import close_all
 from creel.loader.data.reading.bad_samples import Key
-from creel.loader.making.groups.leader import SentBatch, checksum
+from creel.loader.making.places.leader import SentBatch, checksum
 from creel.loader.making.places.made import Event, Loss, Made
-from creel.loader.making.places.place import Place
+from creel.loader.making.places.place import BatchPlace
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import Inbox
 from creel.loader.making.transport.channel import Channel
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.making.places.processes import Slots
+    from creel.loader.making.places.place import Slots
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
 _TURN_S = 0.1
@@ -127,7 +127,7 @@ class Follower:
         self._channel.abandon()
 
 
-class ReplicaPool(Place):
+class ReplicaPool(BatchPlace):
     """Where a follower's batches are made: by the leader, or its workers."""
 
     def __init__(self, follower: Follower, max_leased: int) -> None:
