@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.loader.data.decoded import memory as memory_module
+from creel.loader.data.decoded import store as store_module
 from creel.loader.data.decoded.codec import UnkeptError
-from creel.loader.data.decoded.memory import Locked, new_memory
+from creel.loader.data.decoded.memory import END, Locked, new_memory
 from creel.loader.data.decoded.store import DecodedStore
 from creel.policies.memory import decoded_room
 from creel.system import limits
@@ -54,6 +56,38 @@ def test_a_sample_is_returned_as_it_was_put_and_each_time_anew(make: Any) -> Non
     first[:] = 0
     assert np.array_equal(taken(store, 3), sample(3))
     assert (store.kept, store.complete) == (1, False)
+
+
+@pytest.mark.parametrize("addresses", [True, False])
+def test_a_sample_may_lie_anywhere(
+    make: Any, monkeypatch: pytest.MonkeyPatch, addresses: bool
+) -> None:
+    """Over the end of a mapping, beyond it, and where the process may map no more (`ulimit -v`)."""
+    store = make()
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "no addresses")
+
+    if not addresses:
+        monkeypatch.setattr(store_module, "mapped", refused)
+    for number, gib in enumerate((0, 1, 5, (1 << 15) - 1)):
+        end = (gib + 1 << 30) - (4096 if gib < 5 else 1 << 15)  # the memfd has 32 TiB
+        os.pwrite(store.own.fd, struct.pack("<q", end), 8 * END)
+        assert store.put(number, 0, sample(number)) > 0
+        assert np.array_equal(taken(store, number), sample(number))
+
+
+def test_bytes_that_are_no_sample_are_a_miss(make: Any) -> None:
+    store = make()
+    assert store.put(3, 0, sample(3)) > 0
+    first = memory_module.index_nbytes(N)
+    for at in range(64):
+        kept = os.pread(store.own.fd, 1, first + at)
+        os.pwrite(store.own.fd, bytes([kept[0] ^ 0x55]), first + at)
+        found = taken(store, 3)
+        assert found is None or isinstance(found, np.ndarray)
+        os.pwrite(store.own.fd, kept, first + at)
+    assert np.array_equal(taken(store, 3), sample(3))
 
 
 def test_none_is_a_sample(make: Any) -> None:
