@@ -49,7 +49,7 @@ _PIXEL_NBYTES = _MODES | _CHECKED_MODES
 _LEVELS = 64
 #: numpy's dtypes of numbers by their `str`, and texts that are ones of another size or unit.
 _NUMBERS = {
-    (dtype := np.dtype(code).newbyteorder(order)).str: dtype  # type: ignore[call-overload]
+    (dtype := np.dtype(code).newbyteorder(order)).str: dtype  # type: ignore[arg-type]
     for code in "?bhilqBHILQefdgFDG"
     for order in "<>"
 }

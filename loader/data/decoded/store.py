@@ -37,6 +37,7 @@ from creel.loader.data.decoded.memory import (
     Locked,
     transfer,
 )
+from creel.policies.forms import UNKNOWN, Pace, storage_s
 from creel.policies.memory import decoded_room, given_back, next_look_s, reserve
 from creel.system import limits
 from creel.system.forks import forget_in_child
@@ -46,6 +47,9 @@ _log = logging.getLogger("creel.loader")
 
 #: The words after END and USED.
 _SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
+#: Of the samples that it had not: ns of decoding them. Of all that loaders have read: how many, the
+#: hits among them, and the ns that workers waited for storage, and worked.
+_DECODE_NS, _ASKED, _HITS, _WAITED_NS, _WORKED_NS = range(11, 16)
 #: How many samples were made to be kept; and of each process that joined, by `_slot`, how many of
 #: others it has looked at.
 _MADE, _FIRST_SLOT, _SLOTS = 10, 64, 448
@@ -226,7 +230,7 @@ class DecodedStore:
             except (OSError, ValueError):  # `ulimit -v`, or the last one
                 copy = np.empty(nbytes, np.uint8)
                 transfer(os.preadv, self.own.fd, [copy], place)
-                return memoryview(copy)
+                return copy.data
             self._windows[number] = window
         return window[first : first + nbytes]
 
@@ -238,7 +242,14 @@ class DecodedStore:
         return not self._words[_REFUSED] and time.monotonic_ns() >= self._words[_CLOSED_NS]
 
     def put(
-        self, number: int, stamp: Stamp, sample: object, encoded_nbytes: int = 0, *, by: int = 0
+        self,
+        number: int,
+        stamp: Stamp,
+        sample: object,
+        encoded_nbytes: int = 0,
+        *,
+        by: int = 0,
+        ns: int = 0,
     ) -> int:
         """Keep a sample, if there is room, in place of an older version; return its bytes or 0.
 
@@ -246,6 +257,7 @@ class DecodedStore:
             stamp: what `current` of `take` is asked about.
             encoded_nbytes: what it was decoded from.
             by: the number of the process, see `to_compare`.
+            ns: how long that took.
 
         Raises:
             UnkeptError: it cannot be kept, whatever room there is.
@@ -262,7 +274,7 @@ class DecodedStore:
             return 0
         place = -1
         try:
-            place = self._reserve(units * _UNIT, encoded_nbytes)
+            place = self._reserve(units * _UNIT, encoded_nbytes, ns)
             if place < 0:
                 return 0
             transfer(os.pwritev, self.own.fd, parts, place)
@@ -275,13 +287,14 @@ class DecodedStore:
             return 0
         return units * _UNIT
 
-    def _reserve(self, nbytes: int, encoded_nbytes: int) -> int:
+    def _reserve(self, nbytes: int, encoded_nbytes: int, ns: int) -> int:
         """Return a new place of `nbytes`; -1 if there is no room."""
         words = self._words
         with self._locked():
             words[_DECODES] += 1
             words[_DECODED] += nbytes
             words[_ENCODED] += encoded_nbytes
+            words[_DECODE_NS] += ns
             used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
                 if used + self._mean() > self.limit:
@@ -313,7 +326,24 @@ class DecodedStore:
             reserve(memory.total),
             whole=whole,
             encoded=encoded,
+            pace=self.pace(),
         )
+
+    def read(self, samples: int, hits: int, waited_ns: int, worked_ns: int) -> None:
+        """Note what loaders have read so far, and ns that their workers waited and worked."""
+        words = self._words
+        words[_ASKED], words[_HITS] = samples, hits
+        words[_WAITED_NS], words[_WORKED_NS] = waited_ns, worked_ns
+
+    def pace(self) -> Pace:
+        """Return what a sample takes that is not kept."""
+        words = self._words
+        read = words[_ASKED]
+        if not read or not words[_DECODES]:
+            return UNKNOWN
+        again_s = words[_DECODE_NS] / words[_DECODES] / 1e9
+        work_s = words[_WORKED_NS] / read / 1e9 + again_s * words[_HITS] / read
+        return Pace(work_s, min(again_s, work_s), storage_s(words[_WAITED_NS] / read / 1e9, work_s))
 
     def _publish(self, number: int, word: int) -> None:
         with self._locked():
