@@ -389,7 +389,7 @@ class Ready(Message, frozen=True):
 
 
 class CommandReply(Message, frozen=True):
-    """The answer to a `Command`, as plain values with a stable schema (docs/cli.md)."""
+    """The answer to a `Command`, as plain values with a stable schema (docs/json.md)."""
 
     call: int
     body: dict[str, Any]
