@@ -37,7 +37,7 @@ pytestmark = [
 
 RECIPES = Path(__file__).parents[2] / "docs/recipes"
 N = 12
-IN_CI = {"accelerate", "datasets", "h5py", "lightning", "pydicom", "transformers", "zarr"}
+IN_CI = {"accelerate", "av", "datasets", "h5py", "lightning", "pydicom", "transformers", "zarr"}
 
 
 def library(name: str) -> Any:
