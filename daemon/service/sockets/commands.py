@@ -1,4 +1,4 @@
-"""Commands of the CLI to a daemon, and their answers (docs/cli.md has the schema)."""
+"""Commands of the CLI to a daemon, and their answers (docs/json.md has the schema)."""
 
 from __future__ import annotations
 
