@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from creel.policies.inflight import InFlight
+
 #: Duration of a part. Shorter ones lose time to hand-over (about 30 us each); longer ones spread
 #: unevenly over the threads.
 PART_S = 0.002
@@ -40,6 +42,8 @@ _WAIT_FILLED_PART = 0.7  # share of a thread's waiting that other threads' compu
 _HANDED_OVER_S = 8e-6
 #: Growth of the least time per part, so that a source that became slow is noticed.
 _MIN_GROWTH = 1.02
+#: Threads that read where a read waits, whatever the source makes of it.
+SURE = 32
 _MAX_READING_S = 1.0  # a thread in a longer part does not count as reading
 
 
@@ -48,6 +52,7 @@ class Concurrency:
 
     Args:
         cores: CPUs that this process may use.
+        most: threads of the source; more than SURE only while they slow no request down.
 
     >>> far = Concurrency(cores=2)
     >>> for _ in range(100):
@@ -56,8 +61,9 @@ class Concurrency:
     (1, 50)
     """
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: int, most: int = SURE) -> None:
         self._cores = cores
+        self._inflight = InFlight(SURE, most)
         self._object_s = _FIRST_GUESS_S
         self._min_s = 0.0  # shortest time per object: a busy machine is no slow source
         # Few threads until reads are seen to wait: many threads on a quick source make each other
@@ -83,7 +89,7 @@ class Concurrency:
         quick = 0 < self._min_s < _HANDED_OVER_S
         at_once = 1 if quick else self._total_s / self._user_s - _TICK_ERROR
         waits = int(_WAIT_FILLED_PART * self._wait_s / self._cpu_s)
-        return max(waits, min(int(at_once), self._cores), 1)
+        return max(min(waits, self._inflight.limit), min(int(at_once), self._cores), 1)
 
     def more_threads(self, *, waiting: int, began: Iterable[float], now: float) -> int:
         """Return how many more threads should be reading now.
@@ -95,8 +101,14 @@ class Concurrency:
         busy = sum(start > now - _MAX_READING_S for start in began)
         return min(-(-waiting // self.part_objects(waiting)), self._useful - busy)
 
-    def measured(self, objects: int, seconds: float, cpu: float, user: float) -> None:
-        """Enter a part's wall time and CPU time (in all, and in user mode), in seconds."""
+    def measured(
+        self, objects: int, seconds: float, cpu: float, user: float, reading: int = 0
+    ) -> None:
+        """Enter a part's wall time and CPU time (in all, and in user mode), in seconds.
+
+        `reading`: threads that were reading at its end.
+        """
+        self._inflight.landed(reading, seconds / objects)
         self._user_s += user - _CPU_DECAY * self._user_s
         self._total_s += cpu - _CPU_DECAY * self._total_s
         self._object_s += (seconds / objects - self._object_s) * 0.3

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 #: Versions requested at a time; each request is a round trip of few bytes.
 AT_ONCE = 32
@@ -11,22 +15,24 @@ AT_ONCE = 32
 SLOWEST_BPS = 16 << 10
 
 
-def of_each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exception]:
-    """Return the result or exception of `job` for each address; runs many jobs at a time."""
+def of_each(
+    job: Callable[[T], R], items: Sequence[T], at_once: int = AT_ONCE
+) -> list[R | Exception]:
+    """Return the result or exception of `job` for each item; runs many jobs at a time."""
 
-    def one(uri: str) -> int | Exception:
+    def one(item: T) -> R | Exception:
         try:
-            return job(uri)
+            return job(item)
         except Exception as e:  # noqa: BLE001  stores raise what they like
             return e
 
-    if len(uris) <= 1:
-        return [one(uri) for uri in uris]
-    with ThreadPoolExecutor(min(AT_ONCE, len(uris)), "creel-version") as pool:
+    if len(items) <= 1:
+        return [one(item) for item in items]
+    with ThreadPoolExecutor(min(at_once, len(items)), "creel-requests") as pool:
         try:
-            return list(pool.map(one, uris))
+            return list(pool.map(one, items))
         except RuntimeError:  # no thread available
-            return [one(uri) for uri in uris]
+            return [one(item) for item in items]
 
 
 def tag_of(headers: Mapping[str, str], size: int | None) -> str:
