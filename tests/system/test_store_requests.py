@@ -28,6 +28,7 @@ from creel.cache.storage import version
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import obstore_store, retry
+from creel.cache.storage.stores.access import StorageOptions, check_grants
 from creel.cache.storage.stores.requests import Gate
 from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.client.client import Client
@@ -477,6 +478,8 @@ ACCOUNTS: dict[str, tuple[str, dict[str, Any]]] = {
     "session token": ("", {"key": KEY, "secret": SECRET, "token": "t"}),
     "in the address": (f"{KEY}:{SECRET.replace('-', '%2D')}@", {}),
     "anonymous": ("", {"anon": True}),
+    "pyarrow's names": ("", {"access_key": KEY, "secret_key": SECRET, "session_token": "t"}),
+    "client_kwargs": ("", {"key": KEY, "secret": SECRET, "client_kwargs": {"region_name": "eu-1"}}),
 }
 
 
@@ -496,6 +499,45 @@ def test_each_way_to_name_an_account_reads(
     data = creel.read(f"s3://{who}bucket/files/00", storage_options=given)
     assert data == (s3.root / "bucket/files/00").read_bytes()
     assert (s3.count["heads"], s3.count["refused"]) == (int(client == "pyarrow"), 0)
+
+
+_KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+_IN_FILES = dict.fromkeys(_KEYS, "")
+#: What the environment says: the variables, and whether obstore can do it. "~" is a home.
+ENVIRONMENTS: dict[str, tuple[dict[str, str], bool]] = {
+    "keys": (_KEYS, True),
+    "session token": (_KEYS | {"AWS_SESSION_TOKEN": "t"}, True),
+    "R2's region": (_KEYS | {"AWS_REGION": "auto"}, True),
+    "an endpoint of S3 alone": (
+        _KEYS | {"AWS_ENDPOINT_URL": "", "AWS_ENDPOINT_URL_S3": "s3"},
+        True,
+    ),
+    "a profile": (_IN_FILES | {"HOME": "~", "AWS_PROFILE": "reader"}, False),
+    "the default profile": (_IN_FILES | {"HOME": "~"}, False),
+    "another file": (_IN_FILES | {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}, False),
+}
+
+
+@pytest.mark.parametrize("way", ENVIRONMENTS)
+def test_each_way_to_name_an_account_in_the_environment_reads(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """In this process, and in a daemon, which gets a grant."""
+    variables, once = ENVIRONMENTS[way]
+    (tmp_path / ".aws").mkdir()
+    ours = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+    others = ours.replace(KEY, "of-another-profile") if "AWS_PROFILE" in variables else ours
+    (tmp_path / ".aws/credentials").write_text(f"[default]\n{others}\n[reader]\n{ours}")
+    for name, value in variables.items():
+        server = s3.env["AWS_ENDPOINT_URL"] if value == "s3" else value
+        monkeypatch.setenv(name, server.replace("~", str(tmp_path)))
+    wanted = (s3.root / "bucket/files/00").read_bytes()
+    assert creel.read("s3://bucket/files/00") == wanted
+    assert (s3.count["heads"], s3.count["refused"]) == (int(not once), 0)
+    manifest = Manifest.of_files(["files/00"], root="s3://bucket").reached(StorageOptions())
+    grants = manifest.grants()
+    check_grants(grants, 1)
+    assert Source(manifest, grants=grants).read(0) == wanted
 
 
 class Role(BaseHTTPRequestHandler):
