@@ -189,6 +189,7 @@ def write(root: Path, samples: int, nbytes: int, *, chunks: bool) -> list[str]:
         files = sorted(map(str, (root / "raw").iterdir()))
         output: Any = {"output_dir": str(root / "chunks"), "chunk_bytes": SHARD_NBYTES}
         optimize(read_file, files, num_workers=1, **output)
+        multiprocessing.set_start_method("fork", force=True)  # which it has changed
     return shards
 
 

@@ -36,7 +36,7 @@ from creel.loader.data.reading import storage
 from creel.settings import FetchSettings
 from kit import forget_stores, seeds
 from programs import Program
-from testbed.fault_proxy import FAULTS, FaultyProxy
+from testbed.fault_proxy import FAULTS, STALL, FaultyProxy
 from testbed.s3_server import CUT, KEY, S3, SECRET, SHORT
 
 pytest.importorskip("obstore")
@@ -239,6 +239,16 @@ def test_no_fault_on_the_way_becomes_a_sample(
             assert all(d in (None, wanted[i]) for d, i in zip(data, some.tolist(), strict=True))
         assert set(proxy.count) == set(faults)
         assert failed <= (proxy.count["short"] if way == "files" else 0)
+
+
+def test_a_connection_that_hangs_is_given_up_in_time_for_another(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultyProxy(s3.port, np.random.default_rng(0), 1.0, (STALL,), most=1) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        source = Source(WAYS["unknown"](), FetchSettings(backoff_s=0.001, deadline_s=6.0))
+        assert source.read(0) == wanted_of(s3, source, 0)
+        assert proxy.count[STALL] == 1
 
 
 def wanted_of(s3: S3, source: Source, i: int) -> bytes:

@@ -28,6 +28,7 @@ FAULTS = (
     "500",
     "empty",  # the connection ends without an answer
 )
+STALL = "stall"  # the body stops, and the connection stays
 _STATUS = {"503": b"503 Slow Down", "500": b"500 Internal Server Error"}
 _CODE = {"503": b"SlowDown", "500": b"InternalError"}
 
@@ -38,8 +39,9 @@ class FaultyProxy:
     Args:
         port: of the store, on loopback.
         rng: draws the faults.
-        share: of the answers that break; may be changed at any time.
+        share: of the answers that break.
         faults: those that are drawn.
+        most: so many answers break, then no more.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class FaultyProxy:
         rng: np.random.Generator,
         share: float,
         faults: tuple[str, ...] = FAULTS,
+        most: int = 1 << 62,
     ) -> None:
-        self.share = share
+        self._share = share
+        self._most = most
         self.count: Counter[str] = Counter()
         self._upstream = port
         self._rng = rng
@@ -107,8 +111,8 @@ class FaultyProxy:
         begin = head.lower().index(b"content-length:") + len(b"content-length:")
         digits = head[begin : head.index(b"\r\n", begin)]
         body = await up.readexactly(int(digits))
-        broken = head.split(b" ", 2)[1] in {b"200", b"206"} and self._rng.random() < self.share
-        if not (broken and body):
+        good = head.split(b" ", 2)[1] in {b"200", b"206"} and self.count.total() < self._most
+        if not (body and good and self._rng.random() < self._share):
             writer.write(head + body)
             await writer.drain()
             return True
@@ -134,6 +138,8 @@ class FaultyProxy:
         whole = fault in {"flipped", "delay"}
         writer.write(head + (body if whole else body[:at]))
         await writer.drain()
+        if fault == STALL:
+            await asyncio.sleep(3600)
         if fault in {"cut", "reset within"}:
             _end(writer, reset=fault != "cut")
             return False

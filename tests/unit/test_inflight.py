@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 import pytest
 
-from creel.policies.inflight import InFlight
+from creel.policies.concurrency import InFlight
 from kit import seeds
 
 

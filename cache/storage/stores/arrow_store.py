@@ -21,8 +21,7 @@ from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
 from creel.cache.storage.manifest import ANY, UNKNOWN
 from creel.cache.storage.stores.access import option_names
-from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each, tag_of
-from creel.cache.storage.stores.requests import Requests
+from creel.cache.storage.stores.requests import SLOWEST_BPS, Requests, of_each, tag_of
 from creel.cache.storage.stores.store import (
     Filled,
     Run,

@@ -16,8 +16,7 @@ from urllib.parse import unquote
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores.answers import AT_ONCE, SLOWEST_BPS, of_each, tag_of
-from creel.cache.storage.stores.requests import Requests
+from creel.cache.storage.stores.requests import AT_ONCE, SLOWEST_BPS, Requests, of_each, tag_of
 from creel.cache.storage.stores.store import (
     Filled,
     Run,

@@ -26,9 +26,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from creel.cache.memory.buffers import copy_over, cut
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each
 from creel.cache.storage.stores.refusals import EXPIRED, refusal, unreachable
-from creel.cache.storage.stores.requests import Gate, Requests
+from creel.cache.storage.stores.requests import SLOWEST_BPS, Gate, Requests, of_each
 from creel.cache.storage.stores.store import (
     Filled,
     Run,
@@ -248,7 +247,8 @@ class ObstoreStore:
             "client_options": {
                 "allow_http": str(config["endpoint"]).startswith("http:"),
                 "timeout": _WHOLE_REQUEST,
-                "read_timeout": timedelta(seconds=deadline_s),
+                # Without a byte: a connection that hangs is given up in time for another one.
+                "read_timeout": timedelta(seconds=deadline_s / 3),
                 "connect_timeout": timedelta(seconds=deadline_s / 3),
                 # No proxy, as none is used by the other store: one for no address.
                 "proxy_url": "http://127.0.0.1:9",

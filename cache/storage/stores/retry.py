@@ -104,8 +104,8 @@ def source_error(
 ) -> SourceError:
     """Convert an exception of a storage to SourceError, the only kind that readers get.
 
-    The result contains no keys or passwords, so it may be shown and logged. A refusal, or a server
-    that is not reached, says by the `options` of the client who asked, and where.
+    The result contains no keys or passwords, so it may be shown and logged. A refusal says who was
+    refused, by the `options` of the client; a server that is not reached, where it should be.
     """
     if isinstance(error, SourceError):
         address = public(error.uri)
@@ -115,8 +115,10 @@ def source_error(
     number, reason = _reason(error)
     kind = SourceNotFoundError if number == errno.ENOENT else SourceError
     reason = _SECRET.sub(r"\1...", reason.replace(uri, public(uri)))
-    if number in {errno.EACCES, errno.ECONNREFUSED} and options is not None:
+    if number == errno.EACCES and options is not None:
         reason = f"{reason} ({shown(options)})"
+    if number == errno.ECONNREFUSED and options and options.get("endpoint_override"):
+        reason = f"{reason} ({options['endpoint_override']})"
     return kind(number, legible(reason), public(uri))
 
 
