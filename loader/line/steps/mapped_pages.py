@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from creel.loader.data.binding.mapped_ranges import MappedRange, RangesOf
 from creel.loader.line.order.epoch_order import EpochOrder
-from creel.loader.line.order.epoch_plan import EpochPlan, same_batch
+from creel.loader.line.order.epoch_plan import same_batch
 from creel.loader.line.steps.batch_stream import try_predict
 from creel.settings import WindowSettings
 from creel.system import limits
@@ -71,8 +71,9 @@ class MappedPages:
         """`kind`: of the dataset, for the log."""
         self._kind, self._ranges, self._window = kind, ranges, window
         self._nbytes = 0  # of the window; less than the setting where memory is short
-        self.forget()
         self._plan = try_predict(order, 0)
+        self.forget()
+        self._over = False
         forget_in_child(self)
         pause_before_fork(self)
 
@@ -81,8 +82,7 @@ class MappedPages:
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._plan: EpochPlan | None = None
-        self._begun = self._over = False
+        self._begun, self._over = False, True
         self._next = 0  # the batch to look at after `_pending`
         self._pending: MappedBatch | None = None  # it waits for room
         self._planned: dict[int, NDArray[np.integer]] = {}
@@ -110,7 +110,7 @@ class MappedPages:
         if not self._begun:
             self._begun, self._next = True, batch
             self._plan = try_predict(order, 0) or self._plan
-            self._over = self._plan is None
+            self._over = self._over or self._plan is None
             self._start()
         planned = self._planned.get(batch)
         if planned is not None and not same_batch(planned, index):
@@ -150,7 +150,7 @@ class MappedPages:
         return not self._ahead or (fits and len(self._ahead) < self._window.max_steps)
 
     def _run(self, stop: threading.Event) -> None:
-        files, flight = _OpenFiles(), deque[MappedRange]()
+        files, flight = _PageFiles(), deque[MappedRange]()
         try:
             while self._goes_on(stop):
                 batch = self._batch()
@@ -171,7 +171,7 @@ class MappedPages:
     def _read(
         self,
         batch: MappedBatch,
-        files: _OpenFiles,
+        files: _PageFiles,
         flight: deque[MappedRange],
         stop: threading.Event,
     ) -> None:
@@ -244,7 +244,7 @@ class MappedPages:
             ranges += mapped
         return MappedBatch(number, ranges, nbytes)
 
-    def _pieces(self, batch: MappedBatch, files: _OpenFiles) -> Iterator[MappedRange]:
+    def _pieces(self, batch: MappedBatch, files: _PageFiles) -> Iterator[MappedRange]:
         """Yield what is to be read, until training has read the batch itself."""
         for path, offset, nbytes in batch.ranges:
             end = min(offset + nbytes, files.size(path))
@@ -254,7 +254,7 @@ class MappedPages:
                 yield MappedRange(path, start, min(_PIECE_NBYTES, end - start))
 
 
-class _OpenFiles:
+class _PageFiles:
     """Files of which pages are read, opened as needed; those that cannot be opened are empty."""
 
     def __init__(self) -> None:
