@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 import creel
 from creel.loader.line.steps import mapped_pages
+from creel.loader.line.steps.mapped_pages import BLOCK_NBYTES
 from kit import descriptors, until
 from programs import Program
 from testbed.same import needs_fuse, same
@@ -33,7 +34,7 @@ from testbed.slowfs import SlowFS
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
-N, NBYTES = 24, 3 << 16  # 192 KiB: more than the kernel reads at once
+N, NBYTES = 24, 2 * BLOCK_NBYTES
 
 
 class Mapped(Dataset[Any]):
@@ -137,7 +138,7 @@ def test_pages_are_there_before_a_sample_is_read(
 def test_no_more_than_the_window_is_ahead(slow: Any) -> None:
     dataset, ahead = Mapped(f"{slow.mountpoint}/rows"), 4
     order = list(shuffled(dataset))
-    window = {"window.bytes": ahead * NBYTES * 3 // 2}  # as the dataset declares them
+    window = {"window.bytes": ahead * NBYTES}
     loader = creel.DataLoader(dataset, 1, sampler=shuffled(dataset), creel=window)
     for done, _ in enumerate(loader, 1):
         soon = set(order[: done + ahead // 2])

@@ -15,7 +15,6 @@ from creel.cache.storage.stores.retry import public
 from creel.loader.client.claim import DIRECT, Claim
 from creel.loader.client.cluster.ranks import rank_and_world
 from creel.loader.client.connections import start_daemon_early
-from creel.loader.data.binding.mapped_ranges import ranges_of
 from creel.loader.data.binding.tree import wrapped_in
 from creel.loader.data.binding.wrapped import Wrapped, recorded
 from creel.loader.data.reading.bad_samples import BadSample, Key, printable
@@ -93,7 +92,7 @@ class EpochRun:
         self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
         self._workers = 0
-        self._pages: MappedPages | None = None  # of a dataset that says what its samples map
+        self._pages = MappedPages(loader_state.config.window)
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
         pulled = self._pulled  # in place of a reference to this
         self._readers: Sequence[Reader] = (this_thread(lambda: min(pulled, default=None)),)
@@ -179,22 +178,10 @@ class EpochRun:
         if self.skipped:
             order.skip(self.skipped)
         watch.add(self.overdue)
-        self._begin_pages(loader, order)
+        if self._counts:
+            self._pages.begin(loader.dataset, order)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
-
-    def _begin_pages(self, loader: DataLoader[Any], order: EpochOrder) -> None:
-        """Begin to read the epoch's mapped pages ahead; numbers of a memory are not a dataset's."""
-        if self._pages is not None:
-            self._pages.stop()
-            self._pages = None
-        state, dataset = self._loader_state, loader.dataset
-        if state.args.creel is False or order.rehearses or order.paced:
-            return
-        ranges = ranges_of(dataset)
-        if ranges is not None:
-            kind, window = type(dataset).__name__, state.config.window
-            self._pages = MappedPages(kind, ranges, order, window)
 
     def _begin_seeds(self, loader: DataLoader[Any], resume: Progress | None) -> None:
         """Set the seed of this epoch's samples: torch's base seed, or one after the last epoch's.
@@ -238,8 +225,7 @@ class EpochRun:
         if self._search is not None:
             self._reattach(self.skipped + i)
         batch, served = self.skipped + i, self._served
-        if self._pages is not None and self.order is not None:
-            self._pages.claimed(batch, index, self.order)
+        self._pages.claimed(batch, index)
         claim = DIRECT if served is None else served.claim(batch, index)
         if claim.step < 0 and self._counts:
             self._unpublished[batch] = samples_in(index) if self._many else 1
@@ -291,8 +277,7 @@ class EpochRun:
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
         stream = self._served
-        if self._pages is not None:
-            self._pages.done(self.skipped + i)
+        self._pages.done(self.skipped + i)
         if stream is not None:
             stream.done(self.skipped + i)
             if not self._published_ahead and self.order is not None and not stream.joining:
@@ -453,8 +438,7 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
-        if self._pages is not None:
-            self._pages.stop()
+        self._pages.stop()
         watch.discard(self.overdue)
         self._loader_state.own_files.ends()
         search = self._search

@@ -1,10 +1,15 @@
 """MappedPages: reads what coming batches map into memory, before they fault on it.
 
 For a mapped file the kernel is the cache. What it lacks is the order: a fault on a page at random
-waits for storage alone, and the next one comes after it. A dataset that says which bytes a sample
-maps (its method `ranges`) has them read into the page cache in the order of the epoch, by a thread
-of the training process, at most `window` ahead of training. All processes of the node share these
-pages, so workers, and the other ranks, find them too.
+waits for storage alone, and the next one comes after it. Where it is known which bytes a sample
+maps (`loader/data/maps`), these are read into the page cache in the order of the epoch, at most
+`window` ahead of training. All processes of the node share these pages, so workers, and the other
+ranks, find them too.
+
+A thread of the training process does it, not the daemon. What a sample maps is told by the person's
+own code or lies in mappings of this process, so the daemon would need tables that grow with the
+dataset, and rights to the paths; and nothing would be gained, as the page cache is the node's,
+whoever fills it. The thread waits for storage without Python's lock.
 
 Nothing here is needed: what fails, or is foreseen wrongly, is read by the fault itself, as without
 creel. The thread ends when the window is full; `done` starts another when half of it is free. So
@@ -13,82 +18,109 @@ none waits, also while workers are forked and when Python exits.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
 import os
 import stat
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.loader.data.binding.mapped_ranges import MappedRange, RangesOf
+from creel.loader.client.cluster.ranks import speaks
+from creel.loader.data.maps.mappings import MappedRange
+from creel.loader.data.maps.ranges import RangesOf, ranges_of
 from creel.loader.line.order.epoch_order import EpochOrder
-from creel.loader.line.order.epoch_plan import same_batch
+from creel.loader.line.order.epoch_plan import EpochPlan, same_batch
 from creel.loader.line.steps.batch_stream import try_predict
 from creel.settings import WindowSettings
 from creel.system import limits
 from creel.system.forks import forget_in_child, join, pause_before_fork
+from creel.units import format_size
 
 _log = logging.getLogger("creel.loader")
 
-#: Bytes that the kernel is asked for at once: it cuts longer requests to its readahead, which is
-#: 128 KiB by default (`mm/readahead.c`, `force_page_cache_ra`).
-_PIECE_NBYTES = 1 << 17
-#: Pieces that are asked for before the first of them is awaited.
+#: Files are read in whole blocks of this size, as a fault reads them: it is the kernel's readahead
+#: by default, to which it cuts what it is asked for (`mm/readahead.c`, `force_page_cache_ra`).
+BLOCK_NBYTES = 1 << 17
+#: Blocks that are asked for before the first of them is awaited.
 _IN_FLIGHT = 128
 #: Descriptors that are open at once.
-_MAX_FILES = 16
-#: After so many pieces in a row that memory had already, one sample in `_EVERY` is looked at.
+_MAX_FILES = 64
+#: After so many blocks in a row that memory had already, one sample in `_EVERY` is looked at.
 _WARM, _EVERY = 64, 16
 #: Share of the available memory that may be read ahead: pages of which the kernel drops some before
 #: they are used would be read twice.
 _MEMORY_SHARE = 0.5
 
-_warned: set[str] = set()  # kinds of datasets
+#: What is read is written here by all threads, and read by none.
+_scratch = bytearray(BLOCK_NBYTES)
+_warned: set[str] = set()  # kinds of datasets of which nothing is read ahead
+_told: set[str] = set()  # kinds of datasets whose files are larger than memory
 
 
-class MappedBatch(NamedTuple):
-    """What a coming batch maps; `nbytes` also counts samples that are not looked at."""
+class MappedBatch:
+    """A coming batch, and how many bytes of the window it takes as far as is known."""
 
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nbytes = 0
+        self.passed = False  # whether training has it
+
+
+class Lookup(NamedTuple):
+    """What sample `index` of a batch maps, as far as it was not asked for: see `RangesOf`."""
+
+    batch: MappedBatch
+    index: int
+    parts: Iterator[list[MappedRange]]
+
+
+class Block(NamedTuple):
+    """The bytes from number * BLOCK_NBYTES on of a file, as many or as far as it has them."""
+
+    path: str
     number: int
-    ranges: list[MappedRange]
-    nbytes: int
 
 
 class MappedPages:
-    """The pages of one epoch's coming batches. The trainer calls its public methods.
+    """The pages of an iterator's coming batches. The trainer calls its public methods.
 
-    The thread alone writes `_next` to `_added`, and the trainer `_done` and `_consumed`.
+    The thread alone writes `_next`, `_warm` and `_seen`. Both write `_nbytes_ahead`, with the lock.
     """
 
-    def __init__(
-        self, kind: str, ranges: RangesOf, order: EpochOrder, window: WindowSettings
-    ) -> None:
-        """`kind`: of the dataset, for the log."""
-        self._kind, self._ranges, self._window = kind, ranges, window
-        self._nbytes = 0  # of the window; less than the setting where memory is short
-        self._plan = try_predict(order, 0)
+    def __init__(self, window: WindowSettings) -> None:
+        self._window = window
+        self._files = _PageFiles()
         self.forget()
-        self._over = False
         forget_in_child(self)
         pause_before_fork(self)
+        _all.add(self)
 
     def forget(self) -> None:
-        """Create the state that belongs to one process: a forked child reads nothing ahead."""
+        """Read nothing ahead, as after a fork in the child."""
+        self._files.close()  # which the child has inherited
+        self._files = _PageFiles()
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._order: EpochOrder | None = None
+        self._plan: EpochPlan | None = None
+        self._kind = ""
+        self._ranges: RangesOf | None = None
         self._begun, self._over = False, True
-        self._next = 0  # the batch to look at after `_pending`
-        self._pending: MappedBatch | None = None  # it waits for room
-        self._planned: dict[int, NDArray[np.integer]] = {}
+        self._nbytes = 0  # of the window; less than the setting where memory is short
+        self._next = self._done = 0  # the batch to look at next; batches that training has
+        self._planned: dict[int, NDArray[np.integer[Any]]] = {}
         self._ahead: deque[MappedBatch] = deque()
+        self._nbytes_ahead = 0
         self._warm = self._seen = 0
-        self._added = self._done = self._consumed = 0
 
     def pause(self) -> None:
         """End the thread before a fork; after the next batch there is another one."""
@@ -100,17 +132,37 @@ class MappedPages:
         """Read nothing more in this epoch."""
         self._over = True
         self.pause()
+        if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
+            self._files = _PageFiles()
+        self._files.close()
 
-    def claimed(self, batch: int, index: object, order: EpochOrder) -> None:
+    def begin(self, dataset: object, order: EpochOrder) -> None:
+        """Prepare an epoch; numbers of a rehearsal's memory are not the dataset's."""
+        self.stop()
+        self.forget()
+        if order.rehearses or order.paced:
+            return
+        self._kind = type(dataset).__name__
+        try:
+            self._ranges = ranges_of(dataset)
+        except Exception as e:  # noqa: BLE001  the person's object, or a library of another version
+            _warn(self._kind, repr(e))
+        if self._ranges is not None:
+            self._order, self._plan = order, try_predict(order, 0)
+            self._over = False
+
+    def claimed(self, batch: int, index: object) -> None:
         """Begin with the epoch's first batch; stop if the order is not the one foreseen.
 
         A plan made now knows the draws that torch's samplers make when the first batch is pulled.
         There is none if the loader itself is gone: the earlier one foresaw these draws.
         """
-        if not self._begun:
+        if self._over:
+            return
+        if not self._begun and self._order is not None:
             self._begun, self._next = True, batch
-            self._plan = try_predict(order, 0) or self._plan
-            self._over = self._over or self._plan is None
+            self._plan = try_predict(self._order, 0) or self._plan
+            self._over = self._plan is None
             self._start()
         planned = self._planned.get(batch)
         if planned is not None and not same_batch(planned, index):
@@ -120,10 +172,12 @@ class MappedPages:
         """Note that training has all batches below `batch`."""
         self._done = batch
         while self._ahead and self._ahead[0].number < batch:
-            read = self._ahead.popleft()
+            with self._lock:
+                read = self._ahead.popleft()
+                read.passed = True
+                self._nbytes_ahead -= read.nbytes
             self._planned.pop(read.number, None)
-            self._consumed += read.nbytes
-        if self._begun and self._added - self._consumed <= self._nbytes // 2:
+        if self._begun and not self._over and self._nbytes_ahead <= self._nbytes // 2:
             self._start()
 
     # --- the thread ---------------------------------------------------------------------------
@@ -132,12 +186,16 @@ class MappedPages:
         with self._lock:
             if self._over or self._thread is not None or not self._has_room():
                 return
-            available = int(limits.memory().available * _MEMORY_SHARE)
-            self._nbytes = min(self._window.bytes, available)
+            available = limits.memory(active=True).available
+            ahead = int(available * _MEMORY_SHARE)
+            self._nbytes, self._files.recent = min(self._window.bytes, ahead), ahead // BLOCK_NBYTES
             self._stop = threading.Event()
-            # Not a daemon thread: one that returns from torch during Python's exit aborts it.
-            name, args = "creel-pages", (self._stop,)
-            self._thread = threading.Thread(target=self._run, args=args, name=name)
+            args = self._stop, available
+            # A daemon thread, as storage that hangs must not hold up Python's exit; `_pause_all`
+            # waits for it a moment: one that returns from torch during the exit aborts it.
+            self._thread = threading.Thread(
+                target=self._run, args=args, name="creel-pages", daemon=True
+            )
             try:
                 self._thread.start()
             except RuntimeError:  # no thread available
@@ -145,50 +203,33 @@ class MappedPages:
 
     def _has_room(self) -> bool:
         """Whether the next batch may be read now; one may if none is ahead, of whatever size."""
-        ahead, pending = self._added - self._consumed, self._pending
-        fits = ahead + (0 if pending is None else pending.nbytes) <= self._nbytes
-        return not self._ahead or (fits and len(self._ahead) < self._window.max_steps)
+        fits = self._nbytes_ahead < self._nbytes and len(self._ahead) < self._window.max_steps
+        return not self._ahead or fits
 
-    def _run(self, stop: threading.Event) -> None:
-        files, flight = _PageFiles(), deque[MappedRange]()
+    def _run(self, stop: threading.Event, available: int) -> None:
+        files, flight, due = self._files, deque[Block | Lookup](), deque[Lookup]()
         try:
             while self._goes_on(stop):
-                batch = self._batch()
-                if batch is not None:
-                    self._read(batch, files, flight, stop)
-                    continue
-                while flight and self._goes_on(stop):
-                    files.read(flight.popleft())
-                if self._ends(stop):
+                if due:
+                    self._ask(due.popleft(), flight, due, stop)
+                elif self._has_room() and not self._over:
+                    due += self._batch()
+                elif flight:
+                    self._land(flight, due)
+                elif self._ends(stop):
                     return
+                if files.nbytes > available:
+                    _tell_of_memory(self._kind, files.nbytes, available)
         except Exception:  # noqa: BLE001  a sampler that raises does so again when pulled
             _log.debug("no pages are read ahead", exc_info=True)
             self._over = True
         finally:
-            files.close()
+            if self._over or files is not self._files:
+                files.close()
             self._ends(stop)
 
-    def _read(
-        self,
-        batch: MappedBatch,
-        files: _PageFiles,
-        flight: deque[MappedRange],
-        stop: threading.Event,
-    ) -> None:
-        """Ask for a batch's pages, and wait for what was asked for long before (`flight`)."""
-        for piece in self._pieces(batch, files):
-            if not self._goes_on(stop):
-                return
-            if not files.asked_for(piece):
-                self._warm += 1
-                continue
-            self._warm = 0
-            flight.append(piece)
-            if len(flight) >= _IN_FLIGHT:
-                files.read(flight.popleft())
-
     def _goes_on(self, stop: threading.Event) -> bool:
-        # When Python exits, the main thread has ended and waits for this thread.
+        # When Python exits, the main thread has ended.
         return not stop.is_set() and threading.main_thread().is_alive()
 
     def _ends(self, stop: threading.Event) -> bool:
@@ -199,110 +240,153 @@ class MappedPages:
                 self._thread = None
             return ends
 
-    def _batch(self) -> MappedBatch | None:
-        """Return the next batch, and count it as ahead; None if there is no room, or no batch."""
-        batch, self._pending = self._pending, None
-        if batch is not None and batch.number < self._done:
-            self._planned.pop(batch.number, None)
-            batch = None
-        batch = batch or self._looked_up()
-        if batch is None:
+    def _batch(self) -> list[Lookup]:
+        """Count the next batch as ahead, and return its samples; none at the end of the plan."""
+        plan, ranges, number = self._plan, self._ranges, max(self._next, self._done)
+        if plan is None or ranges is None:
             self._over = True
-            return None
-        self._pending = batch
-        if not self._has_room():
-            return None
-        self._pending = None
-        self._added += batch.nbytes
-        self._ahead.append(batch)
-        return batch
-
-    def _looked_up(self) -> MappedBatch | None:
-        """Return what the next batch maps; None if the plan or the dataset cannot say."""
-        plan, number = self._plan, max(self._next, self._done)
-        if plan is None:
-            return None
+            return []
         plan.draw()
         if number >= plan.steps:
-            return None
+            self._over = True
+            return []
         indices, _ = plan.cut(number, number + 1)
         self._next, self._planned[number] = number + 1, indices
-        ranges: list[MappedRange] = []
-        nbytes = mean = 0
-        for index in map(int, indices):
-            self._seen += 1
-            if self._warm >= _WARM and self._seen % _EVERY:
-                nbytes += mean
-                continue
-            try:
-                mapped = self._ranges(index)
-            except Exception as e:  # noqa: BLE001  the person's code
-                _warn(self._kind, index, e)
-                return None
-            mean = sum(one.nbytes for one in mapped)
-            nbytes += mean
-            ranges += mapped
-        return MappedBatch(number, ranges, nbytes)
+        batch = MappedBatch(number)
+        self._ahead.append(batch)
+        first, self._seen = self._seen, self._seen + len(indices)
+        every = _EVERY if self._warm >= _WARM else 1
+        looked_at = indices[-first % every :: every].tolist()
+        return [Lookup(batch, index, _parts(ranges, index)) for index in looked_at]
 
-    def _pieces(self, batch: MappedBatch, files: _PageFiles) -> Iterator[MappedRange]:
-        """Yield what is to be read, until training has read the batch itself."""
-        for path, offset, nbytes in batch.ranges:
-            end = min(offset + nbytes, files.size(path))
-            for start in range(offset, end, _PIECE_NBYTES):
-                if batch.number < self._done:
-                    return
-                yield MappedRange(path, start, min(_PIECE_NBYTES, end - start))
+    def _ask(
+        self,
+        lookup: Lookup,
+        flight: deque[Block | Lookup],
+        due: deque[Lookup],
+        stop: threading.Event,
+    ) -> None:
+        """Ask for the next part of what a sample maps; `flight` says when memory has it."""
+        batch = lookup.batch
+        try:
+            ranges = next(lookup.parts, None)
+        except Exception as e:  # noqa: BLE001  the person's code
+            self._over = True
+            _warn(self._kind, f"ranges({lookup.index}) raised {e!r}")
+            return
+        if ranges is None:
+            return
+        for block in self._files.blocks(ranges):
+            # Training that is here already reads it by itself.
+            if batch.passed or not self._goes_on(stop):
+                return
+            asked = self._files.ask(block)
+            if asked is None:
+                continue
+            self._warm = 0 if asked else self._warm + 1
+            if asked:
+                flight.append(block)
+                with self._lock:
+                    if not batch.passed:
+                        batch.nbytes += BLOCK_NBYTES
+                        self._nbytes_ahead += BLOCK_NBYTES
+            while len(flight) >= _IN_FLIGHT:
+                self._land(flight, due)
+        flight.append(lookup)
+
+    def _land(self, flight: deque[Block | Lookup], due: deque[Lookup]) -> None:
+        """Wait until memory has the block that was asked for first."""
+        first = flight.popleft()
+        if isinstance(first, Lookup):
+            due.append(first)
+        else:
+            self._files.read(first)
+
+
+def _parts(ranges: RangesOf, index: int) -> Iterator[list[MappedRange]]:
+    yield from ranges(index)
 
 
 class _PageFiles:
     """Files of which pages are read, opened as needed; those that cannot be opened are empty."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, tuple[int, int]] = {}  # path -> (descriptor or -1, size)
-        self._scratch = bytearray(_PIECE_NBYTES)
+        self.nbytes = 0  # of all files so far
+        self.recent = 0  # how many of the blocks asked for last are taken to be there still
+        self._opened: dict[str, _PageFile] = {}
+        self._seen: set[str] = set()
+        self._asked = 0
 
-    def size(self, path: str) -> int:
-        return self._file(path)[1]
+    def blocks(self, ranges: list[MappedRange]) -> Iterator[Block]:
+        """Yield the blocks that have these bytes; some more than once."""
+        for path, offset, nbytes in ranges:
+            end = min(offset + nbytes, self._file(path).nbytes)
+            if offset < end:
+                for number in range(offset // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
+                    yield Block(path, number)
 
-    def asked_for(self, piece: MappedRange) -> bool:
-        """Ask the kernel to read a piece; False if memory has it, or nobody ever will."""
-        fd, _ = self._file(piece.path)
-        last = piece.offset + piece.nbytes - 1
+    def ask(self, block: Block) -> bool | None:
+        """Ask the kernel to read a block.
+
+        Returns False if memory has it, None if it was asked for a moment ago, or cannot be read.
+        """
+        file, at = self._file(block.path), block.number * BLOCK_NBYTES
+        if block.number >= len(file.asked):  # the file has been cut
+            return None
+        before = int(file.asked[block.number])
+        if before and self._asked - before < self.recent:
+            return None
+        self._asked += 1
+        file.asked[block.number] = self._asked
+        last = min(at + BLOCK_NBYTES, file.nbytes) - 1
         # File systems that cannot say it, such as NFS and FUSE, raise.
         with suppress(OSError):
-            if os.preadv(fd, [bytearray(1)], last, os.RWF_NOWAIT) == 1:
+            if os.preadv(file.fd, [bytearray(1)], last, os.RWF_NOWAIT) == 1:
                 return False
         try:
-            os.posix_fadvise(fd, piece.offset, piece.nbytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file.fd, at, BLOCK_NBYTES, os.POSIX_FADV_WILLNEED)
         except OSError:
-            return False
+            return None
         return True
 
-    def read(self, piece: MappedRange) -> None:
-        """Wait until memory has a piece."""
-        fd, _ = self._file(piece.path)
+    def read(self, block: Block) -> None:
+        """Wait until memory has a block."""
         with suppress(OSError):
-            os.preadv(fd, [memoryview(self._scratch)[: piece.nbytes]], piece.offset)
+            os.preadv(self._file(block.path).fd, [_scratch], block.number * BLOCK_NBYTES)
 
-    def _file(self, path: str) -> tuple[int, int]:
-        if path not in self._opened:
-            if len(self._opened) >= _MAX_FILES:
-                self._close(next(iter(self._opened)))
-            self._opened[path] = _opened(path)
-        return self._opened[path]
-
-    def _close(self, path: str) -> None:
-        fd, _ = self._opened.pop(path)
-        if fd >= 0:
-            os.close(fd)
+    def _file(self, path: str) -> _PageFile:
+        file = self._opened.get(path)
+        if file is None:
+            if len(self._opened) >= _MAX_FILES or (self._opened and limits.descriptors_run_out()):
+                self._opened.pop(next(iter(self._opened))).close()
+            file = self._opened[path] = _PageFile(path)
+            if path not in self._seen:
+                self._seen.add(path)
+                self.nbytes += file.nbytes
+        return file
 
     def close(self) -> None:
-        for path in list(self._opened):
-            self._close(path)
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+
+class _PageFile:
+    """A regular file, opened; one that is no such file, or cannot be opened, is empty.
+
+    nbytes: its size. asked: (blocks,) the number of the request for each block, 0 for none.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.fd, self.nbytes = _opened(path)
+        self.asked = np.zeros(-(-self.nbytes // BLOCK_NBYTES), np.uint32)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def _opened(path: str) -> tuple[int, int]:
-    """Open a regular file; return (-1, 0) if there is none."""
+    """Return the descriptor and size of a regular file; (-1, 0) if there is none."""
     try:
         # A pipe without a writer would wait.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -320,7 +404,44 @@ def _opened(path: str) -> tuple[int, int]:
     return -1, 0
 
 
-def _warn(kind: str, index: int, error: Exception) -> None:
+def _warn(kind: str, why: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
-        _log.warning("creel reads nothing of %s ahead: ranges(%d) raised %r", kind, index, error)
+        _log.warning("creel reads nothing of %s ahead: %s", kind, why)
+
+
+def _tell_of_memory(kind: str, nbytes: int, available: int) -> None:
+    """Say once what the kernel keeps of files that are larger than memory.
+
+    LRU over shuffled epochs: two uses of a sample are apart by u v of all samples beyond what
+    memory lacks, where u and v are uniform in [0, 1].
+    """
+    if kind in _told:
+        return
+    _told.add(kind)
+    share = available / nbytes
+    lack = 1 - share
+    again = share + (lack * math.log(lack) if lack < 1 else 0.0)
+    if speaks():
+        _log.warning(
+            "%s maps files of %s or more, and memory has room for %s of them. The kernel keeps what"
+            " was used last, which leaves %.0f %% to the next shuffled epoch; the rest is read"
+            " again, ahead of use. What creel reads itself (creel.RecordDataset) stays by next"
+            " use: %.0f %%",
+            kind,
+            format_size(nbytes),
+            format_size(available),
+            100 * again,
+            100 * share,
+        )
+
+
+_all: weakref.WeakSet[MappedPages] = weakref.WeakSet()
+
+
+def _pause_all() -> None:
+    for pages in list(_all):
+        pages.stop()
+
+
+atexit.register(_pause_all)
