@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import (
@@ -20,17 +21,21 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    RandomSampler,
+    StackDataset,
     Subset,
+    TensorDataset,
 )
 
 import creel
+from creel.loader.data.maps.arrow import spans_of
+from creel.loader.data.maps.mappings import Mappings
 from creel.loader.line.steps import mapped_pages
 from creel.loader.line.steps.mapped_pages import BLOCK_NBYTES
 from kit import descriptors, until
 from programs import Program
+from testbed.pages import check_read_ahead, shuffled, slow_pages
 from testbed.same import needs_fuse, same
-from testbed.slowfs import SlowFS
+from testbed.tokens import write_tokens
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -78,8 +83,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slow(source: Path, tmp_path: Path) -> Iterator[Any]:
-    fs: Any = SlowFS(str(source.parent), str(tmp_path / "mount"), page_cache=True, read_latency=1.0)  # type: ignore[no-untyped-call]
-    with fs:
+    with slow_pages(source.parent, tmp_path / "mount") as fs:
         yield fs
 
 
@@ -89,10 +93,6 @@ def nothing_stays(path: str) -> Iterator[None]:
     yield
     assert "creel-pages" not in {thread.name for thread in threading.enumerate()}
     assert sum(opened == path for _, opened in descriptors()) <= 1
-
-
-def shuffled(dataset: Any) -> Any:
-    return RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
 
 
 ORDERS: dict[str, Callable[[Any], Any]] = {
@@ -132,6 +132,126 @@ def test_pages_are_there_before_a_sample_is_read(
         assert slow.totals()["reads"] == reads
         del batches
     assert same(found, expected)
+
+
+def _memmap(folder: Path) -> Any:
+    # Copy on write: torch warns of arrays that cannot be written to.
+    return np.memmap(folder / "rows", np.uint8, "c", shape=(N, NBYTES))
+
+
+def _tensor(folder: Path) -> torch.Tensor:
+    path = str(folder / "rows")
+    return torch.from_file(path, size=N * NBYTES, dtype=torch.uint8).view(N, NBYTES)
+
+
+class Slices(Dataset[Any]):
+    """Every second of overlapping stretches of a mapped file, found by `mapped_ranges`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = _memmap(folder).reshape(-1)
+
+    def __len__(self) -> int:
+        return N - 1
+
+    def _part(self, i: int) -> Any:
+        return self.data[i * NBYTES : (i + 2) * NBYTES : 2]
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.from_numpy(np.array(self._part(i)))
+
+    def ranges(self, i: int) -> Any:
+        return creel.mapped_ranges(self._part(i))
+
+
+#: What needs no line but creel's loader, or one more.
+LAYOUTS: dict[str, Callable[[Path], Any]] = {
+    "an array": _memmap,
+    "an array backwards": lambda folder: _memmap(folder)[::-1],
+    "columns": lambda folder: _memmap(folder).reshape(-1, 8, NBYTES // 8)[:, ::4],
+    ".npy": lambda folder: np.load(folder / "rows.npy", mmap_mode="c"),
+    "a tensor": _tensor,
+    "tensors": lambda folder: TensorDataset(_tensor(folder), torch.arange(N)),
+    "saved tensors": lambda folder: TensorDataset(torch.load(folder / "rows.pt", mmap=True)),
+    "a list": lambda folder: list(_tensor(folder)),
+    "stacked": lambda folder: StackDataset(a=_tensor(folder), b=list(range(N))),
+    "documents": lambda folder: creel.TokenDataset(folder / "tokens"),
+    "stretches": lambda folder: creel.TokenDataset(folder / "tokens", NBYTES + 1, overlap=1),
+    "slices": Slices,
+}
+
+
+@needs_fuse
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_layouts_map_is_known(source: Path, tmp_path: Path, layout: str, workers: int) -> None:
+    folder = source.parent
+    rows = np.fromfile(source, np.uint8).reshape(N, NBYTES)
+    np.save(folder / "rows.npy", rows)
+    torch.save(torch.from_numpy(rows), folder / "rows.pt")
+    write_tokens(folder / "tokens", list(rows.view(np.uint16)))
+    with slow_pages(folder, tmp_path / "mount") as fs:
+        ours, theirs = (LAYOUTS[layout](one) for one in (tmp_path / "mount", folder))
+        with nothing_stays(str(tmp_path / "mount/rows")):
+            check_read_ahead(fs, ours, theirs, batch_size=2, num_workers=workers)
+        del ours
+
+
+VALUES: dict[str, Any] = {
+    "int64": pa.array(range(40)),
+    "bool": pa.array([i % 3 == 0 for i in range(40)]),
+    "half of a byte and nulls": pa.array([None if i % 5 else i for i in range(40)], pa.int8()),
+    "decimal": pa.array(range(40), pa.int64()).cast(pa.decimal128(20)),
+    "fixed": pa.array([bytes([i] * 9) for i in range(40)], pa.binary(9)),
+    "text": pa.array(["x" * i * 100 for i in range(40)]),
+    "large bytes": pa.array([b"x" * i * 100 for i in range(40)], pa.large_binary()),
+    "no text": pa.array([""] * 40),
+    "lists": pa.array([list(range(i * 50)) for i in range(40)]),
+    "large lists": pa.array([[1.0] * i * 50 for i in range(40)], pa.large_list(pa.float32())),
+    "fixed lists": pa.array([[i] * 100 for i in range(40)], pa.list_(pa.int32(), 100)),
+    "chats": pa.array([[{"role": "a", "text": "b" * 999}] * (i % 4) for i in range(40)]),
+    "images": pa.array([{"bytes": bytes([i]) * 3000, "path": f"{i}.png"} for i in range(40)]),
+    "lists of lists": pa.array([[[k] * 99 for k in range(i % 5)] for i in range(40)]),
+    "maps": pa.array([[("k" * i, i)] * 3 for i in range(40)], pa.map_(pa.string(), pa.int64())),
+    "categories": pa.array(["a", "b"] * 20).dictionary_encode(),
+    "null": pa.nulls(40),
+}
+
+
+@needs_fuse
+@pytest.mark.parametrize("kind", VALUES)
+def test_spans_are_where_arrows_values_lie(tmp_path: Path, kind: str) -> None:
+    """Once they are read, a row is there without another read; and each span needs the earlier."""
+    (tmp_path / "data").mkdir()
+    values = pa.table({"before": pa.array(["y" * 5000] * 40), "x": VALUES[kind]})
+    with pa.ipc.new_stream(tmp_path / "data/rows", values.schema) as out:
+        out.write_table(values, max_chunksize=16)
+    with slow_pages(tmp_path / "data", tmp_path / "mount") as fs:
+        mapped = pa.memory_map(f"{fs.mountpoint}/rows")
+        column = pa.ipc.open_stream(mapped).read_all()["x"]
+        everything = mapped.read_buffer(mapped.seek(0) or mapped.size())
+        with (tmp_path / "mount/rows").open("rb") as f:
+            fd = f.fileno()
+            # From now on a read or fault reads no more than is asked for.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            for advice in mmap.MADV_RANDOM, mmap.MADV_DONTNEED:
+                address = ctypes.c_void_p(everything.address)
+                ctypes.CDLL(None).madvise(address, ctypes.c_size_t(everything.size), advice)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if kind == "categories":
+                column.chunk(0).dictionary.to_pylist()
+            mappings = Mappings()
+            for i in 7, 39, 20, 0, 16:
+                cell = column.slice(i, 1)
+                for spans in spans_of(cell.chunks):
+                    reads = fs.totals()["reads"]
+                    ranges = mappings.ranges(spans)
+                    assert sum(one.nbytes for one in ranges) == sum(one.nbytes for one in spans)
+                    assert fs.totals()["reads"] == reads
+                    for _, offset, nbytes in ranges:
+                        os.pread(fd, nbytes, offset)
+                reads = fs.totals()["reads"]
+                assert cell.to_pylist() == values["x"].slice(i, 1).to_pylist()
+                assert fs.totals()["reads"] == reads
 
 
 @needs_fuse
