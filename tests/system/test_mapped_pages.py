@@ -31,6 +31,7 @@ from creel.loader.data.maps.arrow import spans_of
 from creel.loader.data.maps.mappings import Mappings
 from creel.loader.line.steps import mapped_pages
 from creel.loader.line.steps.mapped_pages import BLOCK_NBYTES
+from creel.system.limits import MemoryLimits
 from kit import descriptors, until
 from programs import Program
 from testbed.pages import check_read_ahead, shuffled, slow_pages
@@ -279,6 +280,46 @@ def test_a_program_ends_in_the_middle_of_an_epoch(slow: Any) -> None:
     program = Program(code, f"{slow.mountpoint}/rows")
     assert program.communicate() == ("1\n", "")
     assert program.returncode == 0
+
+
+class Stuck(Mapped):
+    """Says that samples map a file that nobody can read at the moment."""
+
+    def ranges(self, i: int) -> Any:
+        return [(Path(self.path).with_name("stuck"), i % 9, 1)]
+
+
+@needs_fuse
+def test_storage_that_hangs_holds_up_neither_batches_nor_the_end(slow: Any, source: Path) -> None:
+    source.with_name("stuck").write_bytes(bytes(9))
+    code = """
+    import sys, creel
+    from system.test_mapped_pages import Stuck
+
+    print(sum(len(batch) for batch in creel.DataLoader(Stuck(sys.argv[1]), 1)))
+    """
+    slow.set(stall_match="stuck", stall=600)
+    program = Program(code, f"{slow.mountpoint}/rows")
+    assert program.communicate()[0] == f"{N}\n"
+    assert program.returncode == 0
+
+
+def test_files_larger_than_memory_are_told_of_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = MemoryLimits(1 << 30, N * NBYTES // 2)
+    monkeypatch.setattr(mapped_pages.limits, "memory", lambda **_: room)
+    monkeypatch.setattr(mapped_pages, "_told", set[str]())
+    dataset = Mapped(source)
+    with caplog.at_level(logging.WARNING, "creel"):
+        for _ in range(2):
+            loader = creel.DataLoader(dataset, 1, sampler=shuffled(dataset))
+            assert same(list(loader), list(DataLoader(dataset, 1, sampler=shuffled(dataset))))
+    (line,) = caplog.messages
+    assert "6.00 MiB or more" in line
+    assert "3.00 MiB of them" in line
+    assert "15 %" in line
+    assert "RecordDataset) stays by next use: 50 %" in line
 
 
 def _raises(_: int) -> Any:

@@ -138,6 +138,8 @@ class Layout(NamedTuple):
 def layout_of(data: object) -> Layout:
     """Return where an array or a tensor lies; TypeError for anything else."""
     if isinstance(data, torch.Tensor):
+        if data.layout is not torch.strided or data.device.type != "cpu":
+            return Layout(0, (0,), (0,), 1)
         size = data.element_size()
         strides = tuple(size * stride for stride in data.stride())
         return Layout(data.data_ptr(), tuple(data.shape), strides, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from bisect import bisect_right
@@ -17,6 +18,7 @@ from creel.loader.data.binding.wrapped import is_wrapped, unwrap
 from creel.loader.data.datasets.base import CreelDataset, Transformed
 from creel.loader.data.maps.arrow import is_hugging_face, rows_of
 from creel.loader.data.maps.mappings import (
+    Layout,
     MappedRange,
     Mappings,
     layout_of,
@@ -27,6 +29,10 @@ from creel.loader.data.maps.mappings import (
 #: What sample i maps, in parts: once memory has one part, the next may be asked for, as it may have
 #: to be read from that.
 RangesOf = Callable[[int], Iterable[list[MappedRange]]]
+
+_ARRAYS = {np.ndarray, np.memmap, torch.Tensor}
+#: Arrays of less than this need few reads: 32 blocks.
+_LEAST_NBYTES = 1 << 22
 
 
 def ranges_of(dataset: object) -> RangesOf | None:
@@ -59,10 +65,11 @@ def _ranges_of(dataset: Any) -> RangesOf | None:
         return lambda index: [list(map(_checked, dataset.ranges(index)))]
     if unchanged(dataset, TensorDataset):
         return _of_all(dataset.tensors)
-    if isinstance(dataset, (np.ndarray, torch.Tensor)):
+    if type(dataset) in _ARRAYS:
         return _of_rows(dataset)
-    if type(dataset) in {list, tuple} and _arrays(dataset[:1]):
-        return lambda index: [mapped_ranges(dataset[index])]
+    if type(dataset) in {list, tuple} and dataset and type(dataset[0]) in _ARRAYS:
+        mapped = _in_file(layout_of(dataset[0]), len(dataset))
+        return (lambda index: [mapped_ranges(dataset[index])]) if mapped else None
     return rows_of(dataset) if is_hugging_face(dataset) else None
 
 
@@ -96,21 +103,22 @@ def _of_all(datasets: Sequence[object]) -> RangesOf | None:
 
 def _of_rows(array: np.ndarray[Any, Any] | torch.Tensor) -> RangesOf | None:
     """Return the ranges of the rows of an array; None if it lies in no file."""
-    try:
-        layout = layout_of(array)
-    except RuntimeError:  # a tensor without memory that is known, such as a sparse one
-        return None
-    mappings = Mappings()
+    layout = layout_of(array)
     if not layout.shape or not layout.shape[0]:
         return None
-    first = list(layout.row(0).spans())
-    if not mappings.ranges(first):
+    if not _in_file(layout.row(0), layout.shape[0]):
         return None
+    mappings = Mappings()
     return lambda index: [mappings.ranges(layout.row(index).spans())]
 
 
-def _arrays(items: Sequence[object]) -> bool:
-    return any(isinstance(item, (np.ndarray, torch.Tensor)) for item in items)
+def _in_file(first: Layout, count: int) -> bool:
+    """Whether the first of so many arrays lies in a file, and all are worth a look at it.
+
+    To look takes a millisecond, which is long for an epoch of little data.
+    """
+    large = math.prod(first.shape) * first.itemsize * count >= _LEAST_NBYTES
+    return large and bool(Mappings().ranges(first.spans()))
 
 
 def _checked(given: tuple[str | os.PathLike[str], int, int]) -> MappedRange:

@@ -53,7 +53,7 @@ BLOCK_NBYTES = 1 << 17
 _IN_FLIGHT = 128
 #: Descriptors that are open at once.
 _MAX_FILES = 64
-#: After so many blocks in a row that memory had already, one sample in `_EVERY` is looked at.
+#: After so many samples in a row that needed no read, one in `_EVERY` is looked at.
 _WARM, _EVERY = 64, 16
 #: Share of the available memory that may be read ahead: pages of which the kernel drops some before
 #: they are used would be read twice.
@@ -177,7 +177,7 @@ class MappedPages:
                 read.passed = True
                 self._nbytes_ahead -= read.nbytes
             self._planned.pop(read.number, None)
-        if self._begun and not self._over and self._nbytes_ahead <= self._nbytes // 2:
+        if self._begun and not self._over and self._has_room(0.5):
             self._start()
 
     # --- the thread ---------------------------------------------------------------------------
@@ -201,9 +201,10 @@ class MappedPages:
             except RuntimeError:  # no thread available
                 self._thread, self._over = None, True
 
-    def _has_room(self) -> bool:
-        """Whether the next batch may be read now; one may if none is ahead, of whatever size."""
-        fits = self._nbytes_ahead < self._nbytes and len(self._ahead) < self._window.max_steps
+    def _has_room(self, share: float = 1.0) -> bool:
+        """Whether less than this share of the window is full; any batch may be read if none is."""
+        steps = self._window.max_steps * share
+        fits = self._nbytes_ahead < self._nbytes * share and len(self._ahead) < steps
         return not self._ahead or fits
 
     def _run(self, stop: threading.Event, available: int) -> None:
@@ -276,22 +277,22 @@ class MappedPages:
             return
         if ranges is None:
             return
+        read = False
         for block in self._files.blocks(ranges):
             # Training that is here already reads it by itself.
             if batch.passed or not self._goes_on(stop):
                 return
-            asked = self._files.ask(block)
-            if asked is None:
+            if not self._files.ask(block):
                 continue
-            self._warm = 0 if asked else self._warm + 1
-            if asked:
-                flight.append(block)
-                with self._lock:
-                    if not batch.passed:
-                        batch.nbytes += BLOCK_NBYTES
-                        self._nbytes_ahead += BLOCK_NBYTES
+            flight.append(block)
+            read = True
+            with self._lock:
+                if not batch.passed:
+                    batch.nbytes += BLOCK_NBYTES
+                    self._nbytes_ahead += BLOCK_NBYTES
             while len(flight) >= _IN_FLIGHT:
                 self._land(flight, due)
+        self._warm = 0 if read else self._warm + 1
         flight.append(lookup)
 
     def _land(self, flight: deque[Block | Lookup], due: deque[Lookup]) -> None:
@@ -325,17 +326,14 @@ class _PageFiles:
                 for number in range(offset // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
                     yield Block(path, number)
 
-    def ask(self, block: Block) -> bool | None:
-        """Ask the kernel to read a block.
-
-        Returns False if memory has it, None if it was asked for a moment ago, or cannot be read.
-        """
+    def ask(self, block: Block) -> bool:
+        """Ask the kernel to read a block; False: memory has it or will soon, or nobody ever can."""
         file, at = self._file(block.path), block.number * BLOCK_NBYTES
         if block.number >= len(file.asked):  # the file has been cut
-            return None
+            return False
         before = int(file.asked[block.number])
         if before and self._asked - before < self.recent:
-            return None
+            return False
         self._asked += 1
         file.asked[block.number] = self._asked
         last = min(at + BLOCK_NBYTES, file.nbytes) - 1
@@ -346,7 +344,7 @@ class _PageFiles:
         try:
             os.posix_fadvise(file.fd, at, BLOCK_NBYTES, os.POSIX_FADV_WILLNEED)
         except OSError:
-            return None
+            return False
         return True
 
     def read(self, block: Block) -> None:
