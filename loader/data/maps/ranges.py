@@ -31,8 +31,8 @@ from creel.loader.data.maps.mappings import (
 RangesOf = Callable[[int], Iterable[list[MappedRange]]]
 
 _ARRAYS = {np.ndarray, np.memmap, torch.Tensor}
-#: Arrays of less than this need few reads: 32 blocks.
-_LEAST_NBYTES = 1 << 22
+#: Arrays of less than this need few reads: 8 blocks.
+_LEAST_NBYTES = 1 << 20
 
 
 def ranges_of(dataset: object) -> RangesOf | None:
