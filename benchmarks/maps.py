@@ -87,7 +87,8 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, Any], object], Callable[[Path], An
 
 
 def epoch(loader: Any, fs: Any, step_s: float) -> Epoch:
-    waits, batches = [], iter(loader)
+    waits: list[float] = []
+    batches = iter(loader)
     while True:
         began = time.perf_counter()
         if next(batches, None) is None:

@@ -31,6 +31,7 @@ from creel.loader.data.maps.arrow import spans_of
 from creel.loader.data.maps.mappings import Mappings
 from creel.loader.line.steps import mapped_pages
 from creel.loader.line.steps.mapped_pages import BLOCK_NBYTES
+from creel.system import limits
 from creel.system.limits import MemoryLimits
 from kit import descriptors, until
 from programs import Program
@@ -145,6 +146,16 @@ def _tensor(folder: Path) -> torch.Tensor:
     return torch.from_file(path, size=N * NBYTES, dtype=torch.uint8).view(N, NBYTES)
 
 
+class Numbers(Dataset[int]):
+    """Numbers of samples."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
 class Slices(Dataset[Any]):
     """Every second of overlapping stretches of a mapped file, found by `mapped_ranges`."""
 
@@ -174,7 +185,7 @@ LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "tensors": lambda folder: TensorDataset(_tensor(folder), torch.arange(N)),
     "saved tensors": lambda folder: TensorDataset(torch.load(folder / "rows.pt", mmap=True)),
     "a list": lambda folder: list(_tensor(folder)),
-    "stacked": lambda folder: StackDataset(a=_tensor(folder), b=list(range(N))),
+    "stacked": lambda folder: StackDataset(TensorDataset(_tensor(folder)), Numbers()),
     "documents": lambda folder: creel.TokenDataset(folder / "tokens"),
     "stretches": lambda folder: creel.TokenDataset(folder / "tokens", NBYTES + 1, overlap=1),
     "slices": Slices,
@@ -308,7 +319,7 @@ def test_files_larger_than_memory_are_told_of_once(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = MemoryLimits(1 << 30, N * NBYTES // 2)
-    monkeypatch.setattr(mapped_pages.limits, "memory", lambda **_: room)
+    monkeypatch.setattr(limits, "memory", lambda **_: room)
     monkeypatch.setattr(mapped_pages, "_told", set[str]())
     dataset = Mapped(source)
     with caplog.at_level(logging.WARNING, "creel"):

@@ -88,7 +88,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         creel.TokenDataset(tokens)
     for options in ({"length": 0}, {"length": 4, "overlap": 4}, {"documents": [99]}):
         with pytest.raises(ConfigError):
-            creel.TokenDataset(prefix, **options)  # type: ignore[arg-type]
+            creel.TokenDataset(prefix, **options)
     whole = idx.read_bytes()
     for wrong in (b"", whole[:20], whole[:60], b"x" + whole[1:]):
         idx.write_bytes(wrong)

@@ -126,7 +126,7 @@ class TokenDataset(Dataset[torch.Tensor]):
         if self._fd is None:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._fd)
-        memory = memoryview(out.view(np.uint8))
+        memory = out.view(np.uint8).data
         while memory:
             got = os.preadv(self._fd, [memory], offset)
             if not got:

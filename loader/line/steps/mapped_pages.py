@@ -75,10 +75,10 @@ class MappedBatch:
 
 
 class Lookup(NamedTuple):
-    """What sample `index` of a batch maps, as far as it was not asked for: see `RangesOf`."""
+    """What a sample of a batch maps, as far as it was not asked for: see `RangesOf`."""
 
     batch: MappedBatch
-    index: int
+    sample: int
     parts: Iterator[list[MappedRange]]
 
 
@@ -273,7 +273,7 @@ class MappedPages:
             ranges = next(lookup.parts, None)
         except Exception as e:  # noqa: BLE001  the person's code
             self._over = True
-            _warn(self._kind, f"ranges({lookup.index}) raised {e!r}")
+            _warn(self._kind, f"ranges({lookup.sample}) raised {e!r}")
             return
         if ranges is None:
             return

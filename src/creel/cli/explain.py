@@ -108,7 +108,9 @@ def explain(
             for child in children:
                 _end(child)
         if trial is not None and notes.exists():
-            trial = trial._replace(notes=list(map(json.loads, notes.open(encoding="utf-8"))))
+            trial = trial._replace(
+                notes=[json.loads(line) for line in notes.read_text().splitlines()]
+            )
     if trial is None or min(trial.batches) <= FIRST + BATCHES:
         raise ConfigError(
             f"{script} took too few batches: one DataLoader must give {FIRST + BATCHES + 1} or more"
@@ -297,8 +299,9 @@ def show(told: Values) -> None:
     late = f"; of {told['ranks']} ranks the one that waits longest" * (told["ranks"] > 1)
     found.append(("one batch", f"{busy}; made {by}{late}"))
     if told["steps"] is not None:
-        size = f"{format_count(told['samples'])} samples, {format_size(told['nbytes'])}"
-        found.append(("one epoch", f"{told['steps']:,} steps: {size}"))
+        size = f", {format_size(told['nbytes'])}" * bool(told["nbytes"])
+        samples = format_count(told["samples"])
+        found.append(("one epoch", f"{told['steps']:,} steps: {samples} samples{size}"))
     if told["least_share"] is not None:
         part = f"{100 * told['least_share']:.0f} % of the dataset in memory"
         found.append(("no wait", f"with {part} ({_size(told, told['least_share'])})"))

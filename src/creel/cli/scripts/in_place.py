@@ -11,7 +11,6 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def replace_loader() -> None:
 
 def note_epochs(path: str) -> None:
     """Have each epoch of creel's loaders noted in a file."""
-    begin: Callable[[DataLoader[Any]], Any] = DataLoader.__iter__
+    begin: Any = DataLoader.__iter__
 
     def noted(loader: DataLoader[Any]) -> Any:
         with suppress(Exception):  # a dataset or sampler without a length
@@ -39,14 +38,14 @@ def note_epochs(path: str) -> None:
                 "pid": os.getpid(),
                 "dataset": type(loader.dataset).__name__,
                 "wrapped": bool(wrapped_in(loader.dataset)),
-                "samples": len(loader.dataset),
+                "samples": len(loader.dataset),  # type: ignore[arg-type]  # it may lack one
                 "batches": len(loader),
             }
             with Path(path).open("a", encoding="utf-8") as f:
                 f.write(json.dumps(note) + "\n")
         return begin(loader)
 
-    DataLoader.__iter__ = noted  # type: ignore[method-assign]
+    DataLoader.__iter__ = noted  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
