@@ -263,7 +263,7 @@ def _own_reads(
         "file": reads.container or next((path for path, _ in files if path), ""),
         "files": len({path for path, _ in files}),
         "mapped": reads.mapped,
-        "line": reads.line(wrapped=trial.note is not None and trial.note["wrapped"]),
+        "line": reads.line(ahead=trial.note is not None and trial.note["ahead"]),
     }
     return row(lambda one: with_memory(with_storage(one, reads.share)), values)
 
@@ -332,10 +332,10 @@ def _reads_rows(reads: Values) -> list[tuple[str, str]]:
     how = "pages of " * reads["mapped"]
     place = f": {how}{reads['file']}" if reads["file"] else ""
     step, _, epoch = _times(reads)
-    then = f"{reads['line']}: {step} a step, an epoch {epoch}, once it is in memory"
+    then = f"by {reads['line']}: {step} a step, an epoch {epoch}, once it is in memory"
     return [
         ("reads", f"{ms(reads['storage_s'])} of a batch{size}, past creel{place}"),
-        ("instead", then),
+        ("served", then),
     ]
 
 

@@ -7,6 +7,7 @@ looks at the script's processes some hundred times a second (`kernel_waits`).
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,13 +57,13 @@ class Reads(NamedTuple):
         most = max(known, key=lambda path: known[path], default="")
         return most if known and known[most] >= max(_CONTAINER * sum(known.values()), 3) else ""
 
-    def line(self, *, wrapped: bool) -> str:
+    def line(self, *, ahead: bool) -> str:
         """Return what to write for the dataset, so that training waits less.
 
-        wrapped: whether `creel.wrap` has been tried.
+        ahead: whether mapped pages are read ahead as it is.
         """
         container = self.container
-        if container.endswith(_DATABASES) or (wrapped and not self.mapped):
+        if container.endswith(_DATABASES) or (ahead and self.mapped):
             return "creel.kept(dataset, size)"
         if container.endswith(_RECORDS):
             return "creel.RecordDataset(path, dtype, shape)"
@@ -88,13 +89,14 @@ class Looks:
         self._known: dict[int, _Process] = {}
         self._parents: dict[int, int] = {}
         self._looks = 0
+        self._began = self._looked = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="creel-looks", daemon=True)
 
     @property
     def seconds(self) -> float:
         """How long it has looked."""
-        return self._looks * _EVERY_S
+        return self._looked - self._began
 
     def begin(self) -> None:
         """Begin to look, at the first call."""
@@ -133,12 +135,14 @@ class Looks:
 
     def _run(self) -> None:
         every = round(_TREE_S / _EVERY_S)
+        self._began = self._looked = time.monotonic()
         while not self._stop.wait(_EVERY_S):
             if self._looks % every == 0:
                 self._list()
             self._looks += 1
             for pid, process in self._known.items():
                 self._look(pid, process)
+            self._looked = time.monotonic()
 
     def _list(self) -> None:
         """Add the processes that the script has started since."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from creel.loader.data.binding.tree import wrapped_in
+from creel.loader.data.maps.ranges import ranges_of
 from creel.loader.dataloader import DataLoader
 
 #: The variable with the path of that file.
@@ -37,7 +37,7 @@ def note_epochs(path: str) -> None:
             note = {
                 "pid": os.getpid(),
                 "dataset": type(loader.dataset).__name__,
-                "wrapped": bool(wrapped_in(loader.dataset)),
+                "ahead": ranges_of(loader.dataset) is not None,
                 "samples": len(loader.dataset),  # type: ignore[arg-type]  # it may lack one
                 "batches": len(loader),
             }
