@@ -1,7 +1,7 @@
 """Settings by section: types, bounds, defaults and one-line descriptions.
 
-Defaults are defined only here. `creel.config` overlays the user's settings; a test compares names
-and defaults with docs/configuration.md.
+Defaults are defined only here. `creel.config` overlays the user's settings; scripts/reference.py
+writes docs/configuration.md from them.
 """
 
 from __future__ import annotations

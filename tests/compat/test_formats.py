@@ -1,7 +1,7 @@
 """Common data formats, read by their own libraries: creel gives torch's batches.
 
 CI installs the libraries of the groups `frameworks` and `shards`; missing ones are skipped.
-docs/datasets.md says what creel gains for each.
+docs/formats.md says what creel gains for each.
 """
 
 from __future__ import annotations

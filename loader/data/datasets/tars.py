@@ -74,7 +74,7 @@ class TarDataset(CreelDataset):
             for nowhere. It is rebuilt when a shard's size or local modification time has changed.
         storage_options: of the client that reads remote shards, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
-        keep_decoded: memory of the node for what these functions returned (docs/datasets.md): a
+        keep_decoded: memory of the node for what these functions returned (docs/decode-once.md): a
             size ("64GiB" or bytes), or "auto", what others do not need. Each member is then decoded
             once in a job on a node. They must draw no random numbers.
         shared_as: a name under which other processes share what is kept; see `creel.kept`.

@@ -80,7 +80,7 @@ class Trial(NamedTuple):
 def explain(
     config: Config, script: str, arguments: Sequence[str], steps: int, limit_s: float, ranks: int
 ) -> dict[str, Any]:
-    """Run a script for so many steps, at most `limit_s`; return the keys in docs/cli.md.
+    """Run a script for so many steps, at most `limit_s`; return the keys in docs/json.md.
 
     ranks: processes, with the environment that torchrun gives them; 1: the script alone.
 
