@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from creel.policies import forms
 from creel.policies.arrays import Ints
 
 #: A rank that waited for more than this part of its time was short of batches: the pace at which
@@ -29,8 +30,6 @@ _IDLE = 0.5
 #: Above this multiple of their time, workers run threads of their own.
 _THREADS = 1.3
 
-#: Workers that wait for storage for more than this part of their time have to go at its pace.
-_BOUND = 0.1
 #: A change that leaves more than this part of a wait is not worth its name; waits that differ by
 #: the other are alike.
 _HELPS, _ALIKE = 0.8, 0.05
@@ -292,15 +291,21 @@ def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> 
     return _waiting(one, changed, storage_s(one) * left, otherwise=waits * left)
 
 
+def pace(one: RankWindow, again: float, copies: float) -> forms.Pace:
+    """Return what a batch takes if nothing of it is in memory; for `again`, `copies` see above."""
+    each = max(one.workers, 1) * one.batches
+    own_s = (_cycle_s(one) - one.busy_s.get("source", 0.0)) / each
+    again_s = max(again - copies, 0.0) * one.busy_s.get("decode", 0.0) / each
+    return forms.Pace(own_s, again_s, storage_s(one))
+
+
 def storage_s(one: RankWindow) -> float:
     """Return the seconds that storage takes for each batch; 0 where it keeps up.
 
     It reads ahead while workers work. So where they wait for it, batches come at its pace.
     """
-    whole = _cycle_s(one)
-    if one.busy_s.get("source", 0.0) <= _BOUND * whole:
-        return 0.0
-    return whole / max(one.workers, 1) / one.batches
+    waits = one.busy_s.get("source", 0.0)
+    return forms.storage_s(waits, _cycle_s(one) - waits) / max(one.workers, 1) / one.batches
 
 
 def _cycle_s(one: RankWindow) -> float:

@@ -363,7 +363,9 @@ class Source:
             opened = self._remote.get(key)
             if opened is None or opened[0] != options:  # no client yet, or keys were renewed
                 store = open_store(
-                    *(uri, self._settings.deadline_s, options),
+                    uri,
+                    self._settings.deadline_s,
+                    options,
                     handed=self.grants is not None,
                     requests=self.counters.requests,
                 )

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, IterableDataset
 from creel.errors import ConfigError
 from creel.loader.data.decoded.kept import KeepingSamples, KeptDataset
 from creel.loader.data.decoded.store import DecodedStore, Stamp
+from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import SampleInputs, still
 from creel.loader.data.reading.this_thread import this_thread
-from creel.loader.data.tracing.intercept import Intercepted, look_again
 from creel.loader.data.tracing.likeness import likeness
 
 T_co = TypeVar("T_co", covariant=True)

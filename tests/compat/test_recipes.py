@@ -298,14 +298,11 @@ def test_lightning_trains_with_the_loader_of_the_recipe(
 def test_accelerate_and_trainer_keep_the_loader_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerate = library("accelerate")
-    importlib.import_module("accelerate.data_loader")
+    library("accelerate")
     transformers = library("transformers")
     monkeypatch.chdir(tmp_path)
     digits()
     seen = Seen(monkeypatch)
-    # What the page assigns is put back.
-    monkeypatch.setattr(accelerate.data_loader, "DataLoader", accelerate.data_loader.DataLoader)
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -328,12 +325,11 @@ def test_accelerate_and_trainer_keep_the_loader_of_the_recipe(
         save_strategy="no",
         disable_tqdm=True,
     )
-    names = given(model=Model(), arguments=arguments, transformers=transformers)
-    first, second, third = blocks("accelerate.md")
+    names = given(model=Model(), arguments=arguments)
+    first, second = blocks("accelerate.md")
     exec(first, names)
-    exec(second, names)
     assert len(list(names["loader"])) == N // 4 == seen.batches
-    exec(third, names | {"Files": Named})
+    exec(second, names | {"Files": Named, "model": Model()})
     assert seen.batches == N // 4 + 2 * N // 4
 
 

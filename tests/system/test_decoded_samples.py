@@ -382,6 +382,9 @@ def test_stats_show_the_tier(paths: list[str], log: Path, daemon: Running) -> No
     assert stats["decoded_hits"] == 2 * N
     assert stats["decoded_misses"] == N
     assert stats["decoded_samples"] == N
+    pace = dataset.keeping.store.pace()
+    assert pace.work_s >= pace.again_s > 0, "of what was measured"
+    assert pace.work_s < 1
     with daemon.client("cli") as client:
         tier = client.ask("stats")["tiers"]["decoded"]
     assert (tier["hits"], tier["misses"], tier["samples"]) == (2 * N, N, N)

@@ -250,17 +250,19 @@ def test_attributes_that_change_between_epochs_are_named_and_samples_made_anew(
     assert name in said
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "in the first sample"])
 @pytest.mark.parametrize("holds", [np.random.default_rng, np.random.RandomState, random.Random])
 def test_a_dataset_that_draws_from_a_generator_of_its_own_is_not_kept(
-    holds: Any, caplog: pytest.LogCaptureFixture
+    holds: Any, late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And it draws as often as without creel: the batches are torch's."""
 
     class Own(Sized):
         def __init__(self) -> None:
-            self.draws = holds(3)
+            self.draws: Any = None if late else holds(3)
 
         def __getitem__(self, index: int) -> float:
+            self.draws = self.draws or holds(3)
             return float((getattr(self.draws, "random", None) or self.draws.rand)())
 
     plain, kept = Own(), creel.kept(Own(), "1MiB")

@@ -411,6 +411,7 @@ class EpochRun:
         state = self._loader_state
         if self._new_counts is not None:
             state.meter.add(self._new_counts())
+        state.note_kept()
         batches = self.delivered - self.skipped
         state.own_files.delivered(batches, state.meter.waited_s, self._readers)
         if self.stream is not None and not self.stream.alive:
@@ -422,7 +423,6 @@ class EpochRun:
         if self.stream is None:
             return
         self.stream.report_own_file(state.own_files.path, state.own_files.remedy)
-        state.note_kept()
         more = self.overdue.settle(state.meter.unreported())
         if state.uncounted.any():
             more |= dict(zip(("batches", "samples"), state.uncounted.tolist(), strict=True))

@@ -25,6 +25,7 @@ from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from creel.cache.storage.stores.store import read_ahead
+from creel.loader.data.interception import libraries
 from creel.loader.data.reading.file_objects import in_memory, memory_file
 from creel.loader.data.reading.observer import (
     Intercepting,
@@ -34,13 +35,13 @@ from creel.loader.data.reading.observer import (
 )
 from creel.loader.data.reading.opened import (
     NO_FILES,
+    QUICK_OPEN_NS,
+    SMALL,
     local_address,
     look,
     observed_file,
 )
 from creel.loader.data.reading.this_thread import AT_CWD, this_thread
-from creel.loader.data.tracing import libraries
-from creel.loader.data.tracing.observed import QUICK_OPEN_NS, SMALL
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
@@ -233,6 +234,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("os", "stat", _stat_over),
     ("os", "lstat", _lstat_over),
     ("os", "access", _stat_over),
+    ("os", "readlink", _lstat_over),
     ("tarfile", "bltn_open", _open_over),
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
