@@ -247,7 +247,7 @@ def test_the_batches_of_a_recipe_are_torchs(
 
 
 def test_each_recipe_is_tried_and_in_the_list_of_formats() -> None:
-    here = {"lightning.md", "accelerate.md", "torchrun.md", *DATA}
+    here = {"lightning.md", "accelerate.md", "torchrun.md", "jax.md", *DATA}
     assert {path.name for path in RECIPES.glob("*.md")} == here
     index = (RECIPES.parent / "formats.md").read_text()
     assert set(re.findall(r"\]\(recipes/([\w-]+\.md)\)", index)) == here
@@ -331,6 +331,33 @@ def test_accelerate_and_trainer_keep_the_loader_of_the_recipe(
     assert len(list(names["loader"])) == N // 4 == seen.batches
     exec(second, names | {"Files": Named, "model": Model()})
     assert seen.batches == N // 4 + 2 * N // 4
+
+
+def test_jax_keras_and_grain_take_what_the_recipe_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    jax, keras, _ = library("jax"), library("keras"), library("grain")
+    monkeypatch.chdir(tmp_path)
+    digits()
+    seen = Seen(monkeypatch)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss=lambda _, found: keras.ops.mean(found))
+
+    class Twice(Files):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index), torch.ones(1)
+
+    names = given()
+    first, second, third = blocks("jax.md")
+    exec(first, names)
+    assert isinstance(names["total"], jax.Array)
+    assert seen.batches == N // 4
+    exec(second, {"model": model, "loader": creel.DataLoader(creel.wrap(Twice("digits")), 4)})
+    assert seen.batches >= N // 4 + 2 * N // 4  # Keras looks at one more, to know its shape
+    exec(third, names)
+    expected = sorted(Files("digits")[i].tolist() for i in range(N))
+    assert sorted(row.tolist() for batch in names["epoch"] for row in batch) == expected
 
 
 def test_torchrun_runs_the_program_of_the_recipe(
