@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import importlib
 import io
+import json
 import os
 import re
 import socket
@@ -26,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.counters import CAUSES
 from testbed.same import same
 
 pytestmark = [
@@ -37,7 +39,17 @@ pytestmark = [
 
 RECIPES = Path(__file__).parents[2] / "docs/recipes"
 N = 12
-IN_CI = {"accelerate", "av", "datasets", "h5py", "lightning", "pydicom", "transformers", "zarr"}
+IN_CI = {
+    "accelerate",
+    "av",
+    "datasets",
+    "h5py",
+    "lightning",
+    "pydicom",
+    "tensorboard",
+    "transformers",
+    "zarr",
+}
 
 
 def library(name: str) -> Any:
@@ -358,6 +370,27 @@ def test_jax_keras_and_grain_take_what_the_recipe_gives_them(
     exec(third, names)
     expected = sorted(Files("digits")[i].tolist() for i in range(N))
     assert sorted(row.tolist() for batch in names["epoch"] for row in batch) == expected
+
+
+def test_tensorboard_shows_the_scalars_that_the_page_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    monkeypatch.chdir(tmp_path)
+    digits()
+    (code,) = blocks("../monitoring.md")
+    loader = creel.DataLoader(creel.wrap(Files("digits")), 4)
+    with SummaryWriter("log") as writer:
+        for step in range(2):
+            assert len(list(loader)) == N // 4
+            exec(code, {"loader": loader, "writer": writer, "step": step})
+    shown = EventAccumulator("log").Reload()
+    assert [one.value for one in shown.Scalars("creel/batches/all")] == [N // 4, 2 * N // 4]
+    assert {f"creel/stall_s/{cause}" for cause in CAUSES} <= set(shown.Tags()["scalars"])
+    assert json.loads(json.dumps(loader.stats())) == loader.stats()  # what wandb takes
 
 
 def test_torchrun_runs_the_program_of_the_recipe(
