@@ -29,6 +29,7 @@ from creel.loader.line.order.epoch_order import (
 )
 from creel.loader.line.order.samplers import take_over
 from creel.loader.line.steps.batch_stream import samples_in, try_predict
+from creel.loader.line.steps.mapped_pages import MappedPages
 from creel.loader.making.task import Task
 from creel.loader.making.workers.kernel_waits import this_thread
 from creel.loader.torch_private import BaseDataLoaderIter
@@ -52,6 +53,7 @@ class EpochRun:
         pulled: what the sampler yielded for batches not yet returned.
         statistics: what the daemon is told.
         overdue: the present wait for a batch.
+        pages: what coming batches map into memory.
         order: None before the first epoch.
         skipped: batches of the epoch that are not read, since it is resumed.
         delivered: batches returned, with those skipped.
@@ -67,6 +69,7 @@ class EpochRun:
         reader = this_thread(lambda: min(by_batch, default=None))
         self.overdue = Overdue(self._awaited)
         self.statistics = Statistics(state, self.overdue, reader)
+        self.pages = MappedPages(state.config.window)
         self.order: EpochOrder | None = None
         self.epoch = self.skipped = self.delivered = 0
         self.finished = self.paced = False
@@ -110,6 +113,8 @@ class EpochRun:
         if self.skipped:
             order.skip(self.skipped)
         watch.add(self.overdue)
+        if state.args.creel is not False:
+            self.pages.begin(loader.dataset, order)
         self._slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 
@@ -144,6 +149,8 @@ class EpochRun:
         batch, serving = self.skipped + i, self.serving
         if serving.search is not None:
             serving.reattach(self.order, batch)
+        if not self.pages.over:
+            self.pages.claimed(batch, index)
         claim = DIRECT if serving.reads is None else serving.reads.claim(batch, index)
         if claim.step < 0 and self._state.args.creel is not False:
             samples = samples_in(index) if self.pulled.batched else 1
@@ -172,6 +179,8 @@ class EpochRun:
         index = pulled.by_batch.pop(made.batch, None)
         pulled.returned.index = pulled.good(index) if self._state.tolerance.known else index
         self.delivered = self.skipped + i
+        if self.pages.ahead or not self.pages.over:
+            self.pages.done(self.delivered)
         if self.paced and self.order is not None:
             self.order.delivered(self.delivered)
         if not self.serving.published_ahead:
@@ -201,6 +210,7 @@ class EpochRun:
 
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
+        self.pages.stop()
         watch.discard(self.overdue)
         stream = self.serving.leave(deleted=deleted)
         self.statistics.ends(stream, self.delivered)

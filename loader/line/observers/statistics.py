@@ -59,6 +59,7 @@ class Statistics:
         meter, own_files, uncounted = observers.meter, observers.own_files, observers.uncounted
         if self._new_counts is not None:
             meter.add(self._new_counts())
+        state.note_kept()
         own_files.delivered(delivered - self._skipped, meter.waited_s, self.readers)
         if stream is not None and not stream.alive:
             return
@@ -68,7 +69,6 @@ class Statistics:
         if stream is None:
             return
         stream.report_own_file(own_files.path, own_files.remedy)
-        state.note_kept()
         more = self._overdue.settle(meter.unreported())
         if uncounted.any():
             more |= dict(zip(("batches", "samples"), uncounted.tolist(), strict=True))
