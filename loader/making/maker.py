@@ -92,7 +92,7 @@ class BatchMaker:
             collate: the person's, or what does the same.
             torch_flags: whether batches are collated, and whether the last one may be short.
             stages: what is done around these, the first one nearest to them.
-            plain: a batch is default_collate of all its samples.
+            plain: a batch is default_collate of its samples.
             live: the dataset is the person's own, who may change it between two batches.
             memory: returns (nbytes,) uint8 to build a batch in.
             waits: how long to wait for the daemon.

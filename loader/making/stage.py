@@ -21,7 +21,12 @@ class Stage:
     """One option, for one maker of batches; workers get a copy. This one changes nothing.
 
     `inside` is nearest to the person's code. What both do counts as reading or as collation.
+
+    Attributes:
+        in_parts: whether a batch may be made in parts, by several workers.
     """
+
+    in_parts = False
 
     def inside(self, dataset: Any, collate: Collate) -> tuple[Any, Collate]:
         """Return what samples are read from, and what collates them, around those given."""
@@ -43,8 +48,8 @@ class Stage:
         """Begin a batch that has `seeds`."""
 
     def gathers(self, gather: Gather) -> bool:  # noqa: ARG002  a subclass needs it
-        """Whether batches may be built from bytes, at once."""
-        return True
+        """Whether batches may be built from bytes, without the dataset's code."""
+        return False
 
     def in_trainer(self, make: Make) -> Make:
         """Return what makes batches in the training thread, where `make` does."""

@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import creel
+from creel.loader.line.options.loader_args import LoaderArgs
 from creel.loader.making.places.here import Here
 from creel.loader.making.places.processes import WorkerPool
+from creel.loader.making.stage import Stage
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -98,6 +100,39 @@ def test_a_batch_of_bytes_in_memory_passes_few_calls(files: list[str]) -> None:
     made = [calls_of(batches) for _ in range(FILES // BATCH // 2)]
     fewest = min(made, key=lambda calls: sum(calls.values()))  # others wait, or publish a piece
     assert sum(fewest.values()) <= MOST_CALLS, fewest
+
+
+class Doubled(Dataset[torch.Tensor]):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample: torch.Tensor = self.dataset[index]
+        return 2 * sample
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class Doubling(Stage):
+    """An option that nobody has: each sample is twice as large."""
+
+    def inside(self, dataset: Any, collate: Any) -> tuple[Any, Any]:
+        return Doubled(dataset), collate
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("served")
+def test_no_sample_gets_past_the_stage_of_an_option(
+    workers: int, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, these batches are bytes, copied from memory without the dataset's code."""
+    monkeypatch.setattr(LoaderArgs, "stages", lambda *_: (Doubling(),))
+    dataset = creel.FileDataset(files, nbytes=[100] * FILES)
+    ours = creel.DataLoader(dataset, BATCH, num_workers=workers)
+    for _ in range(2):
+        theirs = torch.utils.data.DataLoader(Doubled(dataset), BATCH)
+        assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("workers, kind", [(0, Here), (1, Here), (1, WorkerPool)])

@@ -150,6 +150,7 @@ def _processes(
 ) -> WorkerPool:
     """Start worker processes. As in torch, they see no later changes of what they start with."""
     options, plain = state.config.loader, state.collates_plainly(loader)
+    stages = state.args.stages(state.tolerance)
     args = WorkerArgs(
         dataset=it._dataset,  # noqa: SLF001  torch's, as below
         collate_fn=it._collate_fn,  # noqa: SLF001
@@ -164,7 +165,7 @@ def _processes(
         plain=plain,
         wait_s=options.wait_s,
         slots=options.slots,
-        stages=state.args.stages(state.tolerance),
+        stages=stages,
     )
     context: Any = loader.multiprocessing_context or torch.multiprocessing
     spare, state.spare = state.spare, ()
@@ -172,6 +173,7 @@ def _processes(
     if state.args.workers == "own":
         return WorkerPool(*how)
     cuts = followers is None and plain and reads_singly(loader.dataset)
+    cuts = cuts and all(stage.in_parts for stage in stages)
     return SharedPool(*how, cuts=cuts)
 
 

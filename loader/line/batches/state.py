@@ -187,16 +187,14 @@ class LoaderState:
         if loader.worker_init_fn is not None:
             return False
         gather = binding.gather() if self.collates_plainly(loader) else None
-        return gather is not None and not gather.has_code and gather.nbytes > 0
+        if gather is None or gather.has_code or not gather.nbytes:
+            return False
+        return all(stage.gathers(gather) for stage in self.args.stages(self.tolerance))
 
     def collates_plainly(self, loader: DataLoader[Any]) -> bool:
-        """Whether a batch is torch's default collation of its samples, which are read together.
-
-        If bad samples are tolerated, they are read one by one: rows copied together fail together.
-        """
+        """Whether a batch is torch's default collation of its samples."""
         return (
-            not self.tolerance.wanted
-            and loader._auto_collation  # noqa: SLF001  torch's
+            loader._auto_collation  # noqa: SLF001  torch's
             and loader.collate_fn is default_collate
             and collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn
         )

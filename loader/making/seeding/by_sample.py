@@ -163,6 +163,8 @@ class SeededCollate:
 class Seeding(Stage):
     """Seeds each sample by its number, and a person's collation by the batch's."""
 
+    in_parts = True
+
     def __init__(self) -> None:
         self._seeded = Seeded(None)
 
