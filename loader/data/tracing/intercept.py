@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from stat import S_ISREG
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.utils.data import get_worker_info
 
 from creel.cache.storage.stores.store import read_ahead
 from creel.loader.data.reading.file_objects import in_memory, memory_file
@@ -31,16 +33,23 @@ from creel.loader.data.reading.observer import (
     copy_at,
     open_source,
     passes_on,
+    timed,
 )
 from creel.loader.data.reading.opened import (
     NO_FILES,
     local_address,
     look,
     observed_file,
+    open_in_blocks,
 )
-from creel.loader.data.reading.this_thread import AT_CWD, this_thread
+from creel.loader.data.reading.this_thread import (
+    AT_CWD,
+    only_sample,
+    reads_for_nobody,
+    this_thread,
+)
 from creel.loader.data.tracing import libraries
-from creel.loader.data.tracing.observed import QUICK_OPEN_NS, SMALL
+from creel.loader.data.tracing.observed import SMALL
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
@@ -76,7 +85,9 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         thread = this_thread
         if not thread.intercepts:
-            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+            args = file, mode, buffering, encoding, errors, newline, closefd, opener
+            sample = only_sample() if reads_for_nobody() and get_worker_info() else None
+            return original(*args) if sample is None else sample.copy().run(opening, *args)
         if (
             mode == "rb"
             and thread.observed is not None
@@ -88,7 +99,7 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
             return _open_recorded(original, file, thread.observed, thread.lease)
         more = mode, buffering, encoding, errors, newline
         if mode in _READING and passes_on():
-            return open_source(original, file, *more, closefd, opener)[0]
+            return open_source(original, file, *more, closefd, opener)
         address = local_address(file)
         if address is None or opener is not None or not closefd:
             return original(file, *more, closefd, opener)
@@ -122,7 +133,6 @@ def _open_recorded(
         lease.direct_ns += took
     if type(real) is not io.BufferedReader:  # the result of another library's `open` is left alone
         return real
-    waited_ns = took if took > QUICK_OPEN_NS and observed.waited(took) else 0
     fd = real.fileno()
     status = os.fstat(fd)
     if (
@@ -130,7 +140,7 @@ def _open_recorded(
         or not S_ISREG(status.st_mode)
         or address.startswith(NO_FILES)
     ):
-        return observed_file(real, address, waited_ns=waited_ns)
+        return observed_file(real, address)
     read_ahead(fd, SMALL, status.st_dev)  # the kernel reads while this is recorded
     this_thread.latest = address
     observed.opened(address, status, began)
@@ -144,21 +154,25 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
         if buffering == 0:
             return raw
         return io.BufferedReader(raw, io.DEFAULT_BUFFER_SIZE if buffering < 0 else buffering)
-    real, waited_ns = open_source(original, file, "rb", buffering)
+    opened = open_in_blocks(address, file, buffering)
+    if opened is not None:
+        return opened
+    real = open_source(original, file, "rb", buffering)
     if type(real) not in _PYTHONS:  # the result of another library's `open` is left alone
         return real
-    return observed_file(real, address, waited_ns=waited_ns, buffering=buffering)
+    return observed_file(real, address, buffering=buffering)
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
     data = copy_at(address, bytes)
-    if data is None:
-        real, waited_ns = open_source(original, file, mode, -1, *more)
+    binary: Any = open_in_blocks(address, file) if data is None else None
+    if data is not None:
+        binary = io.BufferedReader(in_memory(data, os.fspath(file)))
+    elif binary is None:
+        real = open_source(original, file, mode, -1, *more)
         if not isinstance(real, io.TextIOWrapper) or this_thread.observed is None:
             return real
-        binary: Any = observed_file(real.detach(), address, waited_ns=waited_ns)
-    else:
-        binary = io.BufferedReader(in_memory(data, os.fspath(file)))
+        binary = observed_file(real.detach(), address)
     text = io.TextIOWrapper(binary, *more)
     text.mode = mode  # type: ignore[misc]  # as Python does
     return text
@@ -184,7 +198,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
             if data is not None:
                 with suppress(OSError):  # no memory for the copy
                     return memory_file(data)
-            fd, waited_ns = open_source(original, path, flags, mode)
+            fd, waited_ns = timed(lambda: open_source(original, path, flags, mode))
             libraries.read_in_c(look(fd), address, waited_ns=waited_ns)
             return fd
         return original(path, flags, mode)
@@ -245,6 +259,11 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("pyarrow", "memory_map", libraries.maps),
     ("pyarrow.parquet", "read_table", lambda original: libraries.parquet(original, 0)),
     ("pyarrow.parquet", "ParquetFile.__init__", lambda original: libraries.parquet(original, 1)),
+    ("av", "open", libraries.takes_file),
+    ("soundfile", "SoundFile.__init__", partial(libraries.takes_file, path_as="_name")),
+    ("safetensors.torch", "load_file", libraries.loads_bytes),
+    ("safetensors.numpy", "load_file", libraries.loads_bytes),
+    ("nibabel.arrayproxy", "array_from_file", libraries.without_mapping),
     ("h5py", "File.__init__", libraries.hdf5),
     ("h5py", "File.filename", libraries.hdf5_name),
 )
