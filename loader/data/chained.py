@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import fsspec
 
 from creel.cache.storage.uris import scheme_of
-from creel.loader.data.reading.block_files import RemoteFile, buffered, taken_over
-from creel.loader.data.reading.opened import read
+from creel.loader.data.reading.block_files import RemoteFile, buffered
+from creel.loader.data.reading.opened import open_blocks, read
 from creel.loader.data.reading.storage import absolute
 
 try:
@@ -25,7 +25,7 @@ except ImportError:  # before 2025.10, which takes no others into its addresses
 _BUFFER_NBYTES = 64 << 10
 
 
-class CreelFileSystem(ChainedFileSystem):
+class CreelFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Reads the files of another file system through creel.
 
     Args:
@@ -62,7 +62,7 @@ class CreelFileSystem(ChainedFileSystem):
             return self.fs.open(self._below(path), mode, **more)
         address = self._address(path)
         if not scheme_of(address):
-            return taken_over(open(address, "rb"), address, -1)  # noqa: PTH123
+            return open_blocks(address)
         nbytes = self.fs.size(self._below(path))
         return buffered(RemoteFile(address, nbytes, self._options), _BUFFER_NBYTES)
 

@@ -484,8 +484,9 @@ def test_what_python_opens_is_read_from_the_source_no_more_once_it_is_in_memory(
     LAYOUTS[name].write(Path(source.mountpoint).parent / "data")
     dataset = creel.wrap(Samples(source.mountpoint, LAYOUTS[name].read))
     order = torch.Generator().manual_seed(5)
-    options = {"num_workers": workers, "persistent_workers": workers > 0, "generator": order}
-    loader = creel.DataLoader(dataset, 4, True, **options)
+    loader = creel.DataLoader(
+        dataset, 4, True, num_workers=workers, persistent_workers=workers > 0, generator=order
+    )
     reads = []
     for _ in range(4):
         list(loader)

@@ -25,7 +25,7 @@ from creel.loader.data.reading.file_objects import in_memory
 from creel.loader.data.reading.observer import find, take_address
 from creel.loader.data.reading.read_counts import os_open
 from creel.loader.data.reading.storage import Options, absolute, absolute_path, is_local, read_all
-from creel.loader.data.reading.this_thread import this_thread
+from creel.loader.data.reading.this_thread import reader, this_thread
 
 if TYPE_CHECKING:
     from creel.loader.data.reading.read_counts import PartialRead
@@ -111,7 +111,7 @@ def open_served(path: str, buffering: int = -1) -> IO[bytes] | None:
     if file is not None or observed is None or not observed.sample:
         return file
     try:
-        raw = _python_open(path, "rb", 0)
+        raw: Any = _python_open(path, "rb", 0)
     except OSError:  # the library raises its own
         return None
     size = raw._blksize if buffering < 0 else buffering  # noqa: SLF001  Python's choice
@@ -123,7 +123,7 @@ def open_in_blocks(address: str, name: Any = None, buffering: int = -1) -> Any:
 
     `name`, `buffering`: as given to `open`.
     """
-    lease = this_thread.lease
+    lease = reader()[0]
     if lease is None or not lease.in_blocks(address):
         return None
     try:
@@ -134,6 +134,11 @@ def open_in_blocks(address: str, name: Any = None, buffering: int = -1) -> Any:
         return None
     this_thread.latest = address
     return held(descriptor, address, address if name is None else os.fspath(name), buffering)
+
+
+def open_blocks(address: str) -> Any:
+    """Open a file that is read in blocks, whoever opens it, for samples that read it later."""
+    return open_in_blocks(address) or taken_over(_python_open(address, "rb"), address, -1)
 
 
 def observed_file(real: Any, address: str, *, buffering: int = -1) -> Any:

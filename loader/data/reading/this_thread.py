@@ -38,8 +38,11 @@ class ReadRecord(Protocol):
     """What records a thread's reads (`tracing/observed` for `creel.wrap`, `reading/inputs`)."""
 
     thread: ThreadReads
-    #: Differs from sample to sample; 0: no parts of files are recorded.
-    sample: int
+
+    @property
+    def sample(self) -> int:
+        """A number that differs from sample to sample; 0: no parts of files are recorded."""
+        ...
 
     def add(self, asked: Asked, /) -> None:
         """Record a successful read."""

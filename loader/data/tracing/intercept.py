@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
 from stat import S_ISREG
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -178,6 +180,12 @@ def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *mor
     return text
 
 
+def _openers_over(original: dict[Any, Any]) -> dict[Any, Any]:
+    """Replace nibabel's table of functions that open files, by suffix; None is for any other."""
+    opening, *rest = original[None]
+    return {**original, None: (_open_over(opening), *rest)}
+
+
 def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
     """Replace `original`, os.open, for files that may be in the cache."""
 
@@ -263,6 +271,9 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("soundfile", "SoundFile.__init__", partial(libraries.takes_file, path_as="_name")),
     ("safetensors.torch", "load_file", libraries.loads_bytes),
     ("safetensors.numpy", "load_file", libraries.loads_bytes),
+    ("pyarrow.dataset", "dataset", libraries.arrow_dataset),
+    ("nibabel.openers", "Opener.compress_ext_map", _openers_over),
+    ("nibabel.openers", "ImageOpener.compress_ext_map", _openers_over),
     ("nibabel.arrayproxy", "array_from_file", libraries.without_mapping),
     ("h5py", "File.__init__", libraries.hdf5),
     ("h5py", "File.filename", libraries.hdf5_name),
@@ -321,6 +332,27 @@ class _Name:
             setattr(self._owner, self._name, self._original)
 
 
+class _Imports(MetaPathFinder):
+    """Replaces the names of a library as soon as a sample has imported it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name not in _MODULES:
+            return None
+        others = (one for one in sys.meta_path if one is not self)
+        specs = (one.find_spec(name, path, target) for one in others)
+        spec = next((one for one in specs if one is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if isinstance(loader, (SourceFileLoader, ExtensionFileLoader)):
+            loader.exec_module = partial(self._exec, loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _exec(self, original: Callable[[Any], None], module: Any) -> None:
+        original(module)
+        look_again()
+
+
+_imports = _Imports()
+
 #: Replacements by (maker, id of the original, which stays referenced). Few; kept for good.
 _made: dict[tuple[Any, int], Any] = {}
 
@@ -343,6 +375,8 @@ class _Replacements:
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
+            if self._inside == 1:
+                sys.meta_path.insert(0, _imports)
             self._look(first=self._inside == 1)
 
     def look_again(self) -> None:
@@ -371,6 +405,8 @@ class _Replacements:
                 self._restore()
 
     def _restore(self) -> None:
+        with suppress(ValueError):
+            sys.meta_path.remove(_imports)
         for one in self._names.values():
             one.restore()
 

@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import Any, TypeVar
 
-from creel.loader.data.page_cache import in_page_cache
+from creel.loader.data.page_cache import in_page_cache, local
 from creel.loader.data.reading.block_files import read_by_methods
 from creel.loader.data.reading.file_objects import in_memory, memory_file
 from creel.loader.data.reading.lease import Buffer
-from creel.loader.data.reading.observer import announce, copy_at, timed
+from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
 from creel.loader.data.reading.opened import (
     Look,
     local_address,
@@ -161,6 +161,24 @@ def loads_bytes(original: Call) -> Call:
             return load(file.read())
 
     return loading
+
+
+def arrow_dataset(original: Call) -> Call:
+    """Replace pyarrow.dataset.dataset, for a path on storage whose reads are slow."""
+
+    @wraps(original)
+    def opening(source: Any, *args: Any, **more: Any) -> Any:
+        announce(source)
+        address = local_address(source) if this_thread.intercepts and not passes_on() else None
+        if address == source and not args and more.get("filesystem") is None:
+            with suppress(ImportError):  # of fsspec
+                from creel.loader.data.chained import CreelFileSystem
+
+                if not local(os.path.dirname(source)):  # noqa: PTH120  text
+                    more["filesystem"] = CreelFileSystem()
+        return original(source, *args, **more)
+
+    return opening
 
 
 def without_mapping(original: Call) -> Call:
