@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import creel
 from daemons import Running
+from testbed.http_server import Server
 from testbed.same import needs_fuse, same
 from testbed.slowfs import SlowFS
 
@@ -493,3 +494,22 @@ def test_what_python_opens_is_read_from_the_source_no_more_once_it_is_in_memory(
         reads.append(sum(n for _, n, _ in requests(source).values()))
     assert reads[0] > 0
     assert (reads[2:] == [0, 0]) == (name not in UNSERVED)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_remote_file_is_read_in_blocks_by_whoever_takes_files_from_fsspec(tmp_path: Path) -> None:
+    fsspec, _ = library("fsspec"), library("aiohttp")
+    spec = "creel.loader.data.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
+    fsspec.register_implementation("creel", spec, clobber=True)
+    hdf5(tmp_path)
+
+    def opened(path: str) -> Any:
+        return library("h5py").File(fsspec.open(f"creel::{path}").open())
+
+    with Server(tmp_path) as server:
+        dataset = creel.wrap(Samples(server.url, lambda data, i: data.kept(opened)["x"][i]))
+        loader, gets = creel.DataLoader(dataset, None, creel={"loader.direct": "never"}), []
+        for _ in range(EPOCHS):
+            assert same(list(loader), [torch.from_numpy(row(i)) for i in range(N)])
+            gets.append(server.stats(reset=True)["gets"])
+        assert gets[2:] == [0, 0]
