@@ -22,6 +22,7 @@ from creel.loader.data.reading.file_objects import in_memory, memory_file
 from creel.loader.data.reading.lease import Buffer
 from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
 from creel.loader.data.reading.opened import (
+    SMALL,
     Look,
     local_address,
     look,
@@ -29,10 +30,20 @@ from creel.loader.data.reading.opened import (
     opened_part,
 )
 from creel.loader.data.reading.this_thread import this_thread
-from creel.loader.data.tracing.observed import SMALL
 
 Call = Callable[..., Any]
 T = TypeVar("T")
+
+
+def announced(original: Call) -> Call:
+    """Replace a function that maps the file in its first argument, such as torch.from_file."""
+
+    @wraps(original)
+    def opening(*args: Any, **more: Any) -> Any:
+        announce(args[0] if args else more.get("filename"))
+        return original(*args, **more)
+
+    return opening
 
 
 def torchvision_read_file(original: Call) -> Call:
