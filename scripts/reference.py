@@ -40,6 +40,8 @@ _API: dict[str, tuple[str, ...]] = {
     "FileDataset": (),
     "RecordDataset": (),
     "TarDataset": (),
+    "TokenDataset": ("ranges",),
+    "mapped_ranges": (),
     "datasets.Transformed": (),
     "open": (),
     "read": (),

@@ -341,7 +341,7 @@ def test_accelerate_and_trainer_keep_the_loader_of_the_recipe(
     first, second = blocks("accelerate.md")
     exec(first, names)
     assert len(list(names["loader"])) == N // 4 == seen.batches
-    exec(second, names | {"Files": Named, "model": Model()})
+    exec(second, names | {"Files": Named})
     assert seen.batches == N // 4 + 2 * N // 4
 
 
