@@ -85,7 +85,17 @@ def test_the_wheel_has_the_files_that_people_look_for_and_none_of_ours(wheel: Pa
     }
     folders = {"/".join(name.split("/")[:2]) for name in texts if name.count("/") > 1}
     rooms = {
-        f"creel/{n}" for n in ("cache", "cli", "daemon", "loader", "policies", "streams", "system")
+        f"creel/{n}"
+        for n in (
+            "cache",
+            "cli",
+            "daemon",
+            "integrations",
+            "loader",
+            "policies",
+            "streams",
+            "system",
+        )
     }
     information = {f for f in folders if ".dist-info/" in f}
     assert folders - information == rooms | {"creel/deploy", "creel/examples"}
