@@ -82,7 +82,7 @@ def kept(
     Below a random transform (`creel.datasets.Transformed(creel.kept(dataset), transform)`) each
     sample is read and decoded once in a job, and copied from then on, until a local file that it
     opened (or looked for) changes. The ranks of a process group share what they make.
-    docs/datasets.md says what can be kept.
+    docs/decode-once.md says what can be kept.
 
     Args:
         dataset: a map-style dataset whose samples draw no random numbers, and are equal in all

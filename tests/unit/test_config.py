@@ -292,21 +292,6 @@ def test_every_setting_has_one_line_about_it_and_a_default_that_it_accepts(home:
     assert load(home)[0] == Config()
 
 
-def test_the_page_about_configuration_names_every_setting_with_its_default() -> None:
-    page = (ROOT / "docs/configuration.md").read_text()
-    missing = [
-        k for k, f in fields().items() if f"| `{k}` | {shown(f.default, f.unit)} |" not in page
-    ]
-    assert not missing, "mend docs/configuration.md"
-
-
-def shown(default: object, unit: str) -> str:
-    """Return a default as docs/configuration.md writes it."""
-    if unit == "bytes" and isinstance(default, int):
-        return f"`{format_size(default).replace('.00', '').replace('.0', '')}`"
-    return f"`{_toml(default)}`" + (" s" if unit == "seconds" else "")
-
-
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()

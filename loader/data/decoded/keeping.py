@@ -292,10 +292,11 @@ class Keeping:
         stamp: Stamp,
         sample: object,
         encoded_nbytes: int = 0,
+        ns: int = 0,
     ) -> None:
         """`DecodedStore.put`; say it once if samples cannot be kept. Never raises."""
         try:
-            store.put(number, stamp, sample, encoded_nbytes, by=self.opened_by)
+            store.put(number, stamp, sample, encoded_nbytes, by=self.opened_by, ns=ns)
         except UnkeptError as e:
             self._say(store, str(e))
         except Exception as e:  # noqa: BLE001  the sample is fine, even if it cannot be written down

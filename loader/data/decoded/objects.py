@@ -102,7 +102,7 @@ class ObjectKeeping(Keeping):
             return self._of_file(path, call, lambda: fresh(call))
         sample = fresh(call)
         if call.inputs is not None:
-            self.keep(store, object_id, [unchecked, call.inputs], sample, call.nbytes)
+            self.keep(store, object_id, [unchecked, call.inputs], sample, call.nbytes, call.ns)
         return sample
 
     def _current(self, path: str | None, unchecked: int, stamp: Stamp) -> bool:
@@ -133,7 +133,7 @@ class ObjectKeeping(Keeping):
             version = of_stat(status, now_ns if direct else min(now_ns, self.made_ns))
             if version == version_at(path) > 0:
                 stamp = [version, call.inputs]
-                self.keep(call.store, call.number, stamp, sample, call.nbytes)
+                self.keep(call.store, call.number, stamp, sample, call.nbytes, call.ns)
         return sample
 
 
@@ -150,7 +150,7 @@ class _WatchedCall:
     ) -> None:
         self.keeping, self.dataset = keeping, dataset
         self.store, self.number, self.decode = store, number, decode
-        self.nbytes = 0  # that were decoded
+        self.nbytes = self.ns = 0  # that were decoded, and how long that took
         self.direct_reads = 0  # of the thread's lease, before the call
         #: What `decode` itself opened; None: the sample must not be kept.
         self.inputs: Inputs | None = None
@@ -161,7 +161,9 @@ class _WatchedCall:
         draws = keeping.draws(self.dataset)
         with SampleInputs() as opened, Intercepted():
             look_again()  # the last call may have imported a library to read with
+            began = time.monotonic_ns()
             sample = self.decode(data)
+            self.ns = time.monotonic_ns() - began
             if draws.any():
                 keeping.refuse(self.store)
                 return sample

@@ -262,9 +262,14 @@ class LoaderState:
         )
 
     def note_kept(self) -> None:
-        """Set in the meter what this loader's stores of decoded samples have."""
+        """Set in the meter what the stores of decoded samples have; tell them what was read."""
         stores = [one.store for one in self._keepings if one.store is not None]
         mine = [store for store in stores if store.counted_by(self)]
+        meter, by = self.meter, "busy" if self.meter["busy_decode_ns"] else "stall"
+        hits, worked = meter["decoded_hits"], meter[f"{by}_decode_ns"] + meter[f"{by}_collate_ns"]
+        for store in mine:
+            read = hits + meter["decoded_misses"]
+            store.read(read, hits, meter[f"{by}_source_ns"], worked)
         self.meter["decoded_samples"] = sum(store.kept for store in mine)
         self.meter["decoded_nbytes"] = sum(store.used_nbytes for store in mine)
 
