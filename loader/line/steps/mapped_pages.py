@@ -82,7 +82,7 @@ class Lookup(NamedTuple):
     parts: Iterator[list[MappedRange]]
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """The bytes from number * BLOCK_NBYTES on of a file, as many or as far as it has them."""
 
     path: str
@@ -208,7 +208,7 @@ class MappedPages:
         return not self._ahead or fits
 
     def _run(self, stop: threading.Event, available: int) -> None:
-        files, flight, due = self._files, deque[Block | Lookup](), deque[Lookup]()
+        files, flight, due = self._files, deque[FileBlock | Lookup](), deque[Lookup]()
         try:
             while self._goes_on(stop):
                 if due:
@@ -263,7 +263,7 @@ class MappedPages:
     def _ask(
         self,
         lookup: Lookup,
-        flight: deque[Block | Lookup],
+        flight: deque[FileBlock | Lookup],
         due: deque[Lookup],
         stop: threading.Event,
     ) -> None:
@@ -295,7 +295,7 @@ class MappedPages:
         self._warm = 0 if read else self._warm + 1
         flight.append(lookup)
 
-    def _land(self, flight: deque[Block | Lookup], due: deque[Lookup]) -> None:
+    def _land(self, flight: deque[FileBlock | Lookup], due: deque[Lookup]) -> None:
         """Wait until memory has the block that was asked for first."""
         first = flight.popleft()
         if isinstance(first, Lookup):
@@ -318,15 +318,15 @@ class _PageFiles:
         self._seen: set[str] = set()
         self._asked = 0
 
-    def blocks(self, ranges: list[MappedRange]) -> Iterator[Block]:
+    def blocks(self, ranges: list[MappedRange]) -> Iterator[FileBlock]:
         """Yield the blocks that have these bytes; some more than once."""
         for path, offset, nbytes in ranges:
             end = min(offset + nbytes, self._file(path).nbytes)
             if offset < end:
                 for number in range(offset // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
-                    yield Block(path, number)
+                    yield FileBlock(path, number)
 
-    def ask(self, block: Block) -> bool:
+    def ask(self, block: FileBlock) -> bool:
         """Ask the kernel to read a block; False: memory has it or will soon, or nobody ever can."""
         file, at = self._file(block.path), block.number * BLOCK_NBYTES
         if block.number >= len(file.asked):  # the file has been cut
@@ -347,7 +347,7 @@ class _PageFiles:
             return False
         return True
 
-    def read(self, block: Block) -> None:
+    def read(self, block: FileBlock) -> None:
         """Wait until memory has a block."""
         with suppress(OSError):
             os.preadv(self._file(block.path).fd, [_scratch], block.number * BLOCK_NBYTES)
