@@ -71,6 +71,19 @@ def test_with_memory_for_a_part_a_later_epoch_reads_the_rest() -> None:
     assert told()["least_share"] is None, "decoding alone takes 0.15 s"
 
 
+def test_requests_to_an_object_store_are_told_so_that_a_bill_can_be_computed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = session(world=1)
+    source = {"dataset": one["dataset"], "reads": 1000, "requests": {"GET": 500, "LIST": 7}}
+    held = answer(one) | {"sources": [source]}
+    found = foretold(Trial(held, [(one, rows(0.1, 0.2, 0.1))]), BIG)
+    assert [r["requests"] for r in found["by_memory"]] == [FILES * k // 8 for k in (4, 3, 2, 1, 0)]
+    explain.show(found)
+    assert "requests" in capsys.readouterr().out
+    assert {r["requests"] for r in told()["by_memory"]} == {None}, "of files"
+
+
 def test_the_least_memory_without_a_wait_is_found() -> None:
     one = session(world=1)
     found = foretold(Trial(answer(one), [(one, rows(0.1, 0.2, 0.1))]), BIG)

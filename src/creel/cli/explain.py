@@ -210,6 +210,7 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
         epoch_s = None if steps is None else steps * will.step_s
         return {**values, "step_s": will.step_s, "wait_s": will.wait_s, "epoch_s": epoch_s}
 
+    each_read = None if samples is None else _requests(trial.answer, session, samples)
     whole = 0 if dataset is None else _nbytes(session, dataset)
     found = outlooks(trial.answer, rows, machine)
     changes = found[session["session"]].changes
@@ -231,6 +232,7 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
                     "share": share,
                     "nbytes": int(share * whole),
                     "reads": None if samples is None else round((1 - share) * samples),
+                    "requests": None if each_read is None else round((1 - share) * each_read),
                 },
             )
             for share in (_SHARES if dataset is not None else ())
@@ -280,6 +282,16 @@ def _nbytes(session: Values, dataset: Values) -> int:
     return int(dataset["objects"] * session["direct_nbytes"] / session["direct_reads"])
 
 
+def _requests(answer: Values, session: Values, objects: int) -> float | None:
+    """Return the requests to an object store that read each object once; None: there is none."""
+    for one in answer.get("sources", ()):
+        asked = one.get("requests", {})
+        requests = asked.get("GET", 0) + asked.get("HEAD", 0)
+        if one["dataset"] == session["dataset"] and requests and one["reads"]:
+            return float(objects * requests / one["reads"])
+    return None
+
+
 def _least_share(windows: Sequence[RankWindow], cores: float) -> float | None:
     """Return the least share of the dataset in memory, in hundredths, with which nothing waits."""
     for hundredths in range(101):
@@ -318,9 +330,14 @@ def show(told: Values) -> None:
     if told["busy_s"]["source"] <= HARDLY * told["step_s"]:
         click.echo("memory makes no difference to a step: storage (or the page cache) keeps up")
         return
-    header = ("in memory", "bytes", "reads", *header[1:])
+    counts = [name for name in ("reads", "requests") if told["by_memory"][0][name] is not None]
+    header = ("in memory", "bytes", *counts, *header[1:])
     cells = [
-        (f"{100 * r['share']:.0f} %", _size(told, r["share"]), format_count(r["reads"]), *_times(r))
+        (
+            *(f"{100 * r['share']:.0f} %", _size(told, r["share"])),
+            *(format_count(r[name]) for name in counts),
+            *_times(r),
+        )
         for r in told["by_memory"]
     ]
     view.table(header, cells)
