@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from creel.policies.forms import UNKNOWN, Pace, decoded_share
+
 #: Share of the memory limit that is kept free, and the most bytes.
 _FREE_SHARE, _MAX_FREE_NBYTES = 1 / 16, 4 << 30
 #: Seconds between two looks at the free memory, which read some files of /proc: least and most.
@@ -50,18 +52,26 @@ def given_back(available: int, reserve: int, withheld: int) -> int:
 
 
 def decoded_room(
-    limit: int | None, used: int, available: int, reserve: int, *, whole: int, encoded: int
+    limit: int | None,
+    used: int,
+    available: int,
+    reserve: int,
+    *,
+    whole: int,
+    encoded: int,
+    pace: Pace = UNKNOWN,
 ) -> int:
     """Return the bytes by which a store of decoded samples may grow now, 0 or more.
 
     Args:
-        limit: bytes that the user allows; None: what others do not need.
+        limit: bytes that the user allows; None: what makes training fastest.
         used: bytes that it has.
         available: bytes that all processes may still take.
         reserve: bytes of these that stay free.
         whole: bytes of all samples, decoded.
-        encoded: bytes of all files. Without a limit, a store that cannot have all samples leaves
-            room for these.
+        encoded: bytes of all files. Without a limit, room is left for those of other samples as
+            far as storage is what training waits for.
+        pace: what a sample takes, as it was measured.
 
     It keeps away from twice the reserve, which is what remains after memory was given back.
 
@@ -69,12 +79,14 @@ def decoded_room(
     300
     >>> decoded_room(None, 500, 9000, 100, whole=2000, encoded=5000)
     8800
-    >>> decoded_room(None, 500, 9000, 100, whole=10**6, encoded=5000)
-    3800
+    >>> decoded_room(None, 500, 9000, 100, whole=20_000, encoded=5000)
+    5080
+    >>> decoded_room(None, 500, 9000, 100, whole=20_000, encoded=5000, pace=Pace(4.0, 3.5, 0.0))
+    8800
     """
     free = available - 2 * reserve
     if limit is not None:
         free = min(free, limit - used)
     elif whole - used > free:
-        free -= encoded
+        free = min(free, int(decoded_share(used + free, whole, encoded, pace) * whole) - used)
     return max(free, 0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from creel.policies import forms
 from creel.policies.arrays import Ints
 
 #: A rank that waited for more than this part of its time was short of batches: the pace at which
@@ -29,8 +30,6 @@ _IDLE = 0.5
 #: Above this multiple of their time, workers run threads of their own.
 _THREADS = 1.3
 
-#: Workers that wait for storage for more than this part of their time have to go at its pace.
-_BOUND = 0.1
 #: A change that leaves more than this part of a wait is not worth its name; waits that differ by
 #: the other are alike.
 _HELPS, _ALIKE = 0.8, 0.05
@@ -276,6 +275,22 @@ def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
     return _waiting(one, one, storage_s(one) * left, otherwise=waits * left)
 
 
+def with_storage(one: RankWindow, share: float) -> RankWindow:
+    """Return the window with what samples waited for storage counted as "source".
+
+    Args:
+        share: how many of the workers wait for reads of their own at a time, on average.
+
+    >>> own = RankWindow(10.0, 100, 2, {"decode": 20.0}, {"decode": 9.0})
+    >>> with_storage(own, 1.5).busy_s
+    {'decode': 5.0, 'source': 15.0}
+    """
+    decode = one.busy_s.get("decode", 0.0)
+    waits = min(share * one.seconds, decode)
+    source = one.busy_s.get("source", 0.0) + waits
+    return replace(one, busy_s={**one.busy_s, "decode": decode - waits, "source": source})
+
+
 def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> RankWindow:
     """Return the window if this share of the samples were kept decoded.
 
@@ -292,15 +307,21 @@ def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> 
     return _waiting(one, changed, storage_s(one) * left, otherwise=waits * left)
 
 
+def pace(one: RankWindow, again: float, copies: float) -> forms.Pace:
+    """Return what a batch takes if nothing of it is in memory; for `again`, `copies` see above."""
+    each = max(one.workers, 1) * one.batches
+    own_s = (_cycle_s(one) - one.busy_s.get("source", 0.0)) / each
+    again_s = max(again - copies, 0.0) * one.busy_s.get("decode", 0.0) / each
+    return forms.Pace(own_s, again_s, storage_s(one))
+
+
 def storage_s(one: RankWindow) -> float:
     """Return the seconds that storage takes for each batch; 0 where it keeps up.
 
     It reads ahead while workers work. So where they wait for it, batches come at its pace.
     """
-    whole = _cycle_s(one)
-    if one.busy_s.get("source", 0.0) <= _BOUND * whole:
-        return 0.0
-    return whole / max(one.workers, 1) / one.batches
+    waits = one.busy_s.get("source", 0.0)
+    return forms.storage_s(waits, _cycle_s(one) - waits) / max(one.workers, 1) / one.batches
 
 
 def _cycle_s(one: RankWindow) -> float:

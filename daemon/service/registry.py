@@ -47,7 +47,7 @@ _MAX_WAITERS = 4096  # most pending waits of a session; workers x threads stays 
 _MAX_NAME = 4096  # most characters of a job's name
 #: Bytes per object, and per record of one length: in the table, in the core's columns (state, pins)
 #: and in those of the eviction policy (fewer except during planning).
-_OBJECT_NBYTES, _RECORD_NBYTES = 24 + 5 + 16, 4 + 5 + 16
+_OBJECT_NBYTES = 5 + 16
 #: Bytes per object for a disk tier: in the core, and in the store's index.
 _DISK_NBYTES = 1 + 6
 #: Bytes per manifest row beside the row: derived columns, a version and its generation.
@@ -132,7 +132,7 @@ def tables_nbytes(manifest: Manifest, record: int, *, disk: bool) -> int:
     disk: whether there is a disk tier.
     """
     rows: int = manifest.table.num_rows
-    each = (_RECORD_NBYTES if record else _OBJECT_NBYTES) + disk * _DISK_NBYTES
+    each = LocationTable.each_nbytes(record) + _OBJECT_NBYTES + disk * _DISK_NBYTES
     return len(manifest) * each + int(manifest.table.nbytes) + rows * _ROW_NBYTES
 
 

@@ -123,6 +123,28 @@ def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_at_home()
     assert hits <= 0.08 * FILES * (epochs - 1)
 
 
+@pytest.mark.parametrize("remap, least, most", [("global-batch", 1.0, 1.1), ("", 1.9, 2.05)])
+def test_ranks_that_exchange_samples_decode_each_of_them_once(
+    remap: str, least: float, most: float
+) -> None:
+    """Else each host decodes nearly all: 2 (1 - .5**6) of the samples in six epochs."""
+    epochs, world, batch = 6, 2, 600
+    with jobs.folder(FILES) as data, hosts.Cluster(hosts=world) as cluster:
+        words = [str(data), str(batch), ",".join(["step"] * epochs), remap, "1GiB"]
+        with jobs.job(cluster, world, words, 2 * FILES * jobs.HELD_NBYTES) as ranks:
+            for epoch in range(epochs):
+                epoch_of = [one.next("epoch")["epoch"] for one in ranks]
+                steps = zip(*(one["heads"] for one in epoch_of), strict=True)
+                if remap:
+                    together = [sorted(chain(*step)) for step in steps]
+                    assert together == jobs.global_batches(FILES, batch, world, epoch)
+                else:
+                    dealt = [jobs.digest(FILES, rank, world, epoch) for rank in range(world)]
+                    assert [one["digest"] for one in epoch_of] == dealt
+    decodes = sum(one["decodes"] for one in epoch_of)
+    assert least * FILES <= decodes <= most * FILES
+
+
 def test_memories_and_disks_of_all_hosts_are_one_capacity() -> None:
     """Objects on a host's disk are sent to the other; no later epoch needs the source."""
     cores = Cores()

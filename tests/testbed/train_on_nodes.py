@@ -1,11 +1,12 @@
 """One rank of a job over several hosts: reads each epoch with creel and prints what it got.
 
-    python train_on_nodes.py FOLDER BATCH PACES [REMAP]
+    python train_on_nodes.py FOLDER BATCH PACES [REMAP [KEEP]]
 
 PACES: for each epoch, the seconds of a step of training ("0.1,0.1"; a late rank catches up), or
 "step" for ranks that run in step, as below DDP, with steps of STEP_S seconds. RANK, WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT are as torchrun sets them; without MASTER_ADDR there is no process
 group. REMAP: "global-batch"; then each epoch also has the first bytes of all samples of each step.
+KEEP: memory for decoded samples; then each epoch has the calls of the decoder so far.
 
 Prints JSON objects, one per line: {"half": epoch, "held": objects, "tiers": ...} in the middle of
 an epoch, {"epoch": {...}} at its end; at the end of all epochs {"stats": ...}, the daemon's
@@ -69,14 +70,28 @@ def train(pace: str, due: float) -> float:
     return due
 
 
-def main(folder: str, batch: int, paces: list[str], remap: Any = None) -> None:
-    dataset = creel.FileDataset(folder)
+class Decode:
+    """Counts its calls, and returns a file's bytes as they are."""
+
+    calls = 0
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        Decode.calls += 1
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def main(
+    folder: str, batch: int, paces: list[str], remap: str = "", keep: str | None = None
+) -> None:
+    decode = None if keep is None else Decode()
+    dataset = creel.FileDataset(folder, decode=decode, keep_decoded=keep)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     alone = "MASTER_ADDR" not in os.environ
     if not alone:
         dist.init_process_group("gloo")
     sampler: DistributedSampler[object] = DistributedSampler(dataset, world, rank, seed=7)
-    loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list, remap=remap)
+    how: Any = {"remap": remap or None}
+    loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list, **how)
     if not alone:
         dist.barrier()
     due = time.monotonic()
@@ -93,7 +108,8 @@ def main(folder: str, batch: int, paces: list[str], remap: Any = None) -> None:
                 say(half=epoch, **counted())
             due = train(pace, due)
             began = time.monotonic()
-        say(epoch={"digest": digest.hexdigest(), "slowest": slowest, "heads": heads})
+        read_so_far = {"digest": digest.hexdigest(), "heads": heads, "decodes": Decode.calls}
+        say(epoch={**read_so_far, "slowest": slowest})
         if epoch == 0:
             join()
             due = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -16,7 +17,10 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from PIL import Image
 
+from creel.errors import MalformedError
+from creel.loader.data.decoded import codec
 from creel.loader.data.decoded.codec import UnkeptError, decode, encode
+from kit import seeds
 
 MODES = {"1": 1, "L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4, "YCbCr": 3, "I": 4}
 MODES |= {"F": 4, "P": 1, "HSV": 3, "LAB": 3, "I;16": 2, "RGBa": 4, "La": 2, "PA": 2}
@@ -25,19 +29,14 @@ DTYPES = [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool, t
 
 def back(sample: object) -> Any:
     """Encode a sample, and decode it from the bytes."""
+    header, data = written(sample)
+    return decode(msgspec.msgpack.decode(header), memoryview(data))
+
+
+def written(sample: object) -> tuple[bytes, bytes]:
+    """Return the bytes of a sample's header, and its buffers."""
     node, buffers = encode(sample)
-    data = b"".join(bytes(one) for one in buffers)
-    left = memoryview(data)
-
-    def read(into: Any) -> None:
-        nonlocal left
-        for one in into:
-            one[:] = np.frombuffer(left[: len(one)], np.uint8)
-            left = left[len(one) :]
-
-    made = decode(msgspec.msgpack.decode(msgspec.msgpack.encode(node)), read)
-    assert not left
-    return made
+    return msgspec.msgpack.encode(node), b"".join(bytes(one) for one in buffers)
 
 
 def bits(value: Any) -> Any:
@@ -203,3 +202,104 @@ def test_arrays_that_nobody_can_write_may_share_memory() -> None:
 def test_parts_of_one_array_that_do_not_overlap_are_kept() -> None:
     array = np.arange(10)
     assert bits(back([array[:5], array[5:]])) == bits([array[:5], array[5:]])
+
+
+def deep(levels: int) -> Any:
+    sample: Any = 1
+    for _ in range(levels):
+        sample = [sample]
+    return sample
+
+
+def test_lists_inside_each_other_are_kept_up_to_a_depth() -> None:
+    assert back(deep(64)) == deep(64)
+    with pytest.raises(UnkeptError):
+        encode(deep(65))
+    with pytest.raises(MalformedError):
+        decode(deep_node(66), memoryview(b""))
+
+
+def deep_node(levels: int) -> Any:
+    node: Any = 1
+    for _ in range(levels):
+        node = ["l", node]
+    return node
+
+
+#: What a header may have in the place of anything else.
+STRANGE = [0, -1, 7, 1 << 40, (1 << 63) - 1, None, True, 2.5, "", "l", "d", "a", "T", "p", "b", "i"]
+STRANGE += ["<f8", "<U999999999", "|O", "<M8[25s]", "float64", "load", "RGB", "1", b"", b"12345678"]
+STRANGE += [[], [0], [1 << 31, 1 << 31], ["l"], ["b", 1 << 40], ["a", "<f8", [9], [0], True], {}]
+
+
+def seeds_of_headers() -> list[tuple[bytes, bytes]]:
+    """Return samples of each kind, as bytes."""
+    rng = np.random.default_rng(0)
+    plain = {"x": 1, "y": [2.5, None, "é", b"z"], "z": (True, 1 << 70, 1j, np.float32(2))}
+    numbers = [rng.random((3, 4), np.float32), np.array(["ab", "c"]), np.zeros((2, 0))]
+    moments = np.array(["2026-11-28"], "<M8[D]"), np.asfortranarray(np.arange(6).reshape(2, 3))
+    last = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    given = [plain, numbers, moments, [last, torch.zeros(3, dtype=torch.bfloat16)], b"long" * 99]
+    return [written(one) for one in [*given, *(image(mode, 9, 5, 1) for mode in MODES)]]
+
+
+def mutated(header: bytes, rng: np.random.Generator) -> bytes:
+    """Change some bytes, or put something strange in the place of a part."""
+    if rng.random() < 0.5:
+        data = bytearray(header)
+        for _ in range(int(rng.integers(1, 4))):
+            data[int(rng.integers(len(data)))] = int(rng.integers(256))
+        return bytes(data[: int(rng.integers(len(data)))] if rng.random() < 0.1 else data)
+    whole = [msgspec.msgpack.decode(header)]
+    part, at = whole, 0
+    while type(part[at]) is list and part[at] and rng.random() < 0.8:
+        part, at = part[at], int(rng.integers(len(part[at])))
+    part[at] = STRANGE[int(rng.integers(len(STRANGE)))]
+    return msgspec.msgpack.encode(whole[0])
+
+
+class Spy:
+    """Fails if memory is asked for before its size was compared with the bytes that are there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = 0
+        empty, strided, new_image = np.empty, torch.empty_strided, codec._new_image
+
+        def array(shape: Any, dtype: Any) -> Any:
+            self.check(np.dtype(dtype).itemsize * math.prod(shape))
+            return empty(shape, dtype)
+
+        def tensor(shape: Any, strides: Any, dtype: Any, **more: Any) -> Any:
+            self.check(math.prod(shape))
+            return strided(shape, strides, dtype=dtype, **more)
+
+        def new(mode: str, size: Any, *of: Any) -> Any:
+            self.check(math.prod(size) // 8)
+            return new_image(mode, size, *of)
+
+        monkeypatch.setattr(np, "empty", array)
+        monkeypatch.setattr(torch, "empty_strided", tensor)
+        monkeypatch.setattr(codec, "_new_image", new)
+
+    def check(self, nbytes: int) -> None:
+        if nbytes > self.most:
+            pytest.fail(f"{nbytes} bytes for a sample of {self.most}")
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_a_header_that_anybody_wrote_is_a_sample_or_an_error(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a crash, and no memory beyond the bytes that are there."""
+    rng, given = np.random.default_rng(seed), seeds_of_headers()
+    spy, refused = Spy(monkeypatch), 0
+    for _ in range(2000):
+        header, data = given[int(rng.integers(len(given)))]
+        spy.most = len(data)
+        try:
+            decode(msgspec.msgpack.decode(mutated(header, rng)), memoryview(data))
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001  the law: any of them is a miss
+            refused += 1
+    assert 0 < refused < 2000

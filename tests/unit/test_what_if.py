@@ -106,13 +106,13 @@ def test_memory_for_a_part_counts_for_its_part(available: int) -> None:
 
 
 def test_of_a_slow_storage_only_memory_helps() -> None:
-    """It gives a batch in 0.2 s, whoever asks; a quarter of the samples is kept decoded."""
+    """It gives a batch in 0.2 s, whoever asks; files are smaller than decoded samples."""
     found = outlooks(answer(session()), {1: rows(0.1, 0.3, 0.1)}, BIG)[1]
     assert {one.values["what"] for one in found.changes} == {"keep_decoded", "memory"}
     assert str(found).endswith("with all in memory (102 GiB) no wait")
     half = Machine(64.0, 256 * GIB, 8 * GIB + MEAN * FILES // 4)
     found = outlooks(answer(session()), {1: rows(0.1, 0.3, 0.1)}, half)[1]
-    assert found.changes[0].step_s == pytest.approx(0.2 * 0.75)
+    assert {one.values["what"] for one in found.changes} == {"memory"}
 
 
 def test_memory_is_no_remedy_where_all_is_in_memory() -> None:

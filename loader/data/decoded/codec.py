@@ -3,10 +3,16 @@
 Kept are None, numbers, str, bytes, ndarray, Tensor (of the CPU) and PIL.Image, and list, tuple and
 dict of these. What `decode` returns equals the sample in types and bits, and shares no memory with
 anything else. Anything that would not, like an object of a subclass, raises `UnkeptError`.
+
+`decode` trusts no bytes: types come from tables, and the bytes that an array takes are compared
+with those that are there before there is an array.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,6 +21,8 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from creel.errors import MalformedError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,9 +38,33 @@ _KINDS = frozenset("biufcSUmM")
 _PART = "floating-point numbers that are a part of a larger array"
 #: bytes up to this length are part of the header.
 _SHORT = 256
-#: Modes of images whose bytes are all there is to them, and ones where that is checked.
-_MODES = frozenset({"L", "LA", "La", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I", "F"})
-_CHECKED_MODES = frozenset({"1", "P", "PA", "HSV", "LAB", "I;16", "I;16B", "I;16L", "I;16N"})
+#: Bytes of a pixel in modes of images whose bytes are all there is to them.
+_MODES = {"L": 1, "LA": 2, "La": 2, "RGB": 3, "RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4}
+_MODES |= {"YCbCr": 3, "I": 4, "F": 4}
+#: The same for modes where that is checked; "1" has eight pixels in a byte.
+_CHECKED_MODES = {"1": 0, "P": 1, "PA": 2, "HSV": 3, "LAB": 3}
+_CHECKED_MODES |= dict.fromkeys(("I;16", "I;16B", "I;16L", "I;16N"), 2)
+_PIXEL_NBYTES = _MODES | _CHECKED_MODES
+#: Lists, tuples and dicts inside each other.
+_LEVELS = 64
+#: numpy's dtypes of numbers by their `str`, and texts that are ones of another size or unit.
+_NUMBERS = {
+    (dtype := np.dtype(code).newbyteorder(order)).str: dtype  # type: ignore[arg-type]
+    for code in "?bhilqBHILQefdgFDG"
+    for order in "<>"
+}
+_OTHER_DTYPE = re.compile(
+    r"\|S[1-9]\d{0,9}|[<>]U[1-9]\d{0,9}"
+    r"|[<>][mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?",
+    re.ASCII,
+)
+#: torch's dtypes by their names; quantized ones are not kept.
+_TENSORS = {
+    name: dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+    and not (name := str(dtype).removeprefix("torch.")).startswith("q")
+}
 
 
 class UnkeptError(Exception):
@@ -51,17 +83,17 @@ def encode(sample: object) -> tuple[Node, list[Buffer]]:
     return node, encoder.buffers
 
 
-def decode(node: Node, read: Callable[[Sequence[NDArray[np.uint8]]], object]) -> Any:
+def decode(node: Node, data: memoryview) -> Any:
     """Return a sample, a private copy.
 
     Args:
         node: its header.
-        read: fills these (k,) uint8 arrays with the sample's buffers, in order; called once.
+        data: its buffers, in order, whatever follows.
+
+    Raises:
+        MalformedError: they are none of a sample's; other exceptions may say so as well.
     """
-    into: list[NDArray[np.uint8]] = []
-    finish = _made(node, into)
-    read(into)
-    return finish()
+    return _Decoder(data).value(node, 0)
 
 
 # --- to bytes -------------------------------------------------------------------------------------
@@ -72,6 +104,7 @@ class _Encoder:
         self.buffers: list[Buffer] = []
         self._spans: list[tuple[int, int, bool]] = []  # addresses of arrays; can they be written?
         self._inside: set[int] = set()  # ids of the lists, dicts and images
+        self._level = 0
 
     def node(self, value: Any) -> Node:
         kind = type(value)
@@ -95,9 +128,13 @@ class _Encoder:
     def _container(self, value: Any, kind: type) -> Node:
         if kind is not tuple:
             self._once(value)
-        if kind is dict:
-            return ["d", *(self.node(one) for pair in value.items() for one in pair)]
-        return ["l" if kind is list else "t", *map(self.node, value)]
+        self._level += 1
+        if self._level > _LEVELS:
+            raise UnkeptError(f"more than {_LEVELS} lists inside each other")
+        values = (one for pair in value.items() for one in pair) if kind is dict else value
+        node = [kind.__name__[0], *map(self.node, values)]
+        self._level -= 1
+        return node
 
     def _array(self, value: NDArray[Any]) -> Node:
         if value.dtype.kind not in _KINDS or value.dtype.metadata is not None or not value.itemsize:
@@ -155,8 +192,8 @@ class _Encoder:
             raise UnkeptError(f"this image of mode {image.mode}")
         data = image.tobytes()
         node = ["p", image.mode, list(image.size), _palette(image), self.node(image.info)]
-        self.buffers.append(data)  # after those of `info`, in the order of `_made`
-        return [*node, len(data)]
+        self.buffers.append(data)  # after those of `info`, as they are read
+        return node
 
     def check_apart(self) -> None:
         """Raise UnkeptError if a write to one array would change another one."""
@@ -203,9 +240,8 @@ def _is_kept_whole(image: Image.Image) -> bool:
     """Whether an image has no state but what is kept."""
     of_all = vars(type(image)())
     exif = vars(image).get("_exif")
-    return (
-        image.mode in _MODES | _CHECKED_MODES and vars(image).keys() <= of_all.keys() and not exif
-    )
+    known = image.mode in _PIXEL_NBYTES and all(image.size)
+    return known and vars(image).keys() <= of_all.keys() and not exif
 
 
 def _palette(image: Image.Image) -> list[int] | None:
@@ -229,61 +265,109 @@ def _comes_back(image: Image.Image) -> bool:
 # --- and back -------------------------------------------------------------------------------------
 
 
-def _made(node: Node, into: list[NDArray[np.uint8]]) -> Callable[[], Any]:
-    """Return a function that makes a value, once what is added to `into` is filled."""
-    if type(node) is not list:
-        return lambda: node
-    tag, *rest = node
-    if tag in {"l", "t", "d"}:
-        parts = [_made(one, into) for one in rest]
-        return lambda: _container(tag, [part() for part in parts])
-    if tag == "a":
-        dtype, shape, order, writeable = rest
-        array: NDArray[Any] = np.empty(shape, dtype)
-        if array.nbytes:
-            into.append(array.reshape(-1).view(np.uint8))
-        return lambda: _with_flag(array, _inverse(order), writeable=writeable)
-    if tag == "T":
-        dtype, shape, strides = rest
-        tensor = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="cpu")
-        if tensor.numel():
-            into.append(_flat(tensor))
-        return lambda: tensor
-    if tag == "p":
-        mode, size, palette, info, nbytes = rest
-        about = _made(info, into)
-        pixels = np.empty(nbytes, np.uint8)
-        into.append(pixels)
-        return lambda: _new_image(mode, tuple(size), palette, about(), pixels)
-    if tag == "b":
-        data = np.empty(rest[0], np.uint8)
-        into.append(data)
-        return data.tobytes
-    return lambda: _number(tag, rest)
+class _Decoder:
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def value(self, node: Node, level: int) -> Any:
+        if type(node) is not list:
+            if type(node) in _PLAIN or type(node) in {int, bytes}:
+                return node
+            raise MalformedError(f"a {type(node).__name__} in a header")
+        if level > _LEVELS or not node:
+            raise MalformedError("no list of a header")
+        tag, *parts = node
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag]([self.value(one, level + 1) for one in parts])
+        if tag == "p":
+            return self._image(*parts, level=level)
+        if tag == "a":
+            return self._array(*parts)
+        if tag == "T":
+            return self._tensor(*parts)
+        return bytes(self._next(_counts(parts)[0])) if tag == "b" else _number(tag, *parts)
+
+    def _next(self, nbytes: int) -> memoryview:
+        """Return the bytes that follow."""
+        first, self._at = self._at, self._at + nbytes
+        if self._at > len(self._data):
+            raise MalformedError("fewer bytes than the header says")
+        return self._data[first : self._at]
+
+    def _array(self, dtype: str, shape: Any, order: Any, writeable: Any) -> NDArray[Any]:
+        kind, sizes = _dtype(dtype), _counts(shape)
+        if sorted(_counts(order)) != list(range(len(sizes))) or type(writeable) is not bool:
+            raise MalformedError("no axes of an array")
+        data = self._next(kind.itemsize * math.prod(sizes))
+        array: NDArray[Any] = np.empty(sizes, kind)
+        if data:
+            array.reshape(-1).view(np.uint8)[:] = data
+        if order != sorted(order):
+            array = array.transpose(_inverse(order))
+        array.flags.writeable = writeable
+        return array
+
+    def _tensor(self, dtype: str, shape: Any, strides: Any) -> torch.Tensor:
+        kind, sizes = _TENSORS[dtype], _counts(shape)
+        count, dense = math.prod(sizes), 1
+        for stride, size in sorted(zip(_counts(strides), sizes, strict=True)):
+            if count and size > 1 and stride != dense:
+                raise MalformedError("a tensor with gaps")
+            dense *= size
+        size = torch.empty(0, dtype=kind, device="cpu").element_size()
+        data = self._next(size * count)
+        tensor = torch.empty_strided(sizes, strides, dtype=kind, device="cpu")
+        if data:
+            _flat(tensor)[:] = data
+        return tensor
+
+    def _image(self, mode: str, size: Any, palette: Any, info: Node, *, level: int) -> Image.Image:
+        about = self.value(info, level + 1)
+        width, height = _counts(size)
+        if type(about) is not dict or not width * height:
+            raise MalformedError("no image")
+        colours = _counts(palette) if mode in {"P", "PA"} else []
+        row = _PIXEL_NBYTES[mode] * width or -(-width // 8)
+        return _new_image(mode, (width, height), colours, about, self._next(row * height))
 
 
-def _container(tag: str, parts: list[Any]) -> Any:
-    if tag == "d":
-        each: Iterator[Any] = iter(parts)
-        return dict(zip(each, each, strict=True))
-    return parts if tag == "l" else tuple(parts)
+def _counts(numbers: Any) -> list[int]:
+    """Return a list if it consists of numbers from 0 on."""
+    if type(numbers) is list and all(type(n) is int and n >= 0 for n in numbers):
+        return numbers
+    raise MalformedError("no numbers")
 
 
-def _number(tag: str, rest: list[Any]) -> Any:
-    if tag == "i":
-        return int(rest[0])
-    return complex(*rest) if tag == "c" else np.frombuffer(rest[1], rest[0])[0]
+@functools.lru_cache(256)
+def _dtype(text: str) -> np.dtype[Any]:
+    dtype = _NUMBERS.get(text)
+    if dtype is None and not _OTHER_DTYPE.fullmatch(text):
+        raise MalformedError(f"no dtype: {text!r}")
+    return np.dtype(text) if dtype is None else dtype
 
 
-def _with_flag(array: NDArray[Any], axes: list[int], *, writeable: bool) -> NDArray[Any]:
-    if axes != sorted(axes):
-        array = array.transpose(axes)
-    array.flags.writeable = writeable
-    return array
+def _dict(parts: list[Any]) -> dict[Any, Any]:
+    each: Iterator[Any] = iter(parts)
+    return dict(zip(each, each, strict=True))
+
+
+#: Lists, tuples and dicts by their tags.
+_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "d": _dict}
+
+
+def _number(tag: str, first: Any, second: Any = None) -> Any:
+    if tag == "i" and type(first) is str:
+        return int(first)
+    if tag == "c" and type(first) is type(second) is float:
+        return complex(first, second)
+    if tag == "n" and type(second) is bytes and len(second) == _dtype(first).itemsize:
+        return np.frombuffer(second, _dtype(first))[0]
+    raise MalformedError(f"no value: {tag!r}")
 
 
 def _new_image(
-    mode: str, size: tuple[int, ...], palette: list[int] | None, info: dict[Any, Any], data: Any
+    mode: str, size: tuple[int, ...], palette: Any, info: dict[Any, Any], data: Any
 ) -> Image.Image:
     from PIL import Image
 

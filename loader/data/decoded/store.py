@@ -2,8 +2,8 @@
 
 The memfd begins with words and an index, which are mapped. Samples follow, each written once and
 never moved: places are not used again, as a file has more of them than a machine has memory. A
-sample is written by `pwritev` and read by `preadv`, so that lack of memory is an error, not SIGBUS.
-Its word in the index is stored last, so that nobody reads half a sample.
+sample is written by `pwritev`, so that lack of memory is an error, not SIGBUS, and read from a
+mapping. Its word in the index is stored last, so that nobody reads half a sample.
 
 What is removed (another version, or memory that others need) leaves the index first. A reader looks
 at the index again after a copy. As no place is used twice, an equal word means the same bytes.
@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,16 +27,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import Descriptor, mapped
+from creel.cache.memory.memfd import mapped
 from creel.loader.data.decoded.codec import decode, encode
 from creel.loader.data.decoded.memory import (
     END,
     PAGE_NBYTES,
     USED,
     WORDS_NBYTES,
+    Extent,
     Locked,
+    memory_of_process,
     transfer,
 )
+from creel.policies.forms import UNKNOWN, Pace, storage_s
 from creel.policies.memory import decoded_room, given_back, next_look_s, reserve
 from creel.system import limits
 from creel.system.forks import forget_in_child
@@ -46,6 +49,9 @@ _log = logging.getLogger("creel.loader")
 
 #: The words after END and USED.
 _SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
+#: Of the samples that it had not: ns of decoding them. Of all that loaders have read: how many, the
+#: hits among them, and the ns that workers waited for storage, and worked.
+_DECODE_NS, _ASKED, _HITS, _WAITED_NS, _WORKED_NS = range(11, 16)
 #: How many samples were made to be kept; and of each process that joined, by `_slot`, how many of
 #: others it has looked at.
 _MADE, _FIRST_SLOT, _SLOTS = 10, 64, 448
@@ -59,8 +65,8 @@ _LENGTH_BITS = 24
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 #: A sample's first bytes: its number, and the bytes of the header that follows.
 _HEAD = struct.Struct("<qq")
-#: Bytes that are read at once to have the header of most samples.
-_FIRST_NBYTES = 1024
+#: Samples that begin in the same GiB are read from one mapping of two: none is longer than one.
+_WINDOW_NBYTES = 1 << 30
 #: The free memory is looked at each time that so many bytes were written.
 _LOOK_NBYTES = 8 << 20
 #: For so long other processes do not look at the free memory, while one does.
@@ -68,6 +74,7 @@ _LOOKING_NS = 20_000_000
 #: How long nothing is kept after memory was short.
 _SHORT_NS = 1_000_000_000
 _FOREVER_NS = (1 << 63) - 1
+_READ = getattr(mmap, "PROT_READ", 0)  # not on Windows, where this module is imported as well
 #: So many samples that cannot be kept, and none that can, are a dataset of others.
 _HOPELESS = 64
 
@@ -89,9 +96,9 @@ class DecodedStore:
     """Samples by number, for all processes that have its memfd. Thread-safe."""
 
     def __init__(
-        self, own: Descriptor, samples: int, limit: int | None, *, joint: bool = False
+        self, own: Extent, samples: int, limit: int | None, *, joint: bool = False
     ) -> None:
-        """Use the memfd `own`, made by `new_memory`.
+        """Use this memory, which has just been made, or is another process's.
 
         Args:
             samples: how many there are at most.
@@ -105,15 +112,26 @@ class DecodedStore:
         self.samples = samples
         self.limit = limit
         self.joint = joint
-        mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples)
+        mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples, offset=own.first)
         self._words = memoryview(mapping)[:WORDS_NBYTES].cast("q")
         self._index: NDArray[np.int64] = np.frombuffer(mapping, np.int64, samples, WORDS_NBYTES)
         self._word_of = memoryview(mapping)[WORDS_NBYTES:].cast("q")
+        self._windows: dict[int, memoryview] = {}  # by GiB
         #: Whether this process made the memfd.
         self.mine = True
         self._counter: weakref.ref[object] | None = None
         self.forget()
         forget_in_child(self)
+
+    @classmethod
+    def of_process(cls, samples: int, limit: int | None) -> DecodedStore:
+        """Make one for this process and its workers.
+
+        Its memory is given back when it is deleted: workers that still have it then keep nothing.
+        """
+        made = cls(memory_of_process(samples), samples, limit)
+        weakref.finalize(made, _end, os.getpid(), made.own, made._words).atexit = False
+        return made
 
     def forget(self) -> None:
         """Create the state that belongs to one process."""
@@ -192,32 +210,41 @@ class DecodedStore:
         word = self._word_of[number]
         if not word or self._words[_REFUSED]:
             return None
-        place, nbytes = _place_of(word)
         with suppress(OSError):
             self._look()
         try:
-            first = os.pread(self.own.fd, min(nbytes, _FIRST_NBYTES), place)
-            found, length = _HEAD.unpack_from(first)
+            data = self._bytes(*_place_of(word))
+            found, length = _HEAD.unpack_from(data)
             begin = _HEAD.size + length
-            if len(first) < begin:
-                first += os.pread(self.own.fd, begin - len(first), place + len(first))
-            if found != number or self._word_of[number] != word:
-                return None  # it was removed while it was read
-            by, stamp, node = _unpack(memoryview(first)[_HEAD.size : begin])
+            if found != number or not 0 <= length <= len(data) - _HEAD.size:
+                return None
+            by, stamp, node = _unpack(data[_HEAD.size : begin])
             if not current(stamp):
                 return None
-            sample = decode(node, lambda into: self._fill(into, place + begin))
-        except (OSError, struct.error, msgspec.DecodeError):  # the system refuses, or as above
+            sample = decode(node, data[begin:])
+        except Exception:  # noqa: BLE001  bytes that were removed meanwhile, or that others wrote
+            _log.debug("sample %d is made anew", number, exc_info=True)
             return None
         return Taken(sample, stamp, by) if self._word_of[number] == word else None
 
-    def _fill(self, into: Sequence[NDArray[np.uint8]], place: int) -> None:
-        """Read the bytes from `place` on into arrays.
+    def _bytes(self, place: int, nbytes: int) -> memoryview:
+        """Return the bytes of a place: in a mapping, or a copy where there are no addresses left.
 
         Raises:
             OSError: the system refuses.
         """
-        transfer(os.preadv, self.own.fd, into, place)
+        number, first = divmod(self.own.first + place, _WINDOW_NBYTES)
+        window = self._windows.get(number)
+        if window is None:
+            at = number * _WINDOW_NBYTES
+            try:
+                window = memoryview(mapped(self.own.fd, 2 * _WINDOW_NBYTES, _READ, offset=at))
+            except (OSError, ValueError):  # `ulimit -v`, or the last one
+                copy = np.empty(nbytes, np.uint8)
+                transfer(os.preadv, self.own, [copy], place)
+                return copy.data
+            self._windows[number] = window
+        return window[first : first + nbytes]
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -227,7 +254,14 @@ class DecodedStore:
         return not self._words[_REFUSED] and time.monotonic_ns() >= self._words[_CLOSED_NS]
 
     def put(
-        self, number: int, stamp: Stamp, sample: object, encoded_nbytes: int = 0, *, by: int = 0
+        self,
+        number: int,
+        stamp: Stamp,
+        sample: object,
+        encoded_nbytes: int = 0,
+        *,
+        by: int = 0,
+        ns: int = 0,
     ) -> int:
         """Keep a sample, if there is room, in place of an older version; return its bytes or 0.
 
@@ -235,6 +269,7 @@ class DecodedStore:
             stamp: what `current` of `take` is asked about.
             encoded_nbytes: what it was decoded from.
             by: the number of the process, see `to_compare`.
+            ns: how long that took.
 
         Raises:
             UnkeptError: it cannot be kept, whatever room there is.
@@ -251,10 +286,10 @@ class DecodedStore:
             return 0
         place = -1
         try:
-            place = self._reserve(units * _UNIT, encoded_nbytes)
+            place = self._reserve(units * _UNIT, encoded_nbytes, ns)
             if place < 0:
                 return 0
-            transfer(os.pwritev, self.own.fd, parts, place)
+            transfer(os.pwritev, self.own, parts, place)
             self._publish(number, place // _UNIT << _LENGTH_BITS | units)
         except OSError as e:
             self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
@@ -264,13 +299,14 @@ class DecodedStore:
             return 0
         return units * _UNIT
 
-    def _reserve(self, nbytes: int, encoded_nbytes: int) -> int:
+    def _reserve(self, nbytes: int, encoded_nbytes: int, ns: int) -> int:
         """Return a new place of `nbytes`; -1 if there is no room."""
         words = self._words
         with self._locked():
             words[_DECODES] += 1
             words[_DECODED] += nbytes
             words[_ENCODED] += encoded_nbytes
+            words[_DECODE_NS] += ns
             used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
                 if used + self._mean() > self.limit:
@@ -302,7 +338,24 @@ class DecodedStore:
             reserve(memory.total),
             whole=whole,
             encoded=encoded,
+            pace=self.pace(),
         )
+
+    def read(self, samples: int, hits: int, waited_ns: int, worked_ns: int) -> None:
+        """Note what loaders have read so far, and ns that their workers waited and worked."""
+        words = self._words
+        words[_ASKED], words[_HITS] = samples, hits
+        words[_WAITED_NS], words[_WORKED_NS] = waited_ns, worked_ns
+
+    def pace(self) -> Pace:
+        """Return what a sample takes that is not kept."""
+        words = self._words
+        read = words[_ASKED]
+        if not read or not words[_DECODES]:
+            return UNKNOWN
+        again_s = words[_DECODE_NS] / words[_DECODES] / 1e9
+        work_s = words[_WORKED_NS] / read / 1e9 + again_s * words[_HITS] / read
+        return Pace(work_s, min(again_s, work_s), storage_s(words[_WAITED_NS] / read / 1e9, work_s))
 
     def _publish(self, number: int, word: int) -> None:
         with self._locked():
@@ -329,13 +382,8 @@ class DecodedStore:
 
     def _free(self, place: int, nbytes: int) -> None:
         """Give back the memory of whole pages of a place that left the index; under the lock."""
-        first = -(-place // PAGE_NBYTES) * PAGE_NBYTES
-        end = (place + nbytes) // PAGE_NBYTES * PAGE_NBYTES
         with suppress(OSError, ValueError):  # no memory for a mapping: the pages stay
-            if end > first:
-                with mapped(self.own.fd, end - first, offset=first) as memory:
-                    memory.madvise(mmap.MADV_REMOVE)
-                self._words[USED] -= end - first
+            self._words[USED] -= self.own.give_back(place, place + nbytes)
         if self._words[_CLOSED_NS] == _FOREVER_NS:
             self._words[_CLOSED_NS] = 0
 
@@ -390,6 +438,14 @@ class DecodedStore:
         begins = np.append(True, first[1:] != end[:-1])  # of a run without gaps
         for at, to in zip(first[begins], end[np.append(begins[1:], True)], strict=True):
             self._free(int(at), int(to - at))
+
+
+def _end(opened_by: int, own: Extent, words: memoryview) -> None:
+    """Give back the memory of a store that is deleted, but for its words."""
+    if os.getpid() == opened_by:
+        words[_REFUSED] = 1
+        with suppress(OSError, ValueError):
+            own.give_back(WORDS_NBYTES, words[END] + PAGE_NBYTES)
 
 
 def _place_of(word: int) -> tuple[int, int]:

@@ -342,7 +342,7 @@ def solved(
     """
     try:
         candidates = list(islice(_candidates(dataset, size), _COLUMNS))
-        files = []
+        files: list[list[str]] = []
         for texts in zip(*read, strict=True):  # raises if samples have read different numbers
             found = _template(list(texts), samples, candidates, size)
             if found is None or len(files) == MAX_FILES:

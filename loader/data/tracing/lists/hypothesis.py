@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.reading.storage import Options
-from creel.loader.data.tracing.journal import ALL, FILE, NUMBER, PART, RecordedReads, digest_of
+from creel.loader.data.tracing.journal import (
+    ALL,
+    DIGEST,
+    FILE,
+    NUMBER,
+    PART,
+    RecordedReads,
+    digest_of,
+)
 from creel.loader.data.tracing.lists.file_lists import FileList
 from creel.loader.data.tracing.observed import SMALL
 from creel.loader.data.tracing.trace import AccessTrace
@@ -33,11 +41,11 @@ class Hypothesis(FetchLimit):
         Raises:
             ValueError: not the same number of files for each sample.
         """
-        items = np.zeros((len(files.addresses), 5), np.int64)
+        items = np.zeros((len(files.addresses), DIGEST + 1), np.int64)
         items[:, PART], items[:, NUMBER] = FILE, ALL
-        items[:, -1] = list(map(digest_of, files.addresses))
+        items[:, DIGEST] = list(map(digest_of, files.addresses))
         samples, counts = np.arange(size), np.full(size, files.files)
-        self._digests = items[:, -1].reshape(size, files.files)
+        self._digests = items[:, DIGEST].reshape(size, files.files)
         read = RecordedReads(samples, counts, items, files.addresses)
         self.trace = AccessTrace(size, read, [], options, limit=self)
         self._recent: NDArray[np.bool_] = np.ones(0, np.bool_)
@@ -52,13 +60,14 @@ class Hypothesis(FetchLimit):
         of = np.repeat(np.arange(len(read.samples)), read.counts)
         whole = read.files & (read.items[:, NUMBER] == ALL)
         for k in range(foreseen.shape[1]):
-            hit = whole & (read.items[:, -1] == foreseen[of, k])
+            hit = whole & (read.items[:, DIGEST] == foreseen[of, k])
             inside &= np.bincount(of[hit], minlength=len(inside)) > 0
         return inside
 
     def exact(self, read: RecordedReads) -> NDArray[np.bool_]:
         """Return (n,) whether each of these samples has read just the files foreseen for it."""
-        return self.fits(read) & (read.counts == self._digests.shape[1])
+        exact: NDArray[np.bool_] = self.fits(read) & (read.counts == self._digests.shape[1])
+        return exact
 
     def judge(self, read: RecordedReads) -> None:
         """Learn from samples in the order in which they were recorded."""

@@ -20,6 +20,7 @@ from creel.policies.model import (
     enough_workers,
     finished,
     forecast,
+    pace,
     recent,
     straggler,
     with_decoded,
@@ -31,7 +32,7 @@ from creel.units import format_size
 #: A change that makes steps less than this many times as fast is not named.
 _GAIN = 1.05
 #: Seconds for a copy of a kept sample, and bytes a second beyond: one of 196 KB takes 0.12 ms, of
-#: 562 KB 0.27 (docs/measured.md).
+#: 562 KB 0.27 (docs/measured/decoding.md).
 _COPY_S, _COPY_BPS = 40e-6, 2.4e9
 
 
@@ -177,7 +178,7 @@ def _more_workers(windows: Sequence[RankWindow], cores: float) -> list[Tried]:
 def _kept_decoded(
     sessions: Sequence[Values], windows: Sequence[RankWindow], answer: Values, machine: Machine
 ) -> list[Tried]:
-    """Return what `keep_decoded=` would bring, if the samples of all ranks could be kept."""
+    """Return what `keep_decoded="auto"` would bring; nothing if the files are worth more."""
     held = answer["core"]["datasets"]
     if not all(one.get("decoded_measured", 0) and one["dataset"] in held for one in sessions):
         return []
@@ -187,16 +188,21 @@ def _kept_decoded(
         for one, mean in zip(sessions, means, strict=True)
     }
     whole = sum(each.values())
-    free = machine.available_nbytes, reserve(machine.memory_nbytes)
-    share = decoded_room(whole, 0, *free, whole=whole, encoded=0) / max(whole, 1)
-    ranks = []
-    for one, mean, seen in zip(sessions, means, windows, strict=True):
+    parts_of = []
+    for one, mean in zip(sessions, means, strict=True):
         calls = one["decoded_calls"]
         again_s = calls * one["decoded_call_s"] / one["decoded_measured"]
         counted = one["busy_s"]["decode"] or one["stall_s"]["decode"]  # without workers
         copies_s = calls * (_COPY_S + mean / _COPY_BPS)
-        parts = (min(s / max(counted, 1e-9), 1.0) for s in (again_s, copies_s))
-        ranks.append(with_decoded(seen, share, *parts))
+        parts_of.append([min(s / max(counted, 1e-9), 1.0) for s in (again_s, copies_s)])
+    both = list(zip(windows, parts_of, strict=True))
+    paces = [pace(seen, *parts) for seen, parts in both]
+    slowest = max(paces, key=lambda one: max(one.work_s, one.storage_s))
+    encoded = sum(int(held[name]["nbytes"]) for name in each)
+    free = machine.available_nbytes, reserve(machine.memory_nbytes)
+    room = decoded_room(None, 0, *free, whole=whole, encoded=encoded, pace=slowest)
+    share = min(room / max(whole, 1), 1.0)
+    ranks = [with_decoded(seen, share, *parts) for seen, parts in both]
     words = f"with keep_decoded ({format_size(whole)}, fits {100 * share:.0f} %)"
     return [(words, {"what": "keep_decoded", "nbytes": whole, "fits": share}, ranks)]
 
