@@ -214,7 +214,7 @@ def test_a_library_reads_from_the_source_what_torch_does_and_then_nothing(
     name: str, source: SlowFS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
-    spec = "creel.loader.data.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
+    spec = "creel.loader.data.files.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
     library("fsspec").register_implementation("creel", spec, clobber=True)
     LAYOUTS[name].write(str(Path(source.mountpoint).parent / "data"))
     batches, reads = [], []

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import get_worker_info
 
 from creel.cache.storage.stores.store import read_ahead
+from creel.loader.data.files.file_objects import in_memory, memory_file
 from creel.loader.data.interception import libraries
-from creel.loader.data.reading.file_objects import in_memory, memory_file
 from creel.loader.data.reading.inputs import records
 from creel.loader.data.reading.observer import (
     Intercepting,

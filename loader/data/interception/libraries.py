@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import Any, TypeVar
 
+from creel.loader.data.files.block_files import read_by_methods
+from creel.loader.data.files.file_objects import in_memory, memory_file
 from creel.loader.data.page_cache import in_page_cache, local
-from creel.loader.data.reading.block_files import read_by_methods
-from creel.loader.data.reading.file_objects import in_memory, memory_file
 from creel.loader.data.reading.lease import Buffer
 from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
 from creel.loader.data.reading.opened import (
@@ -183,7 +183,7 @@ def arrow_dataset(original: Call) -> Call:
         address = local_address(source) if this_thread.intercepts and not passes_on() else None
         if address == source and not args and more.get("filesystem") is None:
             with suppress(ImportError):  # of fsspec
-                from creel.loader.data.chained import CreelFileSystem
+                from creel.loader.data.files.chained import CreelFileSystem
 
                 if not local(os.path.dirname(source)):  # noqa: PTH120  text
                     more["filesystem"] = CreelFileSystem()
