@@ -78,14 +78,26 @@ def test_the_wheel_has_the_files_that_people_look_for_and_none_of_ours(wheel: Pa
         "creel/py.typed",
         "creel/deploy/creeld.service",
         "creel/deploy/creeld@.service",
-        "creel/deploy/kubernetes.yaml",
+        *(f"creel/deploy/{n}.yaml" for n in ("kubernetes", "trainjob", "prometheus")),
+        "creel/deploy/grafana.json",
+        "creel/examples/SKILL.md",
         *(f"creel/deploy/slurm/{n}.sh" for n in ("prolog", "task-prolog", "epilog", "job")),
         "creel/deploy/pbs/hook.py",
         *(f"creel/examples/{n}.py" for n in EXAMPLES),
     }
     folders = {"/".join(name.split("/")[:2]) for name in texts if name.count("/") > 1}
     rooms = {
-        f"creel/{n}" for n in ("cache", "cli", "daemon", "loader", "policies", "streams", "system")
+        f"creel/{n}"
+        for n in (
+            "cache",
+            "cli",
+            "daemon",
+            "integrations",
+            "loader",
+            "policies",
+            "streams",
+            "system",
+        )
     }
     information = {f for f in folders if ".dist-info/" in f}
     assert folders - information == rooms | {"creel/deploy", "creel/examples"}

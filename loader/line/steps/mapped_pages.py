@@ -93,6 +93,10 @@ class MappedPages:
     """The pages of an iterator's coming batches. The trainer calls its public methods.
 
     The thread alone writes `_next`, `_warm` and `_seen`. Both write `_nbytes_ahead`, with the lock.
+
+    Attributes:
+        over: whether no further batches of the epoch are looked at.
+        ahead: batches that were looked at, and that training is not known to have.
     """
 
     def __init__(self, window: WindowSettings) -> None:
@@ -114,11 +118,11 @@ class MappedPages:
         self._plan: EpochPlan | None = None
         self._kind = ""
         self._ranges: RangesOf | None = None
-        self._begun, self._over = False, True
+        self._begun, self.over = False, True
         self._nbytes = 0  # of the window; less than the setting where memory is short
         self._next = self._done = 0  # the batch to look at next; batches that training has
         self._planned: dict[int, NDArray[np.integer[Any]]] = {}
-        self._ahead: deque[MappedBatch] = deque()
+        self.ahead: deque[MappedBatch] = deque()
         self._nbytes_ahead = 0
         self._warm = self._seen = 0
 
@@ -130,7 +134,7 @@ class MappedPages:
 
     def stop(self) -> None:
         """Read nothing more in this epoch."""
-        self._over = True
+        self.over = True
         self.pause()
         if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
             self._files = _PageFiles()
@@ -149,7 +153,7 @@ class MappedPages:
             _warn(self._kind, repr(e))
         if self._ranges is not None:
             self._order, self._plan = order, try_predict(order, 0)
-            self._over = False
+            self.over = False
 
     def claimed(self, batch: int, index: object) -> None:
         """Begin with the epoch's first batch; stop if the order is not the one foreseen.
@@ -157,12 +161,12 @@ class MappedPages:
         A plan made now knows the draws that torch's samplers make when the first batch is pulled.
         There is none if the loader itself is gone: the earlier one foresaw these draws.
         """
-        if self._over:
+        if self.over:
             return
         if not self._begun and self._order is not None:
             self._begun, self._next = True, batch
             self._plan = try_predict(self._order, 0) or self._plan
-            self._over = self._plan is None
+            self.over = self._plan is None
             self._start()
         planned = self._planned.get(batch)
         if planned is not None and not same_batch(planned, index):
@@ -171,20 +175,20 @@ class MappedPages:
     def done(self, batch: int) -> None:
         """Note that training has all batches below `batch`."""
         self._done = batch
-        while self._ahead and self._ahead[0].number < batch:
+        while self.ahead and self.ahead[0].number < batch:
             with self._lock:
-                read = self._ahead.popleft()
+                read = self.ahead.popleft()
                 read.passed = True
                 self._nbytes_ahead -= read.nbytes
             self._planned.pop(read.number, None)
-        if self._begun and not self._over and self._has_room(0.5):
+        if self._begun and not self.over and self._has_room(0.5):
             self._start()
 
     # --- the thread ---------------------------------------------------------------------------
 
     def _start(self) -> None:
         with self._lock:
-            if self._over or self._thread is not None or not self._has_room():
+            if self.over or self._thread is not None or not self._has_room():
                 return
             available = limits.memory(active=True).available
             ahead = int(available * _MEMORY_SHARE)
@@ -199,13 +203,13 @@ class MappedPages:
             try:
                 self._thread.start()
             except RuntimeError:  # no thread available
-                self._thread, self._over = None, True
+                self._thread, self.over = None, True
 
     def _has_room(self, share: float = 1.0) -> bool:
         """Whether less than this share of the window is full; any batch may be read if none is."""
         steps = self._window.max_steps * share
-        fits = self._nbytes_ahead < self._nbytes * share and len(self._ahead) < steps
-        return not self._ahead or fits
+        fits = self._nbytes_ahead < self._nbytes * share and len(self.ahead) < steps
+        return not self.ahead or fits
 
     def _run(self, stop: threading.Event, available: int) -> None:
         files, flight, due = self._files, deque[Block | Lookup](), deque[Lookup]()
@@ -213,7 +217,7 @@ class MappedPages:
             while self._goes_on(stop):
                 if due:
                     self._ask(due.popleft(), flight, due, stop)
-                elif self._has_room() and not self._over:
+                elif self._has_room() and not self.over:
                     due += self._batch()
                 elif flight:
                     self._land(flight, due)
@@ -223,9 +227,9 @@ class MappedPages:
                     _tell_of_memory(self._kind, files.nbytes, available)
         except Exception:  # noqa: BLE001  a sampler that raises does so again when pulled
             _log.debug("no pages are read ahead", exc_info=True)
-            self._over = True
+            self.over = True
         finally:
-            if self._over or files is not self._files:
+            if self.over or files is not self._files:
                 files.close()
             self._ends(stop)
 
@@ -236,7 +240,7 @@ class MappedPages:
     def _ends(self, stop: threading.Event) -> bool:
         """Whether there is nothing to read for now, so that the thread ends."""
         with self._lock:
-            ends = self._over or not self._goes_on(stop) or not self._has_room()
+            ends = self.over or not self._goes_on(stop) or not self._has_room()
             if ends and self._stop is stop:
                 self._thread = None
             return ends
@@ -245,16 +249,16 @@ class MappedPages:
         """Count the next batch as ahead, and return its samples; none at the end of the plan."""
         plan, ranges, number = self._plan, self._ranges, max(self._next, self._done)
         if plan is None or ranges is None:
-            self._over = True
+            self.over = True
             return []
         plan.draw()
         if number >= plan.steps:
-            self._over = True
+            self.over = True
             return []
         indices, _ = plan.cut(number, number + 1)
         self._next, self._planned[number] = number + 1, indices
         batch = MappedBatch(number)
-        self._ahead.append(batch)
+        self.ahead.append(batch)
         first, self._seen = self._seen, self._seen + len(indices)
         every = _EVERY if self._warm >= _WARM else 1
         looked_at = indices[-first % every :: every].tolist()
@@ -272,7 +276,7 @@ class MappedPages:
         try:
             ranges = next(lookup.parts, None)
         except Exception as e:  # noqa: BLE001  the person's code
-            self._over = True
+            self.over = True
             _warn(self._kind, f"ranges({lookup.sample}) raised {e!r}")
             return
         if ranges is None:
