@@ -30,6 +30,14 @@ from torch.utils.data import get_worker_info
 
 from creel.cache.storage.stores.store import read_ahead
 from creel.loader.data.files.file_objects import in_memory, memory_file
+from creel.loader.data.files.opened import (
+    NO_FILES,
+    SMALL,
+    local_address,
+    look,
+    observed_file,
+    open_in_blocks,
+)
 from creel.loader.data.interception import libraries
 from creel.loader.data.reading.inputs import records
 from creel.loader.data.reading.observer import (
@@ -38,14 +46,6 @@ from creel.loader.data.reading.observer import (
     open_source,
     passes_on,
     timed,
-)
-from creel.loader.data.reading.opened import (
-    NO_FILES,
-    SMALL,
-    local_address,
-    look,
-    observed_file,
-    open_in_blocks,
 )
 from creel.loader.data.reading.this_thread import (
     AT_CWD,

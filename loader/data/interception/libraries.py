@@ -18,10 +18,7 @@ from typing import Any, TypeVar
 
 from creel.loader.data.files.block_files import read_by_methods
 from creel.loader.data.files.file_objects import in_memory, memory_file
-from creel.loader.data.page_cache import in_page_cache, local
-from creel.loader.data.reading.lease import Buffer
-from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
-from creel.loader.data.reading.opened import (
+from creel.loader.data.files.opened import (
     SMALL,
     Look,
     local_address,
@@ -29,6 +26,9 @@ from creel.loader.data.reading.opened import (
     open_served,
     opened_part,
 )
+from creel.loader.data.page_cache import in_page_cache, local
+from creel.loader.data.reading.lease import Buffer
+from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
 from creel.loader.data.reading.this_thread import this_thread
 
 Call = Callable[..., Any]
