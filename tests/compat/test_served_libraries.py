@@ -101,6 +101,10 @@ def first_picture(data: Samples, i: int) -> Any:
         return next(video.decode(video=0)).to_ndarray(format="rgb24")
 
 
+def decoded(data: Samples, i: int) -> Any:
+    return library("decord").VideoReader(f"{data.folder}/{i}.mp4", num_threads=1)[0].asnumpy()
+
+
 def sounds(folder: str) -> None:
     for i in range(N):
         library("soundfile").write(f"{folder}/{i}.flac", row(i).astype(np.int16), 16_000)
@@ -190,6 +194,7 @@ LAYOUTS = {
     "zarr, a file per chunk": Layout(sharded, zarr_row),
     "zarr, shards": Layout(lambda folder: sharded(folder, shards=(4, LENGTH)), zarr_row),
     "av": Layout(videos, first_picture),
+    "decord": Layout(videos, decoded),
     "soundfile": Layout(sounds, sound),
     "safetensors, load_file": Layout(tensors, tensor),
     "nibabel": Layout(volumes, volume),

@@ -466,7 +466,6 @@ def test_nor_do_workers_or_torchs_own_loader(
 #: Those whose files C code, a mapping or a descriptor reads.
 UNSERVED = {
     "Parquet, pyarrow.dataset",
-    "np.fromfile at an offset",
     "a descriptor, kept",
     "pyarrow.OSFile, kept",
 }

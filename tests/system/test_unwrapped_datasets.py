@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ def test_a_file_that_training_waits_for_is_named_once_and_by_stats_why(
     epochs(Files(slow), served, workers, 1)
     (said,) = hints(caplog)
     assert said.startswith(f"this dataset opens files itself ({slow}/")
-    assert ": creel.wrap(dataset) caches files that Python code opens" in said
+    assert ": creel.wrap(dataset) caches what Python code, h5py or pyarrow opens" in said
     assert main.main(["--name", served, "stats", "--why"]) == 0
     assert f"files that the dataset reads itself ({slow}/" in capsys.readouterr().out
     assert main.main(["--name", served, "stats", "--json"]) == 0
@@ -119,8 +120,8 @@ class KeptOpen(Files):
 
     def __getitem__(self, i: int) -> torch.Tensor:
         if self.file is None:
-            self.file = os.open(self.paths[0] + ".bin", os.O_RDONLY)
-        row = os.pread(self.file, 8000, 8000 * i)
+            self.file = io.FileIO(self.paths[0] + ".bin")
+        row = os.pread(self.file.fileno(), 8000, 8000 * i)
         return torch.frombuffer(bytearray(row), dtype=torch.uint8)
 
 

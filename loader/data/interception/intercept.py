@@ -260,6 +260,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
     ("pathlib", "_NormalAccessor.stat", _static(_stat_over)),
+    ("numpy", "fromfile", libraries.numpy_fromfile),
     ("numpy.lib.format", "isfileobj", libraries.numpy_isfileobj),
     ("numpy.lib._format_impl", "isfileobj", libraries.numpy_isfileobj),  # from numpy 2.3 on
     ("cv2", "imread", libraries.reads_whole),
@@ -270,6 +271,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("pyarrow.parquet", "read_table", lambda original: libraries.parquet(original, 0)),
     ("pyarrow.parquet", "ParquetFile.__init__", lambda original: libraries.parquet(original, 1)),
     ("av", "open", libraries.takes_file),
+    ("decord", "VideoReader.__init__", libraries.decord_reader),
     ("soundfile", "SoundFile.__init__", partial(libraries.takes_file, path_as="_name")),
     ("safetensors.torch", "load_file", libraries.loads_bytes),
     ("safetensors.numpy", "load_file", libraries.loads_bytes),

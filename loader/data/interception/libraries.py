@@ -90,6 +90,33 @@ def numpy_isfileobj(original: Call) -> Call:
     return wraps(original)(lambda file: not read_by_methods(file) and original(file))
 
 
+def numpy_fromfile(original: Call) -> Call:
+    """Replace numpy.fromfile, which reads by the descriptor of a file, where methods are served."""
+    import numpy as np
+
+    @wraps(original)
+    def reading(file: Any, *args: Any, **more: Any) -> Any:
+        names = dict(zip(("dtype", "count", "sep", "offset"), args, strict=False)) | more
+        binary = not names.get("sep") and not names.keys() - {"dtype", "count", "sep", "offset"}
+        dtype = np.dtype(names.get("dtype", float)) if binary else np.dtype(object)
+        if dtype.hasobject or not dtype.itemsize:
+            return original(file, *args, **more)
+        given = read_by_methods(file)
+        opened = file if given else _file_of(file)
+        if opened is None:
+            return original(file, *args, **more)
+        try:
+            opened.seek(names.get("offset", 0), os.SEEK_CUR)
+            count = names.get("count", -1)
+            data = opened.read(count * dtype.itemsize if count >= 0 else -1)
+            return np.frombuffer(bytearray(data), dtype, len(data) // dtype.itemsize)
+        finally:
+            if not given:
+                opened.close()
+
+    return reading
+
+
 def maps(original: Call) -> Call:
     """Replace pyarrow.memory_map. How much of the file is read is unknown."""
 
@@ -155,6 +182,24 @@ def takes_file(original: Call, path_as: str = "") -> Call:
         if method:
             setattr(args[0], path_as, path)
         return made
+
+    return opening
+
+
+def decord_reader(original: Call) -> Call:
+    """Replace decord.VideoReader.__init__, which reads a file object whole, and a path in C."""
+
+    @wraps(original)
+    def opening(self: Any, uri: Any, *args: Any, **more: Any) -> None:
+        announce(uri)
+        address = local_address(uri) if this_thread.intercepts else None
+        data = None if address is None else copy_at(address, bytes)
+        if address is None or data is not None:
+            original(self, uri if data is None else io.BytesIO(data), *args, **more)
+            return
+        found = look(address)
+        _, waited_ns = timed(lambda: original(self, uri, *args, **more))
+        read_in_c(found, address, waited_ns=waited_ns)
 
     return opening
 
