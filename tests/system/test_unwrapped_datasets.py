@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.cache.memory.memfd import Descriptor
 from creel.cli import main
 from creel.loader.line.observers import own_files
 from kit import until
@@ -120,8 +120,8 @@ class KeptOpen(Files):
 
     def __getitem__(self, i: int) -> torch.Tensor:
         if self.file is None:
-            self.file = io.FileIO(self.paths[0] + ".bin")
-        row = os.pread(self.file.fileno(), 8000, 8000 * i)
+            self.file = Descriptor(os.open(self.paths[0] + ".bin", os.O_RDONLY))
+        row = os.pread(self.file.fd, 8000, 8000 * i)
         return torch.frombuffer(bytearray(row), dtype=torch.uint8)
 
 
