@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import importlib
 import json
 import os
 import shutil
@@ -126,6 +128,15 @@ def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Pat
         "s3",
         "torch",
     }
+
+
+def test_fsspec_finds_the_file_system_that_is_named_creel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (n for n in opened.namelist() if n.endswith("/entry_points.txt"))
+        points = configparser.ConfigParser()
+        points.read_string(opened.read(name).decode())
+    module, _, kind = points["fsspec.specs"]["creel"].partition(":")
+    assert hasattr(importlib.import_module(module), kind)
 
 
 def test_shipped_files_are_written_out(installed: Path, tmp_path: Path) -> None:
