@@ -25,7 +25,10 @@ PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 #: Parts that scripts write.
 MADE = re.compile(r"<!-- (?:made by|rooms).*?<!-- end[^>]*-->\n", re.DOTALL)
 #: Looked up, not read.
-REFERENCE = {"api.md", "cli.md", "configuration.md", "json.md", "metrics.md"}
+REFERENCE = {
+    *("api.md", "cli.md", "configuration.md", "json.md", "metrics.md"),
+    *("glossary.md", "states.md"),
+}
 #: Changed elsewhere at the moment.
 LATER = {"s3.md"}
 _CODE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
