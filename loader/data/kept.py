@@ -53,8 +53,7 @@ class SampleKeeping(KeepingSamples):
         with SampleInputs() as opened, Intercepted():
             look_again()  # the last sample may have imported a library to read with
             sample = owner.dataset[index]
-            if draws.any():
-                self.refuse(store)
+            if self.drew(store, draws):
                 return sample
             if not opened.doubt and not self.same_again(
                 store, number, sample, lambda: owner.dataset[index]
