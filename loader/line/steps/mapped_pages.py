@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.client.cluster.ranks import speaks
+from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.maps.held import held_ranges, proved
 from creel.loader.data.maps.mappings import MappedRange
 from creel.loader.data.maps.page_files import BLOCK_NBYTES, FileBlock, PageFiles
@@ -56,6 +57,8 @@ _MEMORY_SHARE = 0.5
 
 #: Batches of which it is looked at whether their samples are rows that the dataset holds.
 _PULLED = 16
+#: After so many batches nothing is found out any more: the dataset holds no such rows.
+_LAST_ASK = 64
 _warned: set[str] = set()  # kinds of datasets of which nothing is read ahead
 _told: set[str] = set()  # kinds of datasets whose files are larger than memory
 
@@ -81,6 +84,10 @@ class MappedPages:
     """The pages of an iterator's coming batches. The trainer calls its public methods.
 
     The thread alone writes `_next`, `_warm` and `_seen`. Both write `_nbytes_ahead`, with the lock.
+
+    Attributes:
+        over: whether no further batches of the epoch are looked at.
+        ahead: batches that were looked at, and that training is not known to have.
     """
 
     def __init__(self, window: WindowSettings) -> None:
@@ -102,14 +109,15 @@ class MappedPages:
         self._plan: EpochPlan | None = None
         self._kind = ""
         self._ranges: RangesOf | None = None
-        self._begun, self._over = False, True
+        self._begun, self.over = False, True
         self._nbytes = 0  # of the window; less than the setting where memory is short
         self._next = self._done = 0  # the batch to look at next; batches that training has
         self._planned: dict[int, NDArray[np.integer[Any]]] = {}
-        self._ahead: deque[MappedBatch] = deque()
+        self.ahead: deque[MappedBatch] = deque()
         self._nbytes_ahead = 0
         self._warm = self._seen = 0
-        self._dataset: Any = None  # of which it is to be found out what its samples map
+        #: The dataset, while it is to be found out what its samples map.
+        self.unknown: Any = None
         self._pulled: list[tuple[int, list[int]]] = []  # the first batches, and their samples
         self._asks_at = 1  # when to find that out: at so many batches
 
@@ -121,7 +129,7 @@ class MappedPages:
 
     def stop(self) -> None:
         """Read nothing more in this epoch."""
-        self._over = True
+        self.over = True
         self.pause()
         if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
             self._files = PageFiles()
@@ -142,7 +150,8 @@ class MappedPages:
             _warn(self._kind, repr(e))
             return
         self._order, self._plan = order, try_predict(order, 0) if maps else None
-        self._dataset, self._over = None if known else dataset, not known
+        asks = not known and not isinstance(dataset, CreelDataset)  # which maps nothing by itself
+        self.unknown, self.over = dataset if asks else None, not known
 
     def claimed(self, batch: int, index: object) -> None:
         """Begin with the epoch's first batch; stop if the order is not the one foreseen.
@@ -150,15 +159,15 @@ class MappedPages:
         A plan made now knows the draws that torch's samplers make when the first batch is pulled.
         There is none if the loader itself is gone: the earlier one foresaw these draws.
         """
-        if self._over:
-            if self._dataset is not None and len(self._pulled) < _PULLED:
+        if self.over:
+            if self.unknown is not None and len(self._pulled) < _PULLED:
                 samples = samples_of(index)
                 self._pulled.append((batch, [] if samples is None else samples.tolist()))
             return
         if not self._begun and self._order is not None:
             self._begun, self._next = True, batch
             self._plan = try_predict(self._order, 0) or self._plan
-            self._over = self._plan is None
+            self.over = self._plan is None
             self._start()
         planned = self._planned.get(batch)
         if planned is not None and not same_batch(planned, index):
@@ -167,31 +176,31 @@ class MappedPages:
     def done(self, batch: int) -> None:
         """Note that training has all batches below `batch`."""
         self._done = batch
-        if self._dataset is not None and batch >= self._asks_at:
+        if self.unknown is not None and batch >= self._asks_at:
             self._find_out()
-        while self._ahead and self._ahead[0].number < batch:
+        while self.ahead and self.ahead[0].number < batch:
             with self._lock:
-                read = self._ahead.popleft()
+                read = self.ahead.popleft()
                 read.passed = True
                 self._nbytes_ahead -= read.nbytes
             self._planned.pop(read.number, None)
-        if self._begun and not self._over and self._has_room(0.5):
+        if self._begun and not self.over and self._has_room(0.5):
             self._start()
 
     def _find_out(self) -> None:
         """Read rows of a mapped file that the dataset holds ahead, once they are what it reads."""
-        dataset, self._asks_at = self._dataset, 4 * self._done
+        dataset, self._asks_at = self.unknown, 4 * self._done
         try:
             ranges, count = held_ranges(dataset), length(dataset)
             read = [i for batch, samples in self._pulled if batch < self._done for i in samples]
             shown = ranges and count and proved(ranges, read, count, self._files.resident)
         except Exception:  # noqa: BLE001  the person's object, or a library of another version
             shown = False
-        if shown is None:
+        if shown is None and self._done < _LAST_ASK:
             return
-        self._dataset = None
+        self.unknown = None
         if shown:
-            self._ranges, self._over = ranges, False
+            self._ranges, self.over = ranges, False
         else:
             self._files.close()
 
@@ -199,7 +208,7 @@ class MappedPages:
 
     def _start(self) -> None:
         with self._lock:
-            if self._over or self._thread is not None or not self._has_room():
+            if self.over or self._thread is not None or not self._has_room():
                 return
             available = limits.memory(active=True).available
             ahead = int(available * _MEMORY_SHARE)
@@ -214,13 +223,13 @@ class MappedPages:
             try:
                 self._thread.start()
             except RuntimeError:  # no thread available
-                self._thread, self._over = None, True
+                self._thread, self.over = None, True
 
     def _has_room(self, share: float = 1.0) -> bool:
         """Whether less than this share of the window is full; any batch may be read if none is."""
         steps = self._window.max_steps * share
-        fits = self._nbytes_ahead < self._nbytes * share and len(self._ahead) < steps
-        return not self._ahead or fits
+        fits = self._nbytes_ahead < self._nbytes * share and len(self.ahead) < steps
+        return not self.ahead or fits
 
     def _run(self, stop: threading.Event, available: int) -> None:
         files, flight, due = self._files, deque[FileBlock | Lookup](), deque[Lookup]()
@@ -228,7 +237,7 @@ class MappedPages:
             while self._goes_on(stop):
                 if due:
                     self._ask(due.popleft(), flight, due, stop)
-                elif self._has_room() and not self._over:
+                elif self._has_room() and not self.over:
                     due += self._batch()
                 elif flight:
                     self._land(flight, due)
@@ -238,9 +247,9 @@ class MappedPages:
                     _tell_of_memory(self._kind, files.nbytes, available)
         except Exception:  # noqa: BLE001  a sampler that raises does so again when pulled
             _log.debug("no pages are read ahead", exc_info=True)
-            self._over = True
+            self.over = True
         finally:
-            if self._over or files is not self._files:
+            if self.over or files is not self._files:
                 files.close()
             self._ends(stop)
 
@@ -251,7 +260,7 @@ class MappedPages:
     def _ends(self, stop: threading.Event) -> bool:
         """Whether there is nothing to read for now, so that the thread ends."""
         with self._lock:
-            ends = self._over or not self._goes_on(stop) or not self._has_room()
+            ends = self.over or not self._goes_on(stop) or not self._has_room()
             if ends and self._stop is stop:
                 self._thread = None
             return ends
@@ -260,16 +269,16 @@ class MappedPages:
         """Count the next batch as ahead, and return its samples; none at the end of the plan."""
         plan, ranges, number = self._plan, self._ranges, max(self._next, self._done)
         if plan is None or ranges is None:
-            self._over = True
+            self.over = True
             return []
         plan.draw()
         if number >= plan.steps:
-            self._over = True
+            self.over = True
             return []
         indices, _ = plan.cut(number, number + 1)
         self._next, self._planned[number] = number + 1, indices
         batch = MappedBatch(number)
-        self._ahead.append(batch)
+        self.ahead.append(batch)
         first, self._seen = self._seen, self._seen + len(indices)
         every = _EVERY if self._warm >= _WARM else 1
         looked_at = indices[-first % every :: every].tolist()
@@ -287,7 +296,7 @@ class MappedPages:
         try:
             ranges = next(lookup.parts, None)
         except Exception as e:  # noqa: BLE001  the person's code
-            self._over = True
+            self.over = True
             _warn(self._kind, f"ranges({lookup.sample}) raised {e!r}")
             return
         if ranges is None:
