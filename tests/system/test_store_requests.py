@@ -241,6 +241,25 @@ def test_no_fault_on_the_way_becomes_a_sample(
         assert failed <= (proxy.count["short"] if way == "files" else 0)
 
 
+@pytest.mark.parametrize("make", [files, sized, tars])
+def test_batches_are_those_of_a_store_without_faults(
+    s3: S3, monkeypatch: pytest.MonkeyPatch, daemon_name: str, make: Callable[..., Any]
+) -> None:
+    dataset, rng = make(), np.random.default_rng(0)
+    wanted = [kept(dataset[i]) for i in range(len(dataset))]
+    faults = tuple(f for f in FAULTS if f not in {"short", "flipped"})
+    with FaultyProxy(s3.port, rng, 0.2, faults) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        settings = {"loader.direct": "never", "fetch.backoff_s": 0.001}
+        loader = creel.DataLoader(make(), None, num_workers=1, creel=settings)
+        for _ in range(2):
+            assert list(map(kept, loader)) == wanted
+        assert proxy.count.total() > 3
+    with Client.connect(daemon_name, "cli") as client:
+        assert client.ask("stats")["sources"][0]["retries"] > 0
+        client.ask("stop")
+
+
 def test_a_connection_that_hangs_is_given_up_in_time_for_another(
     s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,8 +160,9 @@ def explain(
     Options come before SCRIPT, whose output goes to standard error.
 
     Prints what a step and a batch take, by stage; the time of a step and an epoch for each number
-    of workers, and for parts of the dataset in memory; the least part with which nothing waits;
-    and what keep_decoded would bring. Files in the page cache are read at its speed, not that of
+    of workers, and for parts of the dataset in memory, with the reads of the source (and requests
+    to an object store) in an epoch; the least part with which nothing waits; and what keep_decoded
+    would bring. Files in the page cache are read at its speed, not that of
     the storage. For several nodes take the figures to `creel simulate`.
     """
     if not Path(script).is_file():
