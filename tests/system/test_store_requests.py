@@ -198,13 +198,14 @@ def kept(sample: Any) -> bytes:
     return bytes(sample["bin"] if isinstance(sample, dict) else sample.numpy().tobytes())
 
 
-#: How objects are read: of known lengths, of unknown ones, and ranges of one object.
+#: How objects are read: of known lengths, of unknown ones, ranges of objects, and parts of one.
 WAYS = {
     "files": lambda: Manifest.of_files(NAMES, root="s3://bucket", lengths=[NBYTES] * N),
     "unknown": lambda: Manifest.of_files(NAMES, root="s3://bucket"),
     "ranges": lambda: Manifest.of_runs(
         NAMES, *np.array([[0] * N, [NBYTES // 30] * N, [30] * N]), root="s3://bucket"
     ),
+    "parts": lambda: Manifest.of_files(["large"], root="s3://bucket", lengths=[1 << 20]),
 }
 
 
@@ -219,7 +220,10 @@ def test_no_fault_on_the_way_becomes_a_sample(
     """
     rng = np.random.default_rng(seed)
     # A checksum is that of a whole object.
-    faults = FAULTS if way != "ranges" else tuple(f for f in FAULTS if f != "flipped")
+    whole = way in {"files", "unknown"}
+    faults = FAULTS if whole else tuple(f for f in FAULTS if f != "flipped")
+    monkeypatch.setattr(obstore_store, "_LARGE_NBYTES", 1 << 18)
+    monkeypatch.setattr(obstore_store, "_PART_NBYTES", 1 << 17)
     failed = 0
     with FaultyProxy(s3.port, rng, 0.4, faults) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -238,7 +242,7 @@ def test_no_fault_on_the_way_becomes_a_sample(
             failed += data.count(None)
             assert all(d in (None, wanted[i]) for d, i in zip(data, some.tolist(), strict=True))
         assert set(proxy.count) == set(faults)
-        assert failed <= (proxy.count["short"] if way == "files" else 0)
+        assert failed <= (proxy.count["short"] if way in {"files", "parts"} else 0)
 
 
 @pytest.mark.parametrize("make", [files, sized, tars])
