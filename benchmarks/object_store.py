@@ -306,7 +306,7 @@ def main() -> None:
     if not args.endpoint:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             del os.environ[name]
-    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    os.environ["AWS_EC2_METADATA_DISABLED"] = os.environ["AWS_ALLOW_HTTP"] = "true"
     os.environ["AWS_REGION"] = os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as args.cache:
         chunks = bool(args.endpoint) and installed("litdata")
