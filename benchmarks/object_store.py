@@ -104,7 +104,9 @@ def obstore() -> Callable[[str], bytes]:
 
 def litdata_raw(**how: Any) -> Iterable[int]:
     from litdata import StreamingRawDataset
+    from litdata.streaming import downloader
 
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001  it has no way for it
     data = StreamingRawDataset(f"s3://{BUCKET}/raw", storage_options=endpoint())
     return DataLoader(data, **how)
 

@@ -489,4 +489,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _handed_over(fd: int) -> Config:
     """Return the settings handed over by the loader that started this daemon."""
     with open(fd, "rb") as f:
-        return msgspec.json.decode(f.read(), type=Config)
+        return msgspec.json.Decoder(Config).decode(f.read())

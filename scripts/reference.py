@@ -11,6 +11,7 @@ written by hand.
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 import sys
 import textwrap
@@ -20,7 +21,6 @@ from typing import Any
 
 import click
 
-import creel
 from creel import errors
 from creel.cli.main import creel as commands
 from creel.config import fields
@@ -40,10 +40,14 @@ _API: dict[str, tuple[str, ...]] = {
     "FileDataset": (),
     "RecordDataset": (),
     "TarDataset": (),
+    "TokenDataset": ("ranges",),
+    "mapped_ranges": (),
     "datasets.Transformed": (),
     "open": (),
     "read": (),
     "prefetch_to": (),
+    "integrations.accelerate.prepare": (),
+    "integrations.accelerate.skip_first_batches": (),
     "Rehearsal": ("add", "over", "dataset", "uids"),
     "Producer": ("put", "flush", "close"),
     "Stream": ("batches", "leave"),
@@ -129,9 +133,7 @@ def signature(name: str, thing: Any) -> str:
 
 def _api() -> Iterator[str]:
     for name, methods in _API.items():
-        thing: Any = creel
-        for part in name.split("."):
-            thing = getattr(thing, part)
+        thing: Any = pydoc.locate(f"creel.{name}")
         yield f"## creel.{name}"
         yield f"```python\n{signature(f'creel.{name}', thing)}\n```"
         yield from prose(thing.__doc__)

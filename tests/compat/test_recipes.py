@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import importlib
 import io
+import json
 import os
 import re
 import socket
@@ -26,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.counters import CAUSES
 from testbed.same import same
 
 pytestmark = [
@@ -37,7 +39,17 @@ pytestmark = [
 
 RECIPES = Path(__file__).parents[2] / "docs/recipes"
 N = 12
-IN_CI = {"accelerate", "av", "datasets", "h5py", "lightning", "pydicom", "transformers", "zarr"}
+IN_CI = {
+    "accelerate",
+    "av",
+    "datasets",
+    "h5py",
+    "lightning",
+    "pydicom",
+    "tensorboard",
+    "transformers",
+    "zarr",
+}
 
 
 def library(name: str) -> Any:
@@ -247,7 +259,7 @@ def test_the_batches_of_a_recipe_are_torchs(
 
 
 def test_each_recipe_is_tried_and_in_the_list_of_formats() -> None:
-    here = {"lightning.md", "accelerate.md", "torchrun.md", *DATA}
+    here = {"lightning.md", "accelerate.md", "torchrun.md", "jax.md", *DATA}
     assert {path.name for path in RECIPES.glob("*.md")} == here
     index = (RECIPES.parent / "formats.md").read_text()
     assert set(re.findall(r"\]\(recipes/([\w-]+\.md)\)", index)) == here
@@ -331,6 +343,54 @@ def test_accelerate_and_trainer_keep_the_loader_of_the_recipe(
     assert len(list(names["loader"])) == N // 4 == seen.batches
     exec(second, names | {"Files": Named})
     assert seen.batches == N // 4 + 2 * N // 4
+
+
+def test_jax_keras_and_grain_take_what_the_recipe_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    jax, keras, _ = library("jax"), library("keras"), library("grain")
+    monkeypatch.chdir(tmp_path)
+    digits()
+    seen = Seen(monkeypatch)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss=lambda _, found: keras.ops.mean(found))
+
+    class Twice(Files):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index), torch.ones(1)
+
+    names = given()
+    first, second, third = blocks("jax.md")
+    exec(first, names)
+    assert isinstance(names["total"], jax.Array)
+    assert seen.batches == N // 4
+    exec(second, {"model": model, "loader": creel.DataLoader(creel.wrap(Twice("digits")), 4)})
+    assert seen.batches >= N // 4 + 2 * N // 4  # Keras looks at one more, to know its shape
+    exec(third, names)
+    expected = sorted(Files("digits")[i].tolist() for i in range(N))
+    assert sorted(row.tolist() for batch in names["epoch"] for row in batch) == expected
+
+
+def test_tensorboard_shows_the_scalars_that_the_page_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    monkeypatch.chdir(tmp_path)
+    digits()
+    (code,) = blocks("../monitoring.md")
+    loader = creel.DataLoader(creel.wrap(Files("digits")), 4)
+    with SummaryWriter("log") as writer:
+        for step in range(2):
+            assert len(list(loader)) == N // 4
+            exec(code, {"loader": loader, "writer": writer, "step": step})
+    shown = EventAccumulator("log").Reload()
+    assert [one.value for one in shown.Scalars("creel/batches/all")] == [N // 4, 2 * N // 4]
+    assert {f"creel/stall_s/{cause}" for cause in CAUSES} <= set(shown.Tags()["scalars"])
+    assert json.loads(json.dumps(loader.stats())) == loader.stats()  # what wandb takes
 
 
 def test_torchrun_runs_the_program_of_the_recipe(

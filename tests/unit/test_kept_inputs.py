@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import Dataset
 
 import creel
@@ -92,6 +93,28 @@ def walked(path: str) -> list[str]:
     return sorted(name for _, _, names in os.walk(path + ".d") for name in names)
 
 
+def attribute(path: str) -> bytes:
+    try:
+        return os.getxattr(path + ".x", "user.value")
+    except OSError:  # not every file system has them
+        return b""
+
+
+def by_own_link(path: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        os.symlink(path, f"{folder}/link")  # noqa: PTH211
+        return Path(folder, "link").read_bytes()
+
+
+def threaded_look(path: str) -> bool:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(Path(path + ".more").exists).result()
+
+
+def mapped_by_torch(path: str) -> Any:
+    return torch.from_file(path, size=2, dtype=torch.uint8).clone()
+
+
 def threaded_program(path: str) -> bytes:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(subprocess.check_output, ["cat", path]).result()
@@ -126,6 +149,11 @@ WAYS: dict[str, Read] = {
     "own file": with_own_file,
     "missing": missing,
     "exists": lambda path: (os.path.exists(path + ".more"), Path(path + ".more").is_file()),  # noqa: PTH110
+    "exists, in a thread": threaded_look,
+    "lexists": lambda path: os.path.lexists(path + ".dangling"),
+    "attribute": attribute,
+    "own link": by_own_link,
+    "torch.from_file": mapped_by_torch,
     "access": lambda path: os.access(path + ".more", os.R_OK),
     "size": os.path.getsize,
     "codecs": lambda path: closed(codecs.open(path, "rb")),
@@ -158,6 +186,11 @@ def write(data: Ways, value: int) -> None:
         Path(path).write_bytes(b"%d\n" % value)
         Path(path + ".d").mkdir(exist_ok=True)
         Path(path + ".d", str(value)).touch()
+        Path(path + ".x").write_bytes(b"")
+        with contextlib.suppress(OSError):
+            os.setxattr(path + ".x", "user.value", b"%d" % value)
+        if value == 2:
+            Path(path + ".dangling").symlink_to("nowhere")
         for link, target in ((".link", f"{path}.{value}"), (".links", f"{path}.d{value % 2}")):
             Path(f"{path}.d{value % 2}").mkdir(exist_ok=True)
             Path(path + link).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import pytest
 
 from creel.loader.line.observers import own_files
 from creel.loader.line.observers.own_files import AwaitedFile, Looks, OwnFiles
+from creel.loader.line.observers.watch import watch
 from creel.loader.making.stages import READING
 from creel.loader.making.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
 from kit import until
@@ -101,11 +102,13 @@ def test_a_thread_that_runs_or_waits_for_another_one_waits_for_no_file() -> None
     assert awaited(os.getpid(), thread.native_id or 0) == NOTHING, "it has ended"
 
 
-def test_a_fork_ends_the_looks_before_their_time(waiting: tuple[threading.Thread, Path]) -> None:
+def test_looks_end_before_their_time_with_the_readers(
+    waiting: tuple[threading.Thread, Path],
+) -> None:
     looks = looks_at(waiting[0])
-    looks.pause()
+    looks.end()
     assert looks.over
-    assert not looks._thread.is_alive()
+    assert looks not in watch._looks
 
 
 class Sight(Looks):

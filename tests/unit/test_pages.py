@@ -121,7 +121,7 @@ def test_what_coding_agents_read_names_what_there_is() -> None:
     assert [(DOCS / link).is_file() for link in links].count(False) == 0
     assert re.match(r"---\nname: creel\ndescription: ", skill)
     names = re.findall(r"`creel\.(\w+)", skill)
-    assert {"wrap", "kept", "TarDataset"} <= set(names) <= set(dir(creel))
+    assert {"wrap", "kept", "TarDataset"} <= set(names) <= {*dir(creel), "integrations"}
     told = set(re.findall(r"`creel (\w+)", skill))
     assert {"explain", "verify", "stats"} <= told <= set(commands.commands)
     keywords = re.findall(r"creel\.(\w+)\([^)]*?\b(\w+)=", skill)

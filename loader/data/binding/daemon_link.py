@@ -15,7 +15,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from creel.config import Config
 from creel.loader.client.cluster.ranks import job_name, rank_and_world
 from creel.loader.client.connections import daemon_starting, open_session
 from creel.loader.data.binding.bind import Binding
-from creel.loader.data.binding.gather import StepReader
 from creel.loader.data.reading.lease import Lease
 from creel.policies.direct import DirectReads
 
@@ -74,10 +73,17 @@ class DaemonLink:
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if that is faster."""
         step, ids, wait_s = self._request(indices)
+        lease = Lease()
         try:
-            reader = _LinkReader(self, ids, wait_s, fetch)
-            return cast(T, reader.read_step(self.binding, self.session, step, ids, indices))
+            stamp = self.session.hold(step) if step >= 0 else -1
+            if stamp < 0 and step >= 0 and self.wait(step, wait_s):
+                stamp = self.session.hold(step)
+            if stamp >= 0:
+                lease = self.binding.reading(self.session, step, ids, stamp)
+            with lease:
+                return fetch(self.binding.dataset)
         finally:
+            self.counted(len(indices), ids, lease)
             self._end(step)
 
     def _request(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32], float]:
@@ -157,29 +163,6 @@ class DaemonLink:
         with self._lock:
             self._open.discard(step)
             self.session.done(min(self._open, default=self._next))
-
-
-class _LinkReader(StepReader):
-    """Reads one batch of a wrapped dataset."""
-
-    def __init__(
-        self,
-        link: DaemonLink,
-        ids: NDArray[np.int32],
-        wait_s: float,
-        fetch: Callable[[Dataset[Sample]], object],
-    ) -> None:
-        self._link, self._ids, self._wait_s, self._fetch = link, ids, wait_s, fetch
-
-    def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
-        return self._link.wait(step, self._wait_s)
-
-    def fetch(self, index: Sequence[int], lease: Lease) -> object:
-        try:
-            with lease:
-                return self._fetch(self._link.binding.dataset)
-        finally:
-            self._link.counted(len(index), self._ids, lease)
 
 
 def linked(

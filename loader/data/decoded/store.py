@@ -27,14 +27,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import Descriptor, mapped
+from creel.cache.memory.memfd import mapped
 from creel.loader.data.decoded.codec import decode, encode
 from creel.loader.data.decoded.memory import (
     END,
     PAGE_NBYTES,
     USED,
     WORDS_NBYTES,
+    Extent,
     Locked,
+    memory_of_process,
     transfer,
 )
 from creel.policies.forms import UNKNOWN, Pace, storage_s
@@ -94,9 +96,9 @@ class DecodedStore:
     """Samples by number, for all processes that have its memfd. Thread-safe."""
 
     def __init__(
-        self, own: Descriptor, samples: int, limit: int | None, *, joint: bool = False
+        self, own: Extent, samples: int, limit: int | None, *, joint: bool = False
     ) -> None:
-        """Use the memfd `own`, made by `new_memory`.
+        """Use this memory, which has just been made, or is another process's.
 
         Args:
             samples: how many there are at most.
@@ -110,7 +112,7 @@ class DecodedStore:
         self.samples = samples
         self.limit = limit
         self.joint = joint
-        mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples)
+        mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples, offset=own.first)
         self._words = memoryview(mapping)[:WORDS_NBYTES].cast("q")
         self._index: NDArray[np.int64] = np.frombuffer(mapping, np.int64, samples, WORDS_NBYTES)
         self._word_of = memoryview(mapping)[WORDS_NBYTES:].cast("q")
@@ -120,6 +122,16 @@ class DecodedStore:
         self._counter: weakref.ref[object] | None = None
         self.forget()
         forget_in_child(self)
+
+    @classmethod
+    def of_process(cls, samples: int, limit: int | None) -> DecodedStore:
+        """Make one for this process and its workers.
+
+        Its memory is given back when it is deleted: workers that still have it then keep nothing.
+        """
+        made = cls(memory_of_process(samples), samples, limit)
+        weakref.finalize(made, _end, os.getpid(), made.own, made._words).atexit = False
+        return made
 
     def forget(self) -> None:
         """Create the state that belongs to one process."""
@@ -221,7 +233,7 @@ class DecodedStore:
         Raises:
             OSError: the system refuses.
         """
-        number, first = divmod(place, _WINDOW_NBYTES)
+        number, first = divmod(self.own.first + place, _WINDOW_NBYTES)
         window = self._windows.get(number)
         if window is None:
             at = number * _WINDOW_NBYTES
@@ -229,7 +241,7 @@ class DecodedStore:
                 window = memoryview(mapped(self.own.fd, 2 * _WINDOW_NBYTES, _READ, offset=at))
             except (OSError, ValueError):  # `ulimit -v`, or the last one
                 copy = np.empty(nbytes, np.uint8)
-                transfer(os.preadv, self.own.fd, [copy], place)
+                transfer(os.preadv, self.own, [copy], place)
                 return copy.data
             self._windows[number] = window
         return window[first : first + nbytes]
@@ -277,7 +289,7 @@ class DecodedStore:
             place = self._reserve(units * _UNIT, encoded_nbytes, ns)
             if place < 0:
                 return 0
-            transfer(os.pwritev, self.own.fd, parts, place)
+            transfer(os.pwritev, self.own, parts, place)
             self._publish(number, place // _UNIT << _LENGTH_BITS | units)
         except OSError as e:
             self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
@@ -370,13 +382,8 @@ class DecodedStore:
 
     def _free(self, place: int, nbytes: int) -> None:
         """Give back the memory of whole pages of a place that left the index; under the lock."""
-        first = -(-place // PAGE_NBYTES) * PAGE_NBYTES
-        end = (place + nbytes) // PAGE_NBYTES * PAGE_NBYTES
         with suppress(OSError, ValueError):  # no memory for a mapping: the pages stay
-            if end > first:
-                with mapped(self.own.fd, end - first, offset=first) as memory:
-                    memory.madvise(mmap.MADV_REMOVE)
-                self._words[USED] -= end - first
+            self._words[USED] -= self.own.give_back(place, place + nbytes)
         if self._words[_CLOSED_NS] == _FOREVER_NS:
             self._words[_CLOSED_NS] = 0
 
@@ -431,6 +438,14 @@ class DecodedStore:
         begins = np.append(True, first[1:] != end[:-1])  # of a run without gaps
         for at, to in zip(first[begins], end[np.append(begins[1:], True)], strict=True):
             self._free(int(at), int(to - at))
+
+
+def _end(opened_by: int, own: Extent, words: memoryview) -> None:
+    """Give back the memory of a store that is deleted, but for its words."""
+    if os.getpid() == opened_by:
+        words[_REFUSED] = 1
+        with suppress(OSError, ValueError):
+            own.give_back(WORDS_NBYTES, words[END] + PAGE_NBYTES)
 
 
 def _place_of(word: int) -> tuple[int, int]:

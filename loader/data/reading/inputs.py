@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from stat import S_ISDIR, S_ISLNK, S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.storage.version import CHANGING, MISSING, of_stat
@@ -90,11 +90,21 @@ class SampleInputs:
         if self._outer is not None:
             self._outer.add_address(address, options)
 
+    @property
+    def sample(self) -> int:
+        return 0 if self._outer is None else self._outer.sample
+
     def opened(
-        self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
+        self, path: str, status: os.stat_result, now_ns: int, *, again: bool = False
     ) -> PartialRead | None:
         outer = self._outer
-        return None if outer is None else outer.opened(path, status, now_ns, waited_ns)
+        return None if outer is None else outer.opened(path, status, now_ns, again=again)
+
+    def opened_remote(
+        self, address: str, nbytes: int, options: Options, *, again: bool
+    ) -> PartialRead | None:
+        self._remote, outer = True, self._outer
+        return None if outer is None else outer.opened_remote(address, nbytes, options, again=again)
 
     def waited(self, took: int) -> bool:
         return self._outer is not None and self._outer.waited(took)
@@ -126,12 +136,11 @@ class SampleInputs:
         if isinstance(path, int):
             return
         name = self._noted(_below(AT_CWD if folder_fd is None else folder_fd, os.fsdecode(path)))
-        if name is not None and not (follows and name in self._versions):
-            version, mode = _version(name if follows else name + ITSELF)
-            if S_ISLNK(mode):
-                name += ITSELF
+        name = name if name is None or follows else name + ITSELF
+        if name is not None and name not in self._versions:
+            version, mode = _version(name)
             if follows or not S_ISDIR(mode):
-                self._versions.setdefault(name, FOLDER if S_ISDIR(mode) else version)
+                self._versions[name] = FOLDER if S_ISDIR(mode) else version
         if self._outer is not None:
             self._outer.looks_for(path, folder_fd, follows=follows)
 
@@ -224,12 +233,26 @@ def _opened(records: list[SampleInputs], path: Any, mode: str | None, flags: int
 
 
 def _listed(records: list[SampleInputs], path: Any = None, *_: Any) -> None:
+    """A folder's names, or attributes of a file."""
     if isinstance(path, int):
         path = _path_of(path)
         if path is None:
             return
     for one in records:
         one.opens("." if path is None else path)
+
+
+def _named_anew(records: list[SampleInputs], source: Any, _: Any, *folders: int) -> None:
+    """`os.link` and `os.rename`: what is read by the new name was there by the old one."""
+    if any(folder >= 0 for folder in folders):
+        raise ValueError("a path in an unknown folder")
+    for one in records:
+        one.opens(source)
+
+
+def _symlinked(records: list[SampleInputs], source: Any, target: Any, folder: int) -> None:
+    place = os.path.dirname(os.fsdecode(target))  # noqa: PTH120  a string
+    _named_anew(records, os.path.join(place, os.fsdecode(source)), "", folder)  # noqa: PTH118
 
 
 def _made_folder(records: list[SampleInputs], path: Any, *_: Any) -> None:
@@ -255,7 +278,12 @@ _EVENTS: dict[str, Callable[..., None]] = {
     "open": _opened,
     "os.listdir": _listed,
     "os.scandir": _listed,
+    "os.getxattr": _listed,
+    "os.listxattr": _listed,
     "os.mkdir": _made_folder,
+    "os.link": _named_anew,
+    "os.rename": _named_anew,
+    "os.symlink": _symlinked,
     "sqlite3.connect": _database,
     **dict.fromkeys(("subprocess.Popen", "os.posix_spawn", "os.system", "os.fork"), _program),
 }
@@ -264,17 +292,27 @@ _EVENTS: dict[str, Callable[..., None]] = {
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if not _active or event not in _EVENTS:
         return
-    observed, records = this_thread.observed, list(_active.values())
-    if isinstance(observed, SampleInputs):
-        records = [observed]
-    elif threading.current_thread().name.startswith(_OWN_THREADS):
-        return
+    observed = this_thread.observed
+    found = [observed] if isinstance(observed, SampleInputs) else _without_record()
     try:
         if not sys._getframe(1).f_code.co_filename.startswith(_IMPORTS):  # noqa: SLF001  no other way
-            _EVENTS[event](records, *args)
+            _EVENTS[event](found, *args)
     except Exception:  # noqa: BLE001  the person's own call must go on
-        for one in records:
+        for one in found:
             one.doubt = f"it opened {args[0]!r}, which is not known to be a file"
+
+
+def _without_record() -> list[SampleInputs]:
+    """Return the records that may be concerned by what a thread does that has none of its own."""
+    mine = _active and threading.current_thread().name.startswith(_OWN_THREADS)
+    return [] if mine else list(_active.values())
+
+
+def records() -> Sequence[ReadRecord]:
+    """Return the records of what this thread reads outside of creel's own code."""
+    if this_thread.observed is None:
+        return _without_record()
+    return [this_thread.observed] if this_thread.intercepts else []
 
 
 def _path_of(fd: int) -> str | None:

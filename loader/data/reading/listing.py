@@ -41,6 +41,9 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     nbytes: list[int] | None = None
 
 
+_decoder = msgspec.json.Decoder(list[str] | _Index)
+
+
 def files_below(root: str, options: Options = None) -> Listing:
     """Return all files below `root` (in the form of `absolute`), ordered by folder, then by name.
 
@@ -88,7 +91,7 @@ def parse_index(data: bytes, address: str) -> Listing:
     """
     try:
         if address.endswith(".json"):
-            found = msgspec.json.decode(data, type=list[str] | _Index)
+            found = _decoder.decode(data)
             names, nbytes = (
                 (found, None) if isinstance(found, list) else (found.names, found.nbytes)
             )

@@ -127,7 +127,8 @@ class BatchStream:
         if claim is None:
             return DIRECT
         self._next = claim.step + 1
-        if not self.session.settle():
+        session = self.session
+        if session.lost or (session.truncating and not session.settle()):
             return DIRECT
         self._claimed.append((i, claim))
         return claim
@@ -166,7 +167,8 @@ class BatchStream:
             step = claimed.popleft()[1].step + 1
         if step:
             self.session.done(step)
-        self._publisher.pump()
+        if self._publisher.epochs:
+            self._publisher.pump()
         if self._dealt < self._now.epoch and self.session.client.cluster and not self._untold:
             self._deal(self._now)  # published before the nodes had joined
 

@@ -198,6 +198,9 @@ class PlanPublisher:
     One lock guards everything here except the contents of a `PublishedEpoch`. Its holder computes
     the next piece and extends the session, or truncates it. The lock is not held for slow work: the
     planner thread draws a permutation before it takes the lock.
+
+    Attributes:
+        epochs: incompletely published ones, in order, and those that have just become complete.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class PlanPublisher:
             published.planned, published.total = False, published.known
             return
         with self._lock:
-            self._epochs.append(published)
+            self.epochs.append(published)
         self._small = plan.stream.total <= (SIZES.whole if self._thread_safe else SIZES.trainer)
         if not plan.stream.at_once:
             self._publish(SIZES.first)
@@ -258,14 +261,14 @@ class PlanPublisher:
     def add(self, published: PublishedEpoch) -> None:
         """Publish a later epoch after all others, by the same means as the current one."""
         with self._lock:
-            self._epochs.append(published)
+            self.epochs.append(published)
         self._start()
 
     def begin_added(self, published: PublishedEpoch, step: int) -> bool:
         """Begin an `add`ed epoch at `step`; False if its first step is or will be another one."""
         with self._lock:
             start = published.pieces[0].step if published.pieces else self._end
-            return start == step and (published.complete or published in self._epochs)
+            return start == step and (published.complete or published in self.epochs)
 
     def reach(self, published: PublishedEpoch, i: int) -> bool:
         """Publish up to batch i now; False if that is impossible."""
@@ -280,7 +283,7 @@ class PlanPublisher:
         """Without a planner thread, publish one piece or start one; called after each batch."""
         if self._threadless:
             self._threadless = self._publish(SIZES.trainer)
-        elif self._thread is None and self._epochs:
+        elif self._thread is None and self.epochs:
             self._start()
 
     def publish_pulled(
@@ -315,7 +318,7 @@ class PlanPublisher:
     # --- publishing ---------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        self._epochs: list[PublishedEpoch] = []  # incompletely published ones, in order
+        self.epochs: list[PublishedEpoch] = []
         self._threadless = False
 
     def _publish(self, samples: int) -> bool:
@@ -342,9 +345,9 @@ class PlanPublisher:
 
     def _next(self) -> PublishedEpoch | None:
         """Return the first epoch with something to publish; drop those before it."""
-        while self._epochs and self._epochs[0].complete:
-            del self._epochs[0]
-        return self._epochs[0] if self._epochs else None
+        while self.epochs and self.epochs[0].complete:
+            del self.epochs[0]
+        return self.epochs[0] if self.epochs else None
 
     def _computed(self, published: PublishedEpoch, samples: int) -> PlanPiece | None:
         """Compute the next piece of an epoch; None at its end, or on failure."""
