@@ -7,10 +7,10 @@ named after the trace and the key of the dataset it leads to; dropping the datas
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
-from creel.cache.disk.folder import private_folder
+from creel.cache.disk.folder import subfolder
 
 _FOLDER = "traces"
 #: Most traces in a folder; beyond that, the least recently used ones are removed.
@@ -24,7 +24,7 @@ def open_trace(path: str, name: str) -> int:
     Raises:
         OSError: there is no such trace.
     """
-    with _traces(path) as folder:
+    with subfolder(path, _FOLDER) as folder:
         found = next((one for one in os.listdir(folder) if one.startswith(f"{name}.")), name)  # noqa: PTH208  a descriptor
         fd = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         with suppress(OSError):
@@ -44,7 +44,7 @@ def keep_trace(path: str, name: str, dataset: str, trace: bytes, keep_free: int)
     disk = os.statvfs(path)
     if disk.f_bavail * disk.f_frsize - len(trace) < keep_free:
         return
-    with _traces(path) as folder:
+    with subfolder(path, _FOLDER) as folder:
         new, flags = f"{_NEW}{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with os.fdopen(os.open(new, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder), "wb") as out:
             out.write(trace)
@@ -66,7 +66,7 @@ def drop_traces(path: str, dataset: str) -> None:
     Raises:
         OSError: a trace cannot be removed.
     """
-    with _traces(path) as folder:
+    with subfolder(path, _FOLDER) as folder:
         _unlink(folder, lambda one: one.endswith(f".{dataset}"))
 
 
@@ -74,21 +74,3 @@ def _unlink(folder: int, unwanted: Callable[[str], bool]) -> None:
     for one in filter(unwanted, os.listdir(folder)):
         with suppress(FileNotFoundError):  # another process has removed it
             os.unlink(one, dir_fd=folder)
-
-
-@contextmanager
-def _traces(path: str) -> Iterator[int]:
-    """Yield a descriptor of the folder of traces, creating the folder if needed."""
-    own = private_folder(path)
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(_FOLDER, 0o700, dir_fd=own)
-        folder = os.open(
-            _FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own
-        )
-    finally:
-        os.close(own)
-    try:
-        yield folder
-    finally:
-        os.close(folder)

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 from torch.utils.data import Dataset, IterableDataset
 
 from creel.errors import ConfigError
+from creel.loader.data.decoded.identity import pickled
 from creel.loader.data.decoded.kept import KeepingSamples, KeptDataset
+from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.store import DecodedStore, Stamp
 from creel.loader.data.reading.inputs import SampleInputs, still
 from creel.loader.data.reading.this_thread import this_thread
@@ -32,6 +34,9 @@ class SampleKeeping(KeepingSamples):
 
     def about(self, owner: KeptDataset[Any]) -> str:
         return likeness(owner.dataset)
+
+    def contents(self, owner: KeptDataset[Any]) -> str:
+        return pickled(owner.dataset)
 
     def sample(self, owner: KeptDataset[Any], index: Any) -> Any:
         """Return a sample: kept, or read from the dataset, and then kept."""
@@ -75,7 +80,7 @@ def _number(index: Any) -> int:
 
 
 def kept(
-    dataset: Dataset[T_co], limit: str | int = "auto", *, shared_as: str | None = None
+    dataset: Dataset[T_co], limit: str | int | Decoded = "auto", *, shared_as: str | None = None
 ) -> KeptDataset[T_co]:
     """Return a dataset with the same samples, which are kept in the node's memory once made.
 
@@ -87,7 +92,8 @@ def kept(
     Args:
         dataset: a map-style dataset whose samples draw no random numbers, and are equal in all
             epochs. Not one that `creel.wrap` returned: wrap the result.
-        limit: most bytes of memory: "64GiB", a number, or "auto", what others do not need.
+        limit: most bytes of memory: "64GiB", a number, or "auto", what others do not need; or
+            `creel.Decoded("1TiB", name=...)`, to find them again in later jobs.
         shared_as: a name under which all processes of this user on this node that give it share
             the samples: they must make the same ones.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
 import struct
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,12 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.loader.data.decoded import memory as memory_module
+from creel.loader.data.decoded import named_store
 from creel.loader.data.decoded import store as store_module
 from creel.loader.data.decoded.codec import UnkeptError
 from creel.loader.data.decoded.memory import END, Locked, new_memory
-from creel.loader.data.decoded.store import _CLOSED_NS, DecodedStore
+from creel.loader.data.decoded.named_store import NamedFile, open_named
+from creel.loader.data.decoded.store import CLOSED_NS, DecodedStore
 from creel.policies.forms import UNKNOWN, Pace, decoded_share
 from creel.policies.memory import decoded_room
 from creel.system import limits
@@ -30,9 +34,29 @@ N = 64
 NBYTES = 20_000
 
 
+Make = Callable[..., DecodedStore]
+
+
 @pytest.fixture
-def make() -> Callable[..., DecodedStore]:
+def in_memory() -> Make:
     return lambda limit=None, samples=N: DecodedStore(new_memory(samples), samples, limit)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Make:
+    keys = itertools.count()
+
+    def make(limit: int | None = None, samples: int = N) -> DecodedStore:
+        about = {"name": "n", "dataset": "d", "samples": samples}
+        return open_named(NamedFile(str(tmp_path), f"{next(keys)}", 0), about, samples, limit)
+
+    return make
+
+
+@pytest.fixture(params=["in_memory", "on_disk"])
+def make(request: pytest.FixtureRequest) -> Make:
+    chosen: Make = request.getfixturevalue(request.param)
+    return chosen
 
 
 def sample(number: int, version: int = 0, nbytes: int = NBYTES) -> NDArray[np.uint8]:
@@ -61,10 +85,10 @@ def test_a_sample_is_returned_as_it_was_put_and_each_time_anew(make: Any) -> Non
 
 @pytest.mark.parametrize("addresses", [True, False])
 def test_a_sample_may_lie_anywhere(
-    make: Any, monkeypatch: pytest.MonkeyPatch, addresses: bool
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch, addresses: bool
 ) -> None:
     """Over the end of a mapping, beyond it, and where the process may map no more (`ulimit -v`)."""
-    store = make()
+    store = in_memory()
 
     def refused(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, "no addresses")
@@ -168,19 +192,19 @@ def test_half_a_sample_is_never_read(make: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_memory_is_short_nothing_more_is_kept(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = MemoryLimits(total=1 << 30, available=100 << 20)
     monkeypatch.setattr(limits, "memory", lambda **_: short)
-    store = make()
+    store = in_memory()
     assert store.put(0, 0, sample(0)) == 0
     assert not store.open
 
 
 def test_the_store_gives_memory_back_when_others_need_it(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = make()
+    store = in_memory()
     for number in range(40):
         store.put(number, 0, sample(number))
     before = memory_of(store)
@@ -300,13 +324,14 @@ def test_no_division_of_the_memory_is_faster_than_the_one_that_is_chosen(seed: i
 
 
 def test_files_that_exceed_memory_take_none_of_it_where_cores_are_the_bottleneck(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it was measured; where workers wait for storage, files come first."""
     monkeypatch.setattr(store_module, "_LOOK_NBYTES", NBYTES)
 
     def kept(waited_ns: int, worked_ns: int) -> int:
-        store, total = make(), 1 << 20
+        store: DecodedStore = in_memory()
+        total = 1 << 20
 
         def free(**_: Any) -> MemoryLimits:
             return MemoryLimits(total, 20 * (NBYTES + 64) + total // 8 - store.used_nbytes)
@@ -315,7 +340,7 @@ def test_files_that_exceed_memory_take_none_of_it_where_cores_are_the_bottleneck
         store.read(N, 0, waited_ns, worked_ns)
         for number in range(N):
             store.put(number, 0, sample(number), NBYTES // 2, ns=10**7)
-            store._words[_CLOSED_NS] = 0  # a second later
+            store._words[CLOSED_NS] = 0  # a second later
         return store.kept
 
     assert 18 <= kept(0, N * 12 * 10**6) <= 20
@@ -346,3 +371,31 @@ def test_a_stopped_process_that_has_the_lock_is_waited_for_but_not_forever(
         other.join()
     until(lambda: store.open)
     assert store.put(1, 0, sample(1)) > 0
+
+
+def test_a_disk_that_is_slow_is_left_alone_for_a_while(
+    on_disk: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_disk()
+    assert store.put(0, 0, sample(0)) > 0
+    assert store.open
+    monkeypatch.setattr(named_store, "_SLOW_NS", -1)
+    assert store.put(1, 0, sample(1)) > 0
+    assert not store.open
+    assert np.array_equal(taken(store, 1), sample(1))
+
+
+def test_another_process_goes_on_where_one_ended(on_disk: Make, tmp_path: Path) -> None:
+    """Its samples, its bytes and its end are those of the index, whatever the words say."""
+    first = on_disk()
+    for number in range(10):
+        first.put(number, 0, sample(number))
+    used = first.used_nbytes
+    os.pwrite(first.own.fd, bytes(4096), 0)  # a loss of power: the index is there, the words not
+    del first
+    file = NamedFile(str(tmp_path), "0", 0)
+    store = open_named(file, {"name": "n", "dataset": "d", "samples": N}, N, None)
+    assert (store.kept, store.used_nbytes) == (10, used)
+    assert store.put(20, 0, sample(20)) > 0
+    for number in (*range(10), 20):
+        assert np.array_equal(taken(store, number), sample(number))

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from creel.cache.memory.memfd import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Descriptor, memfd
 
@@ -25,9 +25,22 @@ _MOST_BUFFERS = 1000
 _LOCK_S, _PAUSE_S = 1.0, 0.0002
 
 
+class Words(Protocol):
+    """int64 words that several processes read and write."""
+
+    def __getitem__(self, number: int, /) -> int: ...
+
+    def __setitem__(self, number: int, word: int, /) -> None: ...
+
+
 def index_nbytes(samples: int) -> int:
     """Return the bytes of a store without samples."""
     return -(-(WORDS_NBYTES + 8 * samples) // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def first_words(samples: int) -> bytes:
+    """Return END and USED of a store without samples."""
+    return struct.pack("<qq", *[index_nbytes(samples)] * 2)
 
 
 def new_memory(samples: int, name: str = "creel-decoded") -> Descriptor:
@@ -42,7 +55,7 @@ def new_memory(samples: int, name: str = "creel-decoded") -> Descriptor:
     first = index_nbytes(samples)
     os.ftruncate(own.fd, _PLACES_NBYTES)
     os.posix_fallocate(own.fd, 0, first)  # later accesses of the mapping cannot fail
-    os.pwrite(own.fd, struct.pack("<qq", first, first), 8 * END)  # and USED
+    os.pwrite(own.fd, first_words(samples), 8 * END)
     fcntl.fcntl(own.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
     return own
 

@@ -67,6 +67,9 @@ class ObjectKeeping(Keeping):
     def about(self, owner: DecodedLeaf) -> str:
         return f"{owner.manifest.key} {owner.indexed} {sorted(owner.decoders)}"
 
+    def contents(self, owner: DecodedLeaf) -> str:
+        return self.about(owner)
+
     def sample(
         self,
         dataset: DecodedLeaf,

@@ -126,7 +126,7 @@ class LoaderState:
                 configure(one, self.config, self._origins)
         self._keepings = keepings_in(loader.dataset)
         for keeping in self._keepings:
-            keeping.begin(self, self.config.loader.recheck)
+            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         dataset, binding = self._bound
         if dataset is not loader.dataset or binding is None or not binding.still():
             self._bound = (loader.dataset, _binding_of(loader.dataset))
