@@ -1,6 +1,6 @@
 """Decoded samples that a person gave a name, in the folder of a disk tier, for later jobs.
 
-The file KEY is a store of the loader's (`data/decoded/named_store.py`), and KEY.json says of what.
+The file KEY is a store of the loader (`data/decoded/stores/named_store.py`); KEY.json says of what.
 The key covers all that is known of how samples are made; several keys may have one name.
 """
 

@@ -11,7 +11,7 @@ from creel.errors import ConfigError
 from creel.loader.data.decoded.identity import pickled
 from creel.loader.data.decoded.kept import KeepingSamples, KeptDataset
 from creel.loader.data.decoded.limit import Decoded
-from creel.loader.data.decoded.store import DecodedStore, Stamp
+from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
 from creel.loader.data.reading.inputs import SampleInputs, still
 from creel.loader.data.reading.this_thread import this_thread
 from creel.loader.data.tracing.intercept import Intercepted, look_again

@@ -36,7 +36,7 @@ import json, os, sys
 import numpy as np
 import torch
 import creel
-from creel.loader.data.decoded import named_store
+from creel.loader.data.decoded.stores import named_store
 
 named_store._SLOW_NS = 1 << 60  # a busy machine is slow
 folder, how, given, epochs = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])

@@ -23,7 +23,7 @@ from creel.errors import ConfigError
 from creel.loader.data.binding.bind import bind
 from creel.loader.data.binding.tree import keepings_in, kept_on_top
 from creel.loader.data.datasets.base import CreelDataset, Transformed
-from creel.loader.data.decoded import shared_store
+from creel.loader.data.decoded.stores import shared_store
 from kit import until
 
 N = 6

@@ -17,15 +17,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.loader.data.decoded import memory as memory_module
-from creel.loader.data.decoded import named_store
-from creel.loader.data.decoded import store as store_module
 from creel.loader.data.decoded.codec import UnkeptError
-from creel.loader.data.decoded.memory import END, Locked, new_memory
-from creel.loader.data.decoded.named_store import NamedFile, open_named
-from creel.loader.data.decoded.store import CLOSED_NS, DecodedStore
-from creel.policies.forms import UNKNOWN, Pace, decoded_share
-from creel.policies.memory import decoded_room
+from creel.loader.data.decoded.stores import memory as memory_module
+from creel.loader.data.decoded.stores import named_store
+from creel.loader.data.decoded.stores import store as store_module
+from creel.loader.data.decoded.stores.memory import END, Locked, new_memory
+from creel.loader.data.decoded.stores.named_store import NamedFile, open_named
+from creel.loader.data.decoded.stores.store import CLOSED_NS, DecodedStore
+from creel.policies.memory import UNKNOWN, SampleCost, decoded_room, decoded_share
 from creel.system import limits
 from creel.system.limits import MemoryLimits
 from kit import seeds, until
@@ -295,7 +294,7 @@ def test_room_never_exceeds_the_limit_nor_touches_the_reserve(seed: int) -> None
     rng = np.random.default_rng(seed)
     used, available, reserve, whole, encoded = (int(n) for n in rng.integers(0, 1 << 20, 5))
     limit = None if rng.random() < 0.5 else int(rng.integers(0, 1 << 20))
-    pace = UNKNOWN if rng.random() < 0.5 else Pace(*rng.uniform(0, 2, 3).tolist())
+    pace = UNKNOWN if rng.random() < 0.5 else SampleCost(*rng.uniform(0, 2, 3).tolist())
     room = decoded_room(limit, used, available, reserve, whole=whole, encoded=encoded, pace=pace)
     assert room >= 0
     assert room == 0 or available - room >= 2 * reserve
@@ -318,7 +317,7 @@ def test_no_division_of_the_memory_is_faster_than_the_one_that_is_chosen(seed: i
 
     x, y = np.meshgrid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
     fits = (x * whole + y * encoded <= room) & (x + y <= 1)
-    share = decoded_share(room, whole, encoded, Pace(work_s, again_s, storage))
+    share = decoded_share(room, whole, encoded, SampleCost(work_s, again_s, storage))
     files = min((room - share * whole) / encoded, 1 - share)
     assert takes_s(np.array(share), files) <= takes_s(x, y)[fits].min() * 1.04 + 1e-9
 
@@ -377,8 +376,6 @@ def test_a_disk_that_is_slow_is_left_alone_for_a_while(
     on_disk: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = on_disk()
-    assert store.put(0, 0, sample(0)) > 0
-    assert store.open
     monkeypatch.setattr(named_store, "_SLOW_NS", -1)
     assert store.put(1, 0, sample(1)) > 0
     assert not store.open

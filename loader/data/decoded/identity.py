@@ -42,7 +42,7 @@ def described(value: object) -> Iterator[str]:
     """Yield texts that differ if what a dataset or callable does is seen to differ.
 
     >>> list(described({"size": 256, "decode": len}))
-    ["[size] # dict 2", "['size'] = 256", "['decode'] builtins.len "]
+    [' # dict 2', "['size'] = 256", "['decode'] builtins.len "]
     """
     for name, leaf in plain_and_code(value):
         yield f"{name} {_source(leaf) if is_code(leaf) else leaf}"

@@ -24,9 +24,9 @@ from creel.loader.data.decoded.codec import UnkeptError, difference
 from creel.loader.data.decoded.draws import Draws
 from creel.loader.data.decoded.identity import key_of
 from creel.loader.data.decoded.limit import Decoded
-from creel.loader.data.decoded.named_store import NamedFile, open_named
-from creel.loader.data.decoded.shared_store import name_in_group, open_store
-from creel.loader.data.decoded.store import DecodedStore, Stamp, Taken
+from creel.loader.data.decoded.stores.named_store import NamedFile, open_named
+from creel.loader.data.decoded.stores.shared_store import name_in_group, open_store
+from creel.loader.data.decoded.stores.store import DecodedStore, Stamp, Taken
 from creel.loader.data.reading.inputs import Inputs, SampleInputs
 from creel.loader.data.reading.this_thread import this_thread
 from creel.loader.data.user_code.attributes import changed, generators, snapshot

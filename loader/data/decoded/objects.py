@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import of_stat
 from creel.loader.data.decoded.keeping import Keeping
-from creel.loader.data.decoded.store import DecodedStore, Stamp
+from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
 from creel.loader.data.reading.inputs import Inputs, SampleInputs, still
 from creel.loader.data.reading.lease import Leaf
 from creel.loader.data.reading.storage import is_local, version_at

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from creel.cache.disk import named
 from creel.cache.memory.memfd import Descriptor
-from creel.loader.data.decoded.memory import (
+from creel.loader.data.decoded.stores.memory import (
     END,
     USED,
     WORDS_NBYTES,
@@ -31,7 +31,7 @@ from creel.loader.data.decoded.memory import (
     index_nbytes,
     transfer,
 )
-from creel.loader.data.decoded.store import (
+from creel.loader.data.decoded.stores.store import (
     CLOSED_NS,
     FAILED,
     FIRST_SLOT,

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.memfd import Descriptor, mapped, punch_hole
 from creel.loader.data.decoded.codec import decode, encode
-from creel.loader.data.decoded.memory import (
+from creel.loader.data.decoded.stores.memory import (
     END,
     PAGE_NBYTES,
     USED,
@@ -39,8 +39,15 @@ from creel.loader.data.decoded.memory import (
     index_nbytes,
     transfer,
 )
-from creel.policies.forms import UNKNOWN, Pace, storage_s
-from creel.policies.memory import decoded_room, given_back, next_look_s, reserve
+from creel.policies.memory import (
+    UNKNOWN,
+    SampleCost,
+    decoded_room,
+    given_back,
+    next_look_s,
+    reserve,
+    storage_s,
+)
 from creel.system import limits
 from creel.system.forks import forget_in_child
 from creel.units import format_size
@@ -360,7 +367,7 @@ class DecodedStore:
         words[_ASKED], words[_HITS] = samples, hits
         words[_WAITED_NS], words[_WORKED_NS] = waited_ns, worked_ns
 
-    def pace(self) -> Pace:
+    def pace(self) -> SampleCost:
         """Return what a sample takes that is not kept."""
         words = self._words
         read = words[_ASKED]
@@ -368,7 +375,9 @@ class DecodedStore:
             return UNKNOWN
         again_s = words[_DECODE_NS] / words[_DECODES] / 1e9
         work_s = words[_WORKED_NS] / read / 1e9 + again_s * words[_HITS] / read
-        return Pace(work_s, min(again_s, work_s), storage_s(words[_WAITED_NS] / read / 1e9, work_s))
+        return SampleCost(
+            work_s, min(again_s, work_s), storage_s(words[_WAITED_NS] / read / 1e9, work_s)
+        )
 
     def _publish(self, number: int, word: int) -> None:
         with self._locked():
