@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import struct
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ def open_samples(path: str, key: str, about: dict[str, Any], begin: bytes, nbyte
             fd = os.open(key, flags, dir_fd=folder)
             os.utime(fd)
             return fd
-        new = f"{_NEW}{os.getpid()}"
+        new = _new()
         fd = os.open(new, flags | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=folder)
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -94,6 +95,11 @@ def drop(path: str, key: str) -> None:
         _remove(folder, key)
 
 
+def _new() -> str:
+    """Return a name for a file that is being written; containers may share numbers of processes."""
+    return f"{_NEW}{secrets.token_hex(8)}"
+
+
 def _listed(folder: int) -> list[Named]:
     found = []
     for file in os.listdir(folder):
@@ -117,7 +123,7 @@ def _read(folder: int, file: str, nbytes: int) -> bytes:
 
 
 def _write(folder: int, file: str, data: bytes) -> None:
-    new, flags = f"{_NEW}{os.getpid()}{_ABOUT}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    new, flags = _new(), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with os.fdopen(os.open(new, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder), "wb") as out:
         out.write(data)
     os.replace(new, file, src_dir_fd=folder, dst_dir_fd=folder)

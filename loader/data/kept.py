@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
@@ -57,7 +58,9 @@ class SampleKeeping(KeepingSamples):
         draws = self.draws(owner)
         with SampleInputs() as opened, Intercepted():
             look_again()  # the last sample may have imported a library to read with
+            began = time.monotonic_ns()
             sample = owner.dataset[index]
+            ns = time.monotonic_ns() - began
             if draws.any():
                 self.refuse(store)
                 return sample
@@ -67,7 +70,7 @@ class SampleKeeping(KeepingSamples):
                 return sample
         inputs = self.inputs(store, opened)
         if inputs is not None:
-            self.keep(store, number, inputs, sample)
+            self.keep(store, number, inputs, sample, ns=ns)
         return sample
 
 

@@ -114,6 +114,11 @@ def test_bytes_that_are_no_sample_are_a_miss(make: Any) -> None:
     assert np.array_equal(taken(store, 3), sample(3))
 
 
+def test_the_more_samples_are_the_same_again_the_fewer_are_made_twice(make: Any) -> None:
+    store = make()
+    assert sum(store.to_make_twice() for _ in range(8192)) == 4 + 63 + 8
+
+
 def test_none_is_a_sample(make: Any) -> None:
     store = make()
     store.put(0, 0, None)
@@ -328,7 +333,7 @@ def test_files_that_exceed_memory_take_none_of_it_where_cores_are_the_bottleneck
     """As it was measured; where workers wait for storage, files come first."""
     monkeypatch.setattr(store_module, "_LOOK_NBYTES", NBYTES)
 
-    def kept(waited_ns: int, worked_ns: int) -> int:
+    def kept(waited_ns: int, worked_ns: int, encoded: int = NBYTES // 2, ns: int = 10**7) -> int:
         store: DecodedStore = in_memory()
         total = 1 << 20
 
@@ -338,12 +343,15 @@ def test_files_that_exceed_memory_take_none_of_it_where_cores_are_the_bottleneck
         monkeypatch.setattr(limits, "memory", free)
         store.read(N, 0, waited_ns, worked_ns)
         for number in range(N):
-            store.put(number, 0, sample(number), NBYTES // 2, ns=10**7)
+            store.put(number, 0, sample(number), encoded, ns)
             store._words[CLOSED_NS] = 0  # a second later
         return store.kept
 
     assert 18 <= kept(0, N * 12 * 10**6) <= 20
     assert kept(N * 60 * 10**6, N * 12 * 10**6) < 3
+    for waited in (0, N * 60 * 10**6):  # of samples of `creel.kept` no files are known
+        assert 18 <= kept(waited, N * 12 * 10**6, encoded=0) <= 20
+        assert 18 <= kept(waited, N * 12 * 10**6, encoded=0, ns=0) <= 20
 
 
 def test_a_stopped_process_that_has_the_lock_is_waited_for_but_not_forever(

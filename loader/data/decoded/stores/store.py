@@ -63,8 +63,9 @@ _DECODE_NS, _ASKED, _HITS, _WAITED_NS, _WORKED_NS = range(11, 16)
 OPENERS = 16
 #: How many samples were made to be kept; and of each opener, how many of others it has looked at.
 _MADE, FIRST_SLOT, SLOTS = 10, 64, 448
-#: One in 16 of the first 64 samples is made twice, and one in 64 of the others.
-_FEW, _ONE_IN_FEW, _ONE_IN = 64, 16, 64
+#: One in 16 of the first 64 samples is made twice, one in 64 up to 4,096, and one in 512 of the
+#: others: .2 % of a large dataset's decoding.
+_TWICE = (64, 16), (4096, 64), (1 << 62, 512)
 #: So many samples of other ranks are compared with a rank's own.
 _LOOKS = 4
 #: Samples begin at multiples of this. A word of the index is place and length, both in these units.
@@ -208,7 +209,7 @@ class DecodedStore:
         with self._locked():
             n = self._words[_MADE]
             self._words[_MADE] = n + 1
-        return not n % (_ONE_IN_FEW if n < _FEW else _ONE_IN)
+        return not n % next(one_in for below, one_in in _TWICE if n < below)
 
     def to_compare(self, by: int) -> bool:
         """Whether this process must compare a sample that `by`, an opener, has put with its own."""
@@ -371,7 +372,7 @@ class DecodedStore:
         """Return what a sample takes that is not kept."""
         words = self._words
         read = words[_ASKED]
-        if not read or not words[_DECODES]:
+        if not read or not words[_DECODE_NS]:
             return UNKNOWN
         again_s = words[_DECODE_NS] / words[_DECODES] / 1e9
         work_s = words[_WORKED_NS] / read / 1e9 + again_s * words[_HITS] / read
