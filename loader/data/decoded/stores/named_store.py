@@ -173,6 +173,7 @@ def open_named(
     status = os.fstat(own.fd)
     store = _stores.get((status.st_dev, status.st_ino))
     if store is None:
-        store = NamedStore(own, samples, limit, file)
-        _stores[status.st_dev, status.st_ino] = store
+        store = _stores[status.st_dev, status.st_ino] = NamedStore(own, samples, limit, file)
+    else:  # of another dataset, whose samples this one compares with its own
+        store.opener = store._new_opener()  # noqa: SLF001  its own class
     return store
