@@ -1,27 +1,38 @@
 """Epochs over objects in an S3 store that is 20 ms away: samples/s, CPU, and requests per sample.
 
-    python benchmarks/object_store.py [--samples N] [--nbytes 100000] [--latency .02] [--workers 4]
-                                      [--memory 1.1 .5]
+    python benchmarks/object_store.py [--samples N] [--nbytes 100000] [--latency .02] [--rate 0]
+                                      [--workers 4] [--memory 1.1 .5] [--endpoint http://127.0.0.1:7480]
 
-Readers of raw objects, all with the same workers and order: torch with boto3, with
-s3torchconnector and with obstore (each where it is installed), torch with creel's dataset, and
-creel's loader. The store is tests/testbed/s3_server.py, in a process of its own, which counts; its
-threads share an interpreter, so that above some 500 requests/s it is the store that is measured.
+Readers of raw objects and of chunks, with the same workers and samples, in a random order: torch
+with boto3, s3torchconnector and obstore, LitData's raw files and its chunks, WebDataset, and creel.
+Peers take part where they are installed: in an environment of the benchmark's own, as their pins
+are not creel's.
+
+The store is that at --endpoint, on loopback, with the keys of the environment (Ceph's radosgw, for
+example; it gets a bucket `creel-bench`, by boto3). Without it tests/testbed/s3_server.py serves, in
+a process of its own, whose threads share an interpreter: above some 500 requests/s it is the store
+that is measured. A proxy makes it far, and counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import multiprocessing
 import os
+import shutil
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -32,17 +43,23 @@ import creel
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from testbed.s3_server import S3
+from testbed.slow_link import SlowLink
 
 EPOCHS = 3
+BUCKET = "creel-bench"
+SHARD_NBYTES = 32 << 20
+#: A reader: its loader, given the arguments of a DataLoader.
+Reader = Callable[..., Iterable[int]]
 
 
-def serve(root: str, latency_s: float, pipe: Connection) -> None:
-    """Run the store until the pipe closes; each message asks for its counts since the last."""
-    with S3(Path(root), latency_s) as server:
+def serve(root: str, pipe: Connection) -> None:
+    """Run the store of the test bed until the pipe closes."""
+    with S3(Path(root)) as server:
         pipe.send(server.env)
-        while pipe.recv():
-            pipe.send(dict(server.count))
-            server.count.clear()
+        pipe.recv()
+
+
+# --- readers ----------------------------------------------------------------------------------
 
 
 class Raw(Dataset[int]):
@@ -63,17 +80,17 @@ class Raw(Dataset[int]):
 
 
 def boto3() -> Callable[[str], bytes]:
-    import boto3
-
-    client = boto3.client("s3", region_name="us-east-1")
-    return lambda key: bytes(client.get_object(Bucket="bucket", Key=key)["Body"].read())
+    client = s3_client()
+    return lambda key: bytes(client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
 
 
 def s3torchconnector() -> Callable[[str], bytes]:
-    from s3torchconnector import S3Checkpoint
+    from s3torchconnector import S3Checkpoint, S3ClientConfig
 
-    where = S3Checkpoint("us-east-1", endpoint=os.environ["AWS_ENDPOINT_URL"])
-    return lambda key: bytes(where.reader(f"s3://bucket/{key}").read())
+    path_style = S3ClientConfig(force_path_style=True)
+    server = os.environ["AWS_ENDPOINT_URL"]
+    where = S3Checkpoint("us-east-1", endpoint=server, s3client_config=path_style)
+    return lambda key: bytes(where.reader(f"s3://{BUCKET}/{key}").read())
 
 
 def obstore() -> Callable[[str], bytes]:
@@ -81,55 +98,198 @@ def obstore() -> Callable[[str], bytes]:
 
     server = os.environ["AWS_ENDPOINT_URL"]
     options: Any = {"region": "us-east-1", "client_options": {"allow_http": True}}
-    store = S3Store("bucket", endpoint=server, **options)
+    store = S3Store(BUCKET, endpoint=server, **options)
     return lambda key: bytes(store.get(key).bytes())
 
 
-def length(sample: torch.Tensor | int) -> int:
-    return len(sample) if isinstance(sample, torch.Tensor) else sample
+def litdata_raw(**how: Any) -> Iterable[int]:
+    from litdata import StreamingRawDataset
+
+    data = StreamingRawDataset(f"s3://{BUCKET}/raw", storage_options=options_of_boto3())
+    return DataLoader(data, **how)
+
+
+def litdata_chunks(folder: str, **how: Any) -> Iterable[int]:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    given: Any = {"storage_options": options_of_boto3(), "cache_dir": folder}
+    data = StreamingDataset(f"s3://{BUCKET}/chunks", shuffle=True, **given)
+    return StreamingDataLoader(data, **{k: v for k, v in how.items() if k != "shuffle"})
+
+
+def webdataset(shards: list[str], **how: Any) -> Iterable[int]:
+    import webdataset as wds
+
+    client = s3_client()
+    urls = [
+        client.generate_presigned_url("get_object", Params={"Bucket": BUCKET, "Key": key})
+        for key in shards
+    ]
+    pipes = [f"pipe:curl -s -f '{url}'" for url in urls]
+    split = wds.split_by_worker
+    data = wds.WebDataset(pipes, shardshuffle=len(pipes), workersplitter=split, empty_check=False)
+    more = {k: v for k, v in how.items() if k != "shuffle"}
+    return DataLoader(data.shuffle(1000).map(lambda sample: len(sample["bin"])), **more)
+
+
+def s3_client() -> Any:
+    import boto3
+
+    return boto3.client("s3", **options_of_boto3())
+
+
+def options_of_boto3() -> dict[str, str]:
+    return {"region_name": "us-east-1", "endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+
+
+class Read(Dataset[bytes]):
+    """A dataset of one's own that reads by `creel.read`."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> bytes:
+        return creel.read(f"s3://{BUCKET}/{self.keys[index]}")
+
+
+def length(sample: Any) -> int:
+    sample = sample["bin"] if isinstance(sample, dict) else sample
+    return sample if isinstance(sample, int) else len(sample)
 
 
 def lengths(samples: list[Any]) -> int:
     return sum(map(length, samples))
 
 
-def run(
-    name: str, loader: Any, pipe: Connection, nbytes: int, rows: list[dict[str, object]]
-) -> None:
-    for epoch in range(1, EPOCHS + 1):
-        pipe.send("counts")
-        pipe.recv()
-        start, cpu = time.monotonic(), tree_cpu_s()
-        samples = len(loader.dataset)
-        assert sum(loader) == samples * nbytes
-        seconds, cpu = time.monotonic() - start, tree_cpu_s() - cpu
-        pipe.send("counts")
-        counts = pipe.recv()
-        requests = counts.get("gets", 0) + counts.get("heads", 0)
-        row: dict[str, object] = {"reader": name, "epoch": epoch}
-        row |= {"samples/s": round(samples / seconds), "requests/sample": requests / samples}
-        rows.append(row | {"CPU s/1000": round(1000 * cpu / samples, 2)})
+# --- the data ---------------------------------------------------------------------------------
 
 
-def compare(args: argparse.Namespace, pipe: Connection) -> list[dict[str, object]]:
-    names = [f"{i:06}" for i in range(args.samples)]
-    rows: list[dict[str, object]] = []
+def write(root: Path, samples: int, nbytes: int, *, chunks: bool) -> list[str]:
+    """Write the objects, the same as tars, and LitData's chunks; return the names of the tars."""
+    rng = np.random.default_rng(0)
+    (root / "raw").mkdir(parents=True)
+    (root / "tars").mkdir()
+    each = max(SHARD_NBYTES // nbytes, 1)
+    shards = []
+    for first in range(0, samples, each):
+        shards.append(f"tars/{first:06}.tar")
+        with tarfile.open(root / shards[-1], "w") as tar:
+            for i in range(first, min(first + each, samples)):
+                data = rng.bytes(nbytes)
+                (root / f"raw/{i:06}.bin").write_bytes(data)
+                info = tarfile.TarInfo(f"{i:06}.bin")
+                info.size = nbytes
+                tar.addfile(info, io.BytesIO(data))
+    if chunks:
+        from litdata import optimize
+
+        files = sorted(map(str, (root / "raw").iterdir()))
+        output: Any = {"output_dir": str(root / "chunks"), "chunk_bytes": SHARD_NBYTES}
+        optimize(read_file, files, num_workers=1, **output)
+        multiprocessing.set_start_method("fork", force=True)  # which it has changed
+    return shards
+
+
+def read_file(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+@contextmanager
+def store(args: argparse.Namespace, root: Path) -> Iterator[None]:
+    """Serve the files below `root`, behind a link, with its address in the environment."""
+    with ExitStack() as stack:
+        if args.endpoint:
+            os.environ["AWS_ENDPOINT_URL"] = args.endpoint
+            upload(root / BUCKET)
+        else:
+            spawn = multiprocessing.get_context("spawn")
+            pipe, other = spawn.Pipe()
+            server = spawn.Process(target=serve, args=(str(root), other), daemon=True)
+            server.start()
+            stack.callback(server.join)
+            stack.callback(pipe.send, "")
+            os.environ.update(pipe.recv())
+        port = urlsplit(os.environ["AWS_ENDPOINT_URL"]).port
+        link = SlowLink(int(port or 80), latency_s=args.latency, rate_Bps=args.rate)
+        args.link = stack.enter_context(link)
+        os.environ["AWS_ENDPOINT_URL"] = args.link.url
+        yield
+
+
+def upload(root: Path) -> None:
+    client = s3_client()
+    with_bucket = [one["Name"] for one in client.list_buckets()["Buckets"]]
+    if BUCKET not in with_bucket:
+        client.create_bucket(Bucket=BUCKET)
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+        for one in page.get("Contents", []):
+            client.delete_object(Bucket=BUCKET, Key=one["Key"])
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            client.put_object(
+                Bucket=BUCKET, Key=str(path.relative_to(root)), Body=path.read_bytes()
+            )
+
+
+# --- measuring --------------------------------------------------------------------------------
+
+
+def run(name: str, make: Reader, args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
     how: dict[str, Any] = {"batch_size": 32, "shuffle": True, "num_workers": args.workers}
-    how |= {"collate_fn": lengths, "persistent_workers": True}
+    loader = make(**how, collate_fn=lengths, persistent_workers=True)
+    for epoch in range(1, EPOCHS + 1):
+        args.link.counts()
+        start, cpu = time.monotonic(), tree_cpu_s()
+        assert sum(loader) == args.samples * args.nbytes, name
+        seconds, cpu = time.monotonic() - start, tree_cpu_s() - cpu
+        requests = args.link.counts().total()
+        row: dict[str, object] = {"reader": name, "epoch": epoch}
+        row |= {"samples/s": round(args.samples / seconds)}
+        row |= {"requests/sample": round(requests / args.samples, 3)}
+        rows.append(row | {"CPU s/1000": round(1000 * cpu / args.samples, 2)})
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def peers(args: argparse.Namespace, keys: list[str], shards: list[str]) -> dict[str, Reader]:
+    """Return the readers that are not creel's."""
+    found: dict[str, Reader] = {}
     for client in (boto3, s3torchconnector, obstore):
-        if importlib.util.find_spec(client.__name__):
-            raw = Raw(names, client)
-            run(f"torch, {client.__name__}", DataLoader(raw, **how), pipe, args.nbytes, rows)
+        if installed(client.__name__):
+            found[f"torch, {client.__name__}"] = partial(DataLoader, Raw(keys, client))
+    if args.endpoint and installed("litdata"):
+        found["LitData, raw files"] = litdata_raw
+        found["LitData, chunks"] = partial(litdata_chunks, f"{args.cache}/chunks")
+    if installed("webdataset") and installed("boto3") and shutil.which("curl"):
+        found["WebDataset"] = partial(webdataset, shards)
+    return found
+
+
+def compare(args: argparse.Namespace, shards: list[str]) -> list[dict[str, object]]:
+    keys = [f"raw/{i:06}.bin" for i in range(args.samples)]
+    rows: list[dict[str, object]] = []
+    for name, reader in peers(args, keys, shards).items():
+        run(name, reader, args, rows)
     sizes = [args.nbytes] * args.samples
-    data = creel.FileDataset([f"s3://bucket/{name}" for name in names], nbytes=sizes)
-    run("torch, creel's dataset", DataLoader(data, **how), pipe, args.nbytes, rows)
+    files = creel.FileDataset([f"s3://{BUCKET}/{key}" for key in keys], nbytes=sizes)
+    run("torch, creel's dataset", partial(DataLoader, files), args, rows)
+    datasets: dict[str, Dataset[Any]] = {
+        "FileDataset": files,
+        "TarDataset": creel.TarDataset([f"s3://{BUCKET}/{shard}" for shard in shards]),
+        "creel.wrap": creel.wrap(Read(keys)),
+    }
     for share in args.memory:
         budget = max(int(share * args.samples * args.nbytes), 1 << 20)
-        with fresh_name() as name:
-            settings = {"daemon.name": name, "memory.budget": budget}
-            loader = creel.DataLoader(data, creel=settings, **how)
-            run(f"creel, memory for {share:g}", loader, pipe, args.nbytes, rows)
-            del loader
+        for kind, data in datasets.items():
+            with fresh_name() as name:
+                settings = {"daemon.name": name, "memory.budget": budget}
+                reader = partial(creel.DataLoader, data, creel=settings)
+                run(f"creel, {kind}, memory for {share:g}", reader, args, rows)
     return rows
 
 
@@ -138,28 +298,23 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--nbytes", type=int, default=100_000)
     parser.add_argument("--latency", type=float, default=0.02)
+    parser.add_argument("--rate", type=float, default=0, help="bytes a second, 0: no limit")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--memory", type=float, nargs="+", default=[1.1, 0.5])
+    parser.add_argument("--endpoint", default="", help="of a store on this machine")
     args = parser.parse_args()
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        del os.environ[name]
-    rng = np.random.default_rng(0)
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as root:
-        (Path(root) / "bucket").mkdir()
-        for i in range(args.samples):
-            (Path(root) / f"bucket/{i:06}").write_bytes(rng.bytes(args.nbytes))
-        pipe, other = spawn.Pipe()
-        server = spawn.Process(target=serve, args=(root, args.latency, other), daemon=True)
-        server.start()
-        os.environ.update(pipe.recv())
-        try:
-            rows = compare(args, pipe)
-        finally:
-            pipe.send("")
-            server.join()
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    if not args.endpoint:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            del os.environ[name]
+    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as args.cache:
+        chunks = bool(args.endpoint) and installed("litdata")
+        shards = write(Path(root) / BUCKET, args.samples, args.nbytes, chunks=chunks)
+        with store(args, Path(root)):
+            rows = compare(args, shards)
     report(rows)
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()

@@ -32,8 +32,9 @@ from creel.cache.memory.memfd import Descriptor
 from creel.config import Config, from_flat
 from creel.daemon.reporting.logs import open_standard_files, set_up_logging
 from creel.daemon.reporting.notify import Notify, handed_over
-from creel.daemon.service import kept_memory
-from creel.daemon.service.node import BEAT_S, Node
+from creel.daemon.service.core_shell import BEAT_S
+from creel.daemon.service.memory import kept_memory
+from creel.daemon.service.node import Node
 from creel.daemon.service.sockets import commands
 from creel.daemon.service.sockets.control_socket import ControlSocket, released
 from creel.daemon.service.sockets.request_socket import RequestSocket
@@ -105,9 +106,8 @@ class Daemon:
         kept = kept_memory.take(given, config.memory, total) if given else None
         if given:
             self._notify.unstore(*kept_memory.NAMES)
-        self.node = Node(
-            config, call_soon=self.call_soon, send=self._send, embedded=embedded, kept=kept
-        )
+        returns = self._notify.heard and not embedded
+        self.node = Node(config, self, embedded=embedded, returns=returns, kept=kept)
         try:
             self.control_socket = self._bind(name)
         except BaseException:
@@ -115,11 +115,6 @@ class Daemon:
             raise
         self.request_socket = RequestSocket(self.node, self.control_socket, self._context)
         self._epoll.register(self.request_socket.fd, select.EPOLLIN)
-        self.node.request_address = self.request_socket.address
-        self.node.stop = self.stop
-        self.node.returns = self._notify.heard and not embedded
-        self.node.clients = lambda: self.control_socket.clients
-        self.node.pids = self.control_socket.pids
         try:
             self._serve_metrics()
         except BaseException:
@@ -178,10 +173,9 @@ class Daemon:
         self._close_page()
         self._leaving = True
         self._why = self._why or why
-        if now and self.node.state != "draining":
+        if now and self.node.shell.state != "draining":
             log.info("draining: %s", why)
-            self.node.state = "draining"
-            self.node.registry.drain()
+            self.node.drain()
             self._notify.stopping()
             self._drain_by = time.monotonic() + _DRAIN_S
 
@@ -232,9 +226,9 @@ class Daemon:
                 self.control_socket.ready(fd, now)
         more = self.request_socket.turn()
         more |= self._take_calls()
-        if self.node.poll_words():
+        if self.node.sessions.poll_words():
             self._moved = now
-        self.node.settle()
+        self.node.shell.settle()
         self._timers(time.monotonic())
         return more or self.request_socket.more()
 
@@ -247,7 +241,7 @@ class Daemon:
                 self._calls.popleft()()
             except Exception:  # must not end the daemon for other clients
                 log.exception("a call from another thread failed")
-            self.node.beat(time.monotonic())
+            self.node.shell.beat(time.monotonic())
         return False
 
     def _pace(self, now: float) -> float:
@@ -258,13 +252,13 @@ class Daemon:
         return min(pace_s, max(self.node.memory_guard.due - now, _QUICK_S))
 
     def _timers(self, now: float) -> None:
-        self.node.beat(now)
+        self.node.shell.beat(now)
         self.node.memory_guard.look(now)
         if now - self._ticked < _TICK_S:
             return
         self._ticked = now
         self.control_socket.sweep(now)
-        if self.node.state == "serving":
+        if self.node.shell.state == "serving":
             self.node.datasets.forget_idle()
             self.node.clusters.tick(now)
             if self.node.registry.sessions:
@@ -279,7 +273,7 @@ class Daemon:
     def _finished(self, now: float) -> bool:
         if self.control_socket.clients:
             self._unused_since = None
-            if self.node.state != "draining":
+            if self.node.shell.state != "draining":
                 return False
             quiet = (
                 not self.node.fetcher.pending and now > self._drain_by - _DRAIN_S + _FINAL_REPLY_S
@@ -304,13 +298,26 @@ class Daemon:
         os.close(self._ready_fd)
         self._ready_fd = -1
 
-    def _send(self, who: bytes, message: Any) -> None:
-        self.request_socket.send(who, message)
+    # --- for the node (`Loop`) ----------------------------------------------------------------
+
+    @property
+    def request_address(self) -> str:
+        return self.request_socket.address
+
+    @property
+    def clients(self) -> int:
+        return self.control_socket.clients
+
+    def pids(self) -> dict[str, int]:
+        return self.control_socket.pids()
+
+    def send(self, client: bytes, message: Any) -> None:
+        self.request_socket.send(client, message)
 
     def _status(self) -> str:
         node = self.node
         return (
-            f"{node.state} as {self._config.daemon.name!r}: clients {self.control_socket.clients},"
+            f"{node.shell.state} as {self._config.daemon.name!r}: clients {self.clients},"
             f" sessions {len(node.registry.sessions)}, memory {node.arena.nbytes >> 20} MiB"
         )
 
@@ -421,7 +428,7 @@ def serve(config: Config, flags: Mapping[str, object], *, embedded: bool, ready_
         daemon.keep_memory()
     finally:
         daemon.close()
-    return 0 if daemon.node.sound else 1
+    return 0 if daemon.node.shell.sound else 1
 
 
 def _working_directory() -> str:
@@ -482,4 +489,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _handed_over(fd: int) -> Config:
     """Return the settings handed over by the loader that started this daemon."""
     with open(fd, "rb") as f:
-        return msgspec.json.decode(f.read(), type=Config)
+        return msgspec.json.Decoder(Config).decode(f.read())

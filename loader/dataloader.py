@@ -88,12 +88,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         remap: "global-batch": the ranks of a `DistributedSampler` exchange samples within each
             global batch, so that each node reads mostly the same samples in all epochs. Global
             batches stay torch's; which rank reads which of their samples differs
-            (docs/operations.md). All ranks must give it; the first epoch waits for all of them. Not
+            (docs/groups.md). All ranks must give it; the first epoch waits for all of them. Not
             for an iterable dataset.
         replicate: the ranks of this rank's tensor, pipeline or context parallel group, which read
             the same batches: the number of consecutive ranks in a group, its process group, or a
             DeviceMesh, as `mesh["tp"]`. The first of them on each node makes the batches, with its
-            `num_workers`; the others get the same ones without a copy (docs/operations.md). All of
+            `num_workers`; the others get the same ones without a copy (docs/groups.md). All of
             them must give it, and iterate alike; the first epoch waits for all of them.
         on_error: what happens when `dataset[i]` raises: "raise": as in torch; "skip": the batch
             leaves out that sample; "substitute": another sample takes its place, the same on all
@@ -105,7 +105,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             samples of each batch come `rehearsal.per_batch` of its rows (docs/continual.md).
             `len(loader)` counts batches of new data. Not with `remap`, an iterable dataset or
             `batch_size=None`. For a Stream: one with `every` and `budget`, and without rows.
-
         seeding: "sample": before each sample, the generators of `random`, NumPy and torch are
             seeded from this epoch's base seed and the sample's number, so that random augmentation
             is the same for any `num_workers`, and after a resume (docs/augmentation.md). Before a

@@ -3,14 +3,15 @@
 Only as many threads work as are useful. Reads from the page cache are useful in as many threads as
 can compute at once. Only one can hold the interpreter: for small records that is one or two
 threads, for large files, which the kernel copies, up to one per core. Where a read is a long round
-trip, all permitted threads work. Threads that hang do not count, so a dead server does not block
-its queue.
+trip, as many work as its link takes (`InFlight`). Threads that hang do not count, so a dead server
+does not block its queue.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from statistics import median
 
 #: Duration of a part. Shorter ones lose time to hand-over (about 30 us each); longer ones spread
 #: unevenly over the threads.
@@ -40,7 +41,64 @@ _WAIT_FILLED_PART = 0.7  # share of a thread's waiting that other threads' compu
 _HANDED_OVER_S = 8e-6
 #: Growth of the least time per part, so that a source that became slow is noticed.
 _MIN_GROWTH = 1.02
+#: Threads that read where a read waits, whatever the source makes of it.
+SURE = 32
+#: Of InFlight. L may be so many times that of the sure requests: a queue that is never empty keeps
+#: a link full.
+_FLAT = 1.2
+#: From so many times on, requests wait for each other.
+_QUEUED = 1.6
+_GROWTH = 1.5
+#: Share of the limit from which on it is what limits.
+_REACHED = 0.9
 _MAX_READING_S = 1.0  # a thread in a longer part does not count as reading
+
+
+class InFlight:
+    """How many requests to a far source are in flight: as many as its link needs.
+
+    n requests that take L seconds each give n / L answers a second (Little's law). While neither
+    link nor server is full, L does not depend on n, so more of them are faster. From the bound of
+    bandwidth times latency on only L grows: the answers come no sooner, and what is urgent waits
+    behind the rest.
+
+    Args:
+        sure: requests that are permitted whatever they take.
+        most: the limit of the limit.
+
+    >>> link = InFlight(sure=32, most=128)
+    >>> for _ in range(1000):
+    ...     link.landed(flying=link.limit, seconds=0.05)
+    >>> link.limit
+    128
+    >>> for _ in range(1000):
+    ...     link.landed(flying=link.limit, seconds=max(0.05, link.limit / 1000))
+    >>> 50 <= link.limit <= 80
+    True
+    """
+
+    def __init__(self, sure: int, most: int) -> None:
+        self._sure = min(sure, most)
+        self._most = most
+        self._seconds: list[float] = []  # of the requests of this round
+        self._alone_s = 0.0  # what a request took when only the sure ones were in flight
+        self.limit = self._sure
+
+    def landed(self, flying: int, seconds: float) -> None:
+        """Enter a request: how long it took, and how many were in flight at its end."""
+        if self._most == self._sure or flying < _REACHED * self.limit:
+            return  # the limit was not reached
+        self._seconds.append(seconds)
+        if len(self._seconds) < 2 * self.limit:  # the first ones began under another limit
+            return
+        took = median(self._seconds[self.limit :])
+        self._seconds.clear()
+        if self.limit == self._sure:
+            self._alone_s = took
+        if took <= _FLAT * self._alone_s:
+            self.limit = min(int(_GROWTH * self.limit), self._most)
+        elif took >= _QUEUED * self._alone_s:
+            self.limit = max(int(_FLAT * self.limit * self._alone_s / took), self._sure)
 
 
 class Concurrency:
@@ -48,16 +106,18 @@ class Concurrency:
 
     Args:
         cores: CPUs that this process may use.
+        most: threads of the source; more than SURE only while they slow no request down.
 
     >>> far = Concurrency(cores=2)
     >>> for _ in range(100):
     ...     far.measured(objects=1, seconds=0.1, cpu=0.001, user=0.001)
     >>> far.part_objects(waiting=50), far.more_threads(waiting=50, began=[], now=0.0)
-    (1, 50)
+    (1, 32)
     """
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: int, most: int = SURE) -> None:
         self._cores = cores
+        self._inflight = InFlight(SURE, most)
         self._object_s = _FIRST_GUESS_S
         self._min_s = 0.0  # shortest time per object: a busy machine is no slow source
         # Few threads until reads are seen to wait: many threads on a quick source make each other
@@ -83,7 +143,7 @@ class Concurrency:
         quick = 0 < self._min_s < _HANDED_OVER_S
         at_once = 1 if quick else self._total_s / self._user_s - _TICK_ERROR
         waits = int(_WAIT_FILLED_PART * self._wait_s / self._cpu_s)
-        return max(waits, min(int(at_once), self._cores), 1)
+        return max(min(waits, self._inflight.limit), min(int(at_once), self._cores), 1)
 
     def more_threads(self, *, waiting: int, began: Iterable[float], now: float) -> int:
         """Return how many more threads should be reading now.
@@ -95,8 +155,14 @@ class Concurrency:
         busy = sum(start > now - _MAX_READING_S for start in began)
         return min(-(-waiting // self.part_objects(waiting)), self._useful - busy)
 
-    def measured(self, objects: int, seconds: float, cpu: float, user: float) -> None:
-        """Enter a part's wall time and CPU time (in all, and in user mode), in seconds."""
+    def measured(
+        self, objects: int, seconds: float, cpu: float, user: float, reading: int = 0
+    ) -> None:
+        """Enter a part's wall time and CPU time (in all, and in user mode), in seconds.
+
+        `reading`: threads that were reading at its end.
+        """
+        self._inflight.landed(reading, seconds / objects)
         self._user_s += user - _CPU_DECAY * self._user_s
         self._total_s += cpu - _CPU_DECAY * self._total_s
         self._object_s += (seconds / objects - self._object_s) * 0.3

@@ -275,6 +275,22 @@ def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
     return _waiting(one, one, storage_s(one) * left, otherwise=waits * left)
 
 
+def with_storage(one: RankWindow, share: float) -> RankWindow:
+    """Return the window with what samples waited for storage counted as "source".
+
+    Args:
+        share: how many of the workers wait for reads of their own at a time, on average.
+
+    >>> own = RankWindow(10.0, 100, 2, {"decode": 20.0}, {"decode": 9.0})
+    >>> with_storage(own, 1.5).busy_s
+    {'decode': 5.0, 'source': 15.0}
+    """
+    decode = one.busy_s.get("decode", 0.0)
+    waits = min(share * one.seconds, decode)
+    source = one.busy_s.get("source", 0.0) + waits
+    return replace(one, busy_s={**one.busy_s, "decode": decode - waits, "source": source})
+
+
 def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> RankWindow:
     """Return the window if this share of the samples were kept decoded.
 

@@ -7,6 +7,7 @@ spaces.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,19 +20,34 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-_OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
+_UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add each file outside docs/ that a page links to, under its path in the repository."""
-    pages = [page.content_string for page in files.documentation_pages()]
-    for path in sorted({path for page in pages for path in _OUTSIDE.findall(page)}):
-        if (ROOT / path).is_file():  # else the check of links says so
+    linked = set()
+    for page in files.documentation_pages():
+        linked |= {_in_repository(page, link) for link in _UPWARDS.findall(page.content_string)}
+    for path in sorted(linked):
+        if not path.startswith("docs/") and (ROOT / path).is_file():  # else strict links say so
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
     """Lead links to where the site has their files, and nest lists as its parser wants it."""
-    markdown = _OUTSIDE.sub(r"](\1", markdown).replace("](docs/", "](")
+    here = posixpath.dirname(page.file.src_uri)
+
+    def moved(match: re.Match[str]) -> str:
+        path = _in_repository(page.file, match[1])
+        return f"]({posixpath.relpath(path.removeprefix('docs/'), here or '.')}"
+
+    if page.file.src_uri in {"CHANGELOG.md", "CONTRIBUTING.md"}:  # they lie above docs/
+        markdown = markdown.replace("](docs/", "](")
+    markdown = _UPWARDS.sub(moved, markdown)
     return re.sub(r"^( +)(?=\* )", r"\1\1", markdown, flags=re.MULTILINE)
+
+
+def _in_repository(page: File, link: str) -> str:
+    """Return the path in the repository that a page of docs/ links to."""
+    return posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.src_uri), link))

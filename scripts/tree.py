@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,18 @@ def line(room: Path) -> str:
     named = " ".join(f"`{name}`" for name in files)
     depth = len(room.relative_to(ROOT).parts) - (2 if room.is_relative_to(ROOT / TOPS[0]) else 1)
     first = text.split("\n", maxsplit=1)[0]
-    return f"{'  ' * depth}* **{room.relative_to(ROOT)}/** {first}{' ' if named else ''}{named}\n"
+    item = f"* **{room.relative_to(ROOT)}/** {first}{' ' if named else ''}{named}"
+    margin = "  " * depth
+    return (
+        textwrap.fill(
+            item,
+            118,
+            initial_indent=margin,
+            subsequent_indent=f"{margin}  ",
+            break_on_hyphens=False,
+        )
+        + "\n"
+    )
 
 
 def page() -> str:

@@ -111,6 +111,7 @@ class Cores:
 def forget_stores(patch: pytest.MonkeyPatch, settings: FetchSettings | None = None) -> None:
     """Until the patch ends, make this process one that has used no store yet, with `settings`."""
     patch.setattr(storage, "_stores", {})  # there is no public function for this
+    patch.setattr(storage, "_reached", set())
     patch.setattr(storage, "_settings", settings)
 
 

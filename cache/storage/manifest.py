@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -25,6 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.memory.pools.allocator import Lengths
+from creel.cache.storage import version
 from creel.cache.storage.stores.access import Access, StorageOptions
 from creel.cache.storage.uris import (
     equal_to_next,
@@ -42,8 +44,9 @@ if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
     import pyarrow as pa
 
 _ROOT, _SALT = b"creel.root", b"creel.salt"
-_ACCESS = b"creel.access"
+_ACCESS, _PINS = b"creel.access", b"creel.pins"
 UNKNOWN = -1
+ANY = version.UNKNOWN
 MAX_OBJECTS = 2**31 - 1
 #: Addresses compared at a time, a few megabytes of text.
 _COMPARE = 1 << 15
@@ -68,12 +71,15 @@ class Manifest:
         root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
         salt: distinguishes datasets of the same addresses, such as streams that were made anew.
         access: how remote addresses are reached: (first row, access), in order; () without any.
+        pins: (first row, version of its file), in order, for all rows up to the next: no other
+            version is read, as the rows are the layout of this one. ANY: each is.
     """
 
     table: pa.Table
     root: str = ""
     salt: str = ""
     access: tuple[tuple[int, Access], ...] = ()
+    pins: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_files(
@@ -124,7 +130,8 @@ class Manifest:
         roots, access = {p.root for p in parts}, _joined_access(parts)
         root = roots.pop() if len(roots) == 1 else ""
         tables = [p.table if p.root == root else p.absolute() for p in parts]
-        return cls(pa.concat_tables(tables).combine_chunks(), root, access=access)
+        joined = pa.concat_tables(tables).combine_chunks()
+        return cls(joined, root, access=access, pins=_joined_pins(parts))
 
     def reached(self, given: StorageOptions) -> Manifest:
         """Return the same objects with the access of their remote addresses.
@@ -142,11 +149,28 @@ class Manifest:
         access = ((0, Access.of(schemes, given)),) if schemes else ()
         return replace(self, access=access) if access else self
 
+    def pinned(self, pins: Iterable[tuple[int, int]]) -> Manifest:
+        """Return the same objects, of these versions only (see `pins`)."""
+        given = tuple(pins)
+        return replace(self, pins=given if any(pin != ANY for _, pin in given) else ())
+
+    def pin(self, row: int) -> int:
+        """Return the version that is to be read of a row's file, or ANY."""
+        at = bisect_right(self._pinned_rows, row) - 1
+        return self.pins[at][1] if at >= 0 else ANY
+
+    @cached_property
+    def _pinned_rows(self) -> list[int]:
+        return [row for row, _ in self.pins]
+
     def begins_with(self, other: Manifest) -> bool:
         """Whether the first rows are all those of `other`, reached in the same way."""
         n = other.table.num_rows
         access = tuple((row, one) for row, one in self.access if row < n)
-        if not 0 < n < self.table.num_rows or other.salt or self.salt or access != other.access:
+        pins = tuple(pin for pin in self.pins if pin[0] < n)
+        if not 0 < n < self.table.num_rows or other.salt or self.salt:
+            return False
+        if (access, pins) != (other.access, other.pins):
             return False
         numbers = zip(self._numbers, other._numbers, strict=True)
         if not all(np.array_equal(mine[:n], its) for mine, its in numbers):
@@ -393,6 +417,7 @@ class Manifest:
         digest.update(self.salt.encode())
         for row, access in self.access:
             digest.update(f"{row} {access.identity}".encode())
+        digest.update(_words(self.pins))
         for name in ("offset", "length", "count"):
             digest.update(np.ascontiguousarray(self._column(name)).view(np.uint8).data)
         for part in self._text():
@@ -425,8 +450,9 @@ class Manifest:
         """Write an Arrow IPC file (70 MB for a million files)."""
         import pyarrow as pa
 
-        access = " ".join(f"{row} {one.identity}" for row, one in self.access)
-        also = {_ROOT: self.root.encode(), _SALT: self.salt.encode(), _ACCESS: access.encode()}
+        access = _words((row, one.identity) for row, one in self.access)
+        also = {_ROOT: self.root.encode(), _SALT: self.salt.encode(), _ACCESS: access}
+        also |= {_PINS: _words(self.pins)} if self.pins else {}
         table = self.table.replace_schema_metadata(also)
         with pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
@@ -453,8 +479,12 @@ class Manifest:
             raise MalformedError(f"a manifest must have the columns {names}, not {table.schema}")
         if any(column.null_count for column in table.columns):
             raise MalformedError("a manifest must not have nulls")
-        access = _parsed_access(also.get(_ACCESS, b""), table.num_rows)
-        manifest = cls(table.replace_schema_metadata(None), root, salt, access)
+        access, pins = (_parsed(also.get(key, b""), table.num_rows) for key in (_ACCESS, _PINS))
+        manifest = cls(
+            *(table.replace_schema_metadata(None), root, salt),
+            tuple((row, Access(identity)) for row, identity in access),
+            _parsed_pins(pins),
+        )
         manifest.check()
         return manifest
 
@@ -488,8 +518,26 @@ def _joined_access(parts: Sequence[Manifest]) -> tuple[tuple[int, Access], ...]:
     return tuple(found)
 
 
-def _parsed_access(text: bytes, rows: int) -> tuple[tuple[int, Access], ...]:
-    """Read what `write_arrow` wrote of the access of `rows` rows.
+def _joined_pins(parts: Sequence[Manifest]) -> tuple[tuple[int, int], ...]:
+    """Return the pins of manifests that are joined in order."""
+    found: list[tuple[int, int]] = []
+    first = 0
+    for part in parts:
+        pins = part.pins
+        if found and part.table.num_rows and not (pins and pins[0][0] == 0):
+            found.append((first, ANY))
+        found += [(first + row, pin) for row, pin in pins]
+        first += part.table.num_rows
+    return tuple(found)
+
+
+def _words(pairs: Iterable[tuple[int, object]]) -> bytes:
+    """Return what `_parsed` reads."""
+    return " ".join(f"{row} {value}" for row, value in pairs).encode()
+
+
+def _parsed(text: bytes, rows: int) -> list[tuple[int, str]]:
+    """Read what `write_arrow` wrote for some of `rows` rows.
 
     Raises:
         MalformedError: it did not write that.
@@ -497,10 +545,20 @@ def _parsed_access(text: bytes, rows: int) -> tuple[tuple[int, Access], ...]:
     words = text.split()
     try:
         first = [int(word) for word in words[::2]]
-        identities = [word.decode("ascii") for word in words[1::2]]
+        values = [word.decode("ascii") for word in words[1::2]]
     except ValueError as e:
         raise MalformedError(f"not the access of a manifest: {e}") from e
     ordered = all(a < b for a, b in pairwise([-1, *first, max(rows, 1)]))
-    if len(first) != len(identities) or not ordered:
+    if len(first) != len(values) or not ordered:
         raise MalformedError("the access of a manifest is for other rows")
-    return tuple((row, Access(identity)) for row, identity in zip(first, identities, strict=True))
+    return list(zip(first, values, strict=True))
+
+
+def _parsed_pins(pairs: list[tuple[int, str]]) -> tuple[tuple[int, int], ...]:
+    try:
+        pins = tuple((row, int(text)) for row, text in pairs)
+    except ValueError as e:
+        raise MalformedError(f"not the versions of a manifest: {e}") from e
+    if any(not ANY <= pin < 1 << 63 for _, pin in pins):
+        raise MalformedError("the versions of a manifest must be numbers of 63 bits")
+    return pins

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.buffers import Part
 from creel.cache.storage import version
-from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.manifest import ANY, UNKNOWN, Manifest
 from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.cache.storage.stores.access import options_of
 from creel.cache.storage.stores.remote import open_store, store_key
@@ -136,7 +136,11 @@ class Source:
 
         if uris:
             with suppress(Exception):  # files that failed are MISSING
-                retried(self._settings, ask, uris[0], on_retry=self.counters.count_retry)
+                retried(
+                    *(self._settings, ask, uris[0]),
+                    on_retry=self.counters.count_retry,
+                    reached=self.counters.reads > 0,
+                )
         return found
 
     def _ask(
@@ -318,7 +322,8 @@ class Source:
             extent = self.manifest.extent
             least = [extent(i) if far else UNKNOWN for i, far in zip(ids, remote, strict=True)]
         keep, whole = (~self._single[rows]).tolist(), self._whole[rows].tolist()
-        return list(map(StoredFile, uris, keep, whole, least, ids)), remote
+        pins = map(self.manifest.pin, ids) if self.manifest.pins else repeat(ANY)
+        return list(map(StoredFile, uris, keep, whole, least, ids, pins)), remote
 
     def _with_retries(
         self,
@@ -342,6 +347,7 @@ class Source:
                 error=error,
                 began=began,
                 on_retry=self.counters.count_retry,
+                reached=self.counters.reads > 0,
             )
         except Exception as e:  # noqa: BLE001  stores raise what they like
             options = self._options(stored.uri, stored.row)[1] if is_remote(stored.uri) else None
@@ -363,7 +369,9 @@ class Source:
             opened = self._remote.get(key)
             if opened is None or opened[0] != options:  # no client yet, or keys were renewed
                 store = open_store(
-                    *(uri, self._settings.deadline_s, options),
+                    uri,
+                    self._settings.deadline_s,
+                    options,
                     handed=self.grants is not None,
                     requests=self.counters.requests,
                 )

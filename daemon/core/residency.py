@@ -36,7 +36,7 @@ ONE = np.int32(1)
 #: Counters of reads that found a resident, a fetch in flight for another session, or neither.
 COUNTED = ("hits", "joined", "misses")
 #: What a state may follow: a fetch begins again where another origin lacked the object, and is
-#: undone after an event that failed. The table in docs/retention.md says which event does what.
+#: undone after an event that failed. The table in docs/states.md says which event does what.
 _FOLLOWS = {
     ABSENT: (RESIDENT, FETCHING, OVERDUE),
     SKIPPED: (ABSENT, SKIPPED, FAILED),

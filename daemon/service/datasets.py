@@ -18,10 +18,10 @@ from creel.cache.storage.source import Source
 from creel.cache.storage.stores.access import check_grants
 from creel.config import Config
 from creel.daemon.core import events
-from creel.daemon.core.core import Core
 from creel.daemon.core.restart.kept import KeptObjects, Restored
 from creel.daemon.service.background import BackgroundThread
-from creel.daemon.service.quota import Quota
+from creel.daemon.service.core_shell import CoreShell, Loop
+from creel.daemon.service.memory.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, tables_nbytes
 from creel.daemon.service.storage.disk import Disk
 from creel.daemon.service.storage.fetcher import Fetcher
@@ -42,31 +42,23 @@ class Datasets:
     Args:
         arena_nbytes: size of the arena.
         config: returns the settings.
-        handle: gives an event to the core, and returns whether that worked.
-        call_soon: runs a function on the loop thread, soon; may be called from any thread.
-        check_serving: raises UnavailableError while the daemon drains.
-        pids: returns the connected clients.
     """
 
     def __init__(
         self,
         arena_nbytes: int,
         registry: Registry,
-        core: Core,
+        shell: CoreShell,
+        loop: Loop,
         disk: Disk,
         fetcher: Fetcher,
         *,
         config: Callable[[], Config],
-        handle: Callable[[events.Event], bool],
-        call_soon: Callable[[Callable[[], None]], None],
-        check_serving: Callable[[], None],
-        pids: Callable[[], dict[str, int]],
     ) -> None:
         self._arena_nbytes = arena_nbytes
-        self._registry, self._core, self._disk, self._fetcher = registry, core, disk, fetcher
-        self._config, self._handle, self._call_soon = config, handle, call_soon
-        self._check_serving, self._pids = check_serving, pids
-        self.quota = Quota(arena_nbytes, registry, core, self._forget)
+        self._registry, self._shell, self._loop = registry, shell, loop
+        self._disk, self._fetcher, self._config = disk, fetcher, config
+        self.quota = Quota(arena_nbytes, registry, shell.core, self._forget)
         self._background = BackgroundThread("creel-register")
 
     def expect(self) -> None:
@@ -143,7 +135,7 @@ class Datasets:
             except Exception:
                 log.exception("a manifest could not be read")
                 call = partial(reply, Refused("the manifest cannot be read"))
-            self._call_soon(call)
+            self._loop.call_soon(call)
 
         self._background.put(attempt)
 
@@ -189,18 +181,18 @@ class Datasets:
                 self._add("", dataset, objects.page)
             known = self._registry.datasets.get(key)
             kept = objects if known is not None and known is dataset else None
-            done = self._handle(Restored(key, kept))
-            if kept is not None and done and not self._core.resident(key):
+            done = self._shell.handle(Restored(key, kept))
+            if kept is not None and done and not self._shell.core.resident(key):
                 log.warning("what the last daemon held of %s is of no use: damaged", key)
 
-        self._call_soon(enter)
+        self._loop.call_soon(enter)
 
     def _add(self, token: str, dataset: DatasetRecord, page: int = 0) -> Registered | Refused:
         """Register a dataset that is ready for it; `page`: as in `DatasetAdded`."""
         known = self._registry.datasets.get(dataset.key)
         if known is None:
             try:
-                self._check_serving()
+                self._shell.check_serving()
                 self.forget_idle(room=1)
                 self._registry.check_room()
             except UnavailableError as e:
@@ -209,19 +201,19 @@ class Datasets:
             table, lengths = dataset.table, dataset.manifest.summed
             head = dataset.begins_with[0] if dataset.begins_with else ""
             columns = table.offset.view(), table.length, lengths, dataset.versions
-            if not self._handle(events.DatasetAdded(dataset.key, *columns, head, page)):
+            if not self._shell.handle(events.DatasetAdded(dataset.key, *columns, head, page)):
                 self._close(dataset)
                 return Refused("this daemon has no memory for another dataset")
             self._registry.add(dataset)
             self._fetcher.add(dataset.key, dataset.source)
             found = self._disk.found(dataset.key)
             if found is not None:
-                self._handle(found)
+                self._shell.handle(found)
         elif known is not dataset:  # two clients registered the same dataset at once
             dataset.close()
             dataset = known
         dataset.claim(token)
-        if token not in self._pids():  # the client left meanwhile
+        if token not in self._loop.pids():  # the client left meanwhile
             dataset.unclaim(token)
         return Registered(dataset.key)
 
@@ -255,9 +247,9 @@ class Datasets:
         }
         for dataset, keys in heads.items():
             for old in self._registry.idle() if keys else []:
-                if old.key in keys and not old.drained and not self._core.busy(old.key):
+                if old.key in keys and not old.drained and not self._shell.core.busy(old.key):
                     old.drained = True
-                    self._handle(events.DatasetGrew(dataset.key, old.key))
+                    self._shell.handle(events.DatasetGrew(dataset.key, old.key))
 
     def forget_idle(self, *, room: int = 0) -> None:
         """Forget idle datasets beyond the time and number in the settings.
@@ -278,8 +270,8 @@ class Datasets:
 
     def _forget(self, dataset: DatasetRecord) -> None:
         """Forget an idle dataset and free its memory, unless it has fetches in flight."""
-        if not self._core.busy(dataset.key):
-            self._handle(events.Unregistered(dataset.key))
+        if not self._shell.core.busy(dataset.key):
+            self._shell.handle(events.Unregistered(dataset.key))
             self._fetcher.remove(dataset.key)
             self._disk.detach(dataset.key, dataset.table.length)
             self._registry.forget(dataset)

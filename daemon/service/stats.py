@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -20,9 +20,9 @@ from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.reads import SECONDS
 from creel.cache.storage.stores.retry import public
 from creel.counters import CAUSES, GAUGES, REQUESTS, report
-from creel.daemon.core.core import Core
 from creel.daemon.service.cluster_service import ClusterService
-from creel.daemon.service.quota import Quota
+from creel.daemon.service.core_shell import CoreShell, Loop
+from creel.daemon.service.memory.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
 from creel.daemon.service.storage.fetcher import Fetcher
 from creel.policies.arrays import Ints
@@ -44,14 +44,13 @@ class CountedNode(Protocol):
     """What the answer tells of a node (`Node`)."""
 
     arena: Arena
-    bugs: int
     clusters: ClusterService
-    core: Core
     fetcher: Fetcher
-    pids: Callable[[], dict[str, int]]
     quota: Quota
     ranks: Ranks
+    loop: Loop
     registry: Registry
+    shell: CoreShell
 
 
 def memory(node: CountedNode, core: Snapshot) -> dict[str, int]:
@@ -62,7 +61,7 @@ def memory(node: CountedNode, core: Snapshot) -> dict[str, int]:
     counted = core["datasets"].values()
     return {
         "budget_nbytes": node.arena.nbytes,
-        "withheld_nbytes": node.core.withheld_nbytes,
+        "withheld_nbytes": node.shell.core.withheld_nbytes,
         "used_nbytes": int(sum(d["used_nbytes"] for d in counted)),
         "held_nbytes": node.fetcher.held_nbytes(),
         "tables_nbytes": node.quota.used(),
@@ -134,7 +133,7 @@ def dataset(core: Snapshot, one: DatasetRecord) -> dict[str, Any]:
 
 def datasets(node: CountedNode, now: float) -> list[dict[str, Any]]:
     """Return a row for each dataset, with its open sessions and how long nobody has used it."""
-    core = node.core.snapshot()
+    core = node.shell.core.snapshot()
     sessions = Counter(s.dataset.key for s in node.registry.sessions.values())
     return [
         dataset(core, one)
@@ -178,7 +177,7 @@ def reuse(node: CountedNode, one: SessionRecord) -> dict[str, Any]:
 
     `counts` of reads between whole `edges`, by the known plan, of some of the dataset's `objects`.
     """
-    distances = node.core.uses(one.id).reuse_distances(_MAX_REUSED)
+    distances = node.shell.core.uses(one.id).reuse_distances(_MAX_REUSED)
     counts, edges = histogram(distances, _REUSE_BINS)
     told = {"counts": counts.tolist(), "edges": edges.tolist()}
     return {"session": one.id, "objects": len(one.dataset.manifest), **told}
@@ -341,8 +340,8 @@ def _add(
 
 
 def stats(node: CountedNode) -> dict[str, Any]:
-    core = node.core.snapshot()
-    pids = node.pids()
+    core = node.shell.core.snapshot()
+    pids = node.loop.pids()
     opened = list(node.registry.sessions.values())
     recorded = {s.id: RecordedStream.of(s) for s in opened}
     sessions = [
@@ -361,7 +360,7 @@ def stats(node: CountedNode) -> dict[str, Any]:
         "peers": {f"{what}_nbytes": n for what, n in node.clusters.traffic().items()},
         "fetch": {
             "pending": node.fetcher.pending,
-            "bugs": node.bugs,
+            "bugs": node.shell.bugs,
             "past_errors": dict(node.registry.past_errors),
         },
     }

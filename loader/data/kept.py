@@ -13,9 +13,9 @@ from creel.loader.data.decoded.identity import pickled
 from creel.loader.data.decoded.kept import KeepingSamples, KeptDataset
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
+from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import SampleInputs, still
 from creel.loader.data.reading.this_thread import this_thread
-from creel.loader.data.tracing.intercept import Intercepted, look_again
 from creel.loader.data.tracing.likeness import likeness
 
 T_co = TypeVar("T_co", covariant=True)
@@ -90,7 +90,7 @@ def kept(
     Below a random transform (`creel.datasets.Transformed(creel.kept(dataset), transform)`) each
     sample is read and decoded once in a job, and copied from then on, until a local file that it
     opened (or looked for) changes. The ranks of a process group share what they make.
-    docs/datasets.md says what can be kept.
+    docs/decode-once.md says what can be kept.
 
     Args:
         dataset: a map-style dataset whose samples draw no random numbers, and are equal in all

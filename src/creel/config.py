@@ -415,6 +415,11 @@ def _bounds(meta: Meta) -> str:
     return " " + " and ".join(words) if words else ""
 
 
+# The first use of a class makes its types known to msgspec: by two threads at once, that would end
+# the process. So they are made known here, where only one thread is.
+msgspec.convert({}, Config)
+
+
 def from_flat(values: Mapping[str, object]) -> Config:
     """Return settings from dotted keys, as from `Config.flat`; missing ones have their defaults."""
     parts: dict[str, dict[str, object]] = {}

@@ -52,8 +52,12 @@ def request_address(uid: int, secret: str) -> str:
     return f"ipc://@creel/{uid}/request-{secret}"
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages; `encode` and `decode` convert them."""
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages; `encode` and `decode` convert them.
+
+    A field that a later version adds stands last and has a default: a side that does not know it
+    ignores it, and one that misses it takes the default. Both need no other `PROTOCOL`.
+    """
 
 
 # --- control socket: client to daemon ---------------------------------------------------------
@@ -79,7 +83,7 @@ class AnyHello(msgspec.Struct, frozen=True, tag="Hello", array_like=True):
     protocol: int
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Grant(msgspec.Struct, frozen=True, array_like=True):
     """How a client reaches the addresses of one scheme (`creel.cache.storage.stores.access`).
 
     Attributes:
@@ -142,7 +146,7 @@ class Close(Message, frozen=True):
     session: int
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Member(msgspec.Struct, frozen=True, array_like=True):
     """A node of a cluster: its daemon's id, address for peers, and bytes of arena and disk.
 
     `born` (s since 1970) tells a daemon from a later one in its place. The disk tier allocates in
@@ -277,7 +281,7 @@ class Extend(Message, frozen=True):
     unplanned: bool = False
 
 
-class DealtReplays(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DealtReplays(msgspec.Struct, frozen=True, array_like=True):
     """The rows of a rehearsal memory that an epoch replays (`policies.rehearsal.passes`).
 
     Of `kept` rows, each rank replays `each` in a step, in the order of `seed`. The epoch begins at
@@ -389,7 +393,7 @@ class Ready(Message, frozen=True):
 
 
 class CommandReply(Message, frozen=True):
-    """The answer to a `Command`, as plain values with a stable schema (docs/cli.md)."""
+    """The answer to a `Command`, as plain values with a stable schema (docs/json.md)."""
 
     call: int
     body: dict[str, Any]

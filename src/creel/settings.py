@@ -1,7 +1,7 @@
 """Settings by section: types, bounds, defaults and one-line descriptions.
 
-Defaults are defined only here. `creel.config` overlays the user's settings; a test compares names
-and defaults with docs/configuration.md.
+Defaults are defined only here. `creel.config` overlays the user's settings; scripts/reference.py
+writes docs/configuration.md from them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,12 @@ class DiskSettings(_Section, frozen=True):
 class FetchSettings(_Section, frozen=True):
     """Reads from the source."""
 
-    threads: Annotated[int, _about("maximum number of threads that read", ge=1, le=4096)] = 32
+    threads: Annotated[
+        int,
+        _about(
+            "maximum number of threads that read; beyond 32 only while it is faster", ge=1, le=4096
+        ),
+    ] = 128
     inflight_bytes: Annotated[int, _nbytes("maximum bytes in flight", ge=1 << 20)] = 256 << 20
     deadline_s: Annotated[
         float, _seconds("the read of an object fails after this time, retries included", gt=0)

@@ -1,7 +1,7 @@
 """Common data formats, read by their own libraries: creel gives torch's batches.
 
 CI installs the libraries of the groups `frameworks` and `shards`; missing ones are skipped.
-docs/datasets.md says what creel gains for each.
+docs/formats.md says what creel gains for each.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import creel
 from creel.loader.data.tracing import observed
 from daemons import Running
-from testbed.same import same
+from testbed.pages import check_read_ahead, slow_pages
+from testbed.same import needs_fuse, same
 
 pytestmark = [
     pytest.mark.system,
@@ -33,7 +34,10 @@ pytestmark = [
 ]
 
 N, LENGTH, BATCH = 24, 4000, 5
-IN_CI = {"datasets", "h5py", "lmdb", "pandas", "pyarrow.parquet", "pydicom", "zarr"}
+IN_CI = {"datasets", "h5py", "lmdb", "pandas", "pyarrow.parquet", "pydicom", "zarr"} | {
+    "safetensors",
+    "safetensors.torch",
+}
 
 
 def library(name: str) -> Any:
@@ -321,3 +325,84 @@ def test_datasets_of_hugging_face() -> None:
     assert isinstance(wrapped[0]["a"], np.integer)
     assert [row["a"] for row in wrapped.shuffle(seed=1)] == [r["a"] for r in bare.shuffle(seed=1)]
     assert pickle.loads(pickle.dumps(wrapped))[5]["a"] == 5
+
+
+def _rows(folder: Path) -> Any:
+    """Save and map rows of 200 KB, in record batches of seven."""
+    datasets = library("datasets")
+    datasets.disable_progress_bars()
+    if not (folder / "hf").exists():
+        made = datasets.Dataset.from_dict(
+            {
+                "tokens": [row(i, 20_000 + i) for i in range(48)],
+                "text": [f"{i} " * 20_000 for i in range(48)],
+                "chat": [[{"role": "a", "content": "b" * 5000}] * (i % 4) for i in range(48)],
+                "left out": ["x" * 50_000] * 48,
+            }
+        )
+        made.save_to_disk(str(folder / "hf"), num_shards=2)
+    return datasets.load_from_disk(str(folder / "hf"))
+
+
+def _tensors(folder: Path) -> Any:
+    safetensors = library("safetensors.torch")
+    path = str(folder / "x.safetensors")
+    if not Path(path).exists():
+        rows = torch.arange(24 << 16).view(24, 1 << 16)
+        safetensors.save_file({"x": rows, "y": torch.arange(24.0)}, path)
+    return safetensors.load_file(path)
+
+
+class OneByOne(Samples):
+    """Tensors of a safetensors file that is kept open, and where they lie."""
+
+    def __init__(self, folder: Path) -> None:
+        safetensors = library("safetensors.torch")
+        path = str(folder / "all.safetensors")
+        if not Path(path).exists():
+            safetensors.save_file({str(i): torch.full((1 << 15,), i) for i in range(N)}, path)
+        self.file = library("safetensors").safe_open(path, "pt")
+
+    def __getitem__(self, i: int) -> Any:
+        return self.file.get_tensor(str(i)).clone()
+
+    def ranges(self, i: int) -> Any:
+        return creel.mapped_ranges(self.file.get_tensor(str(i)))
+
+
+def _noted(rows: Any) -> Any:
+    """Show of each text with how many others it came: those of one `__getitems__`."""
+    return {"n": [len(rows["text"])] * len(rows["text"]), **rows}
+
+
+COLUMNS = ["tokens", "text"]
+#: Samples of mapped files; `creel.DataLoader(dataset, ...)` is all that is to be written.
+MAPPED: dict[str, Callable[[Path], Any]] = {
+    "rows": lambda folder: _rows(folder).select_columns(["tokens", "text", "chat"]),
+    "columns of a format": lambda folder: _rows(folder).with_format("numpy", COLUMNS),
+    "tensors": lambda folder: _rows(folder).with_format("torch", COLUMNS),
+    "shuffled": lambda folder: _rows(folder).shuffle(seed=1).select(range(3, 40)),
+    "a transform": lambda folder: _rows(folder).with_transform(_noted),
+    "two datasets": lambda folder: library("datasets").concatenate_datasets(
+        [_rows(folder), _rows(folder).select([5, 4, 3])]
+    ),
+    "a subset": lambda folder: Subset(_rows(folder), [*range(30), *range(9)]),
+    "safetensors": lambda folder: TensorDataset(*_tensors(folder).values()),
+    "safetensors, kept open": OneByOne,
+}
+
+
+@needs_fuse
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", MAPPED)
+def test_what_libraries_map_is_read_in_the_order_of_the_epoch(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    theirs = MAPPED[name](tmp_path / "data")
+    with slow_pages(tmp_path / "data", tmp_path / "mount") as fs:
+        ours = MAPPED[name](tmp_path / "mount")
+        more: Any = {"batch_size": 2, "collate_fn": list, "num_workers": workers}
+        check_read_ahead(fs, ours, theirs, **more)
+        del ours
+        gc.collect()

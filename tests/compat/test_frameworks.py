@@ -110,16 +110,21 @@ def assert_same(ours: Batches, theirs: Batches) -> None:
 # --- accelerate -----------------------------------------------------------------------------------
 
 
-def accelerated(cls: Any, data: Any, options: dict[str, Any], workers: int) -> tuple[Batches, Any]:
+def accelerated(
+    cls: Any, data: Any, options: dict[str, Any], workers: int, *, by: Any = None
+) -> tuple[Batches, Any]:
+    """by: the module whose `prepare` and `skip_first_batches` are used; None: accelerate's own."""
     from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 
     seed(3)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
-    loader = accelerator.prepare(cls(data, 4, True, num_workers=workers))
+    loader = cls(data, 4, True, num_workers=workers)
+    loader = by.prepare(accelerator, loader) if by else accelerator.prepare(loader)
+    skip = by.skip_first_batches if by else skip_first_batches
     seen: Batches = []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        given = skip_first_batches(loader, 2) if epoch == 1 else loader
+        given = skip(loader, 2) if epoch == 1 else loader
         seen.extend(batch.clone() for batch in given)
     return [*seen, torch.rand(1)], loader.base_dataloader
 
@@ -137,20 +142,41 @@ def accelerated(cls: Any, data: Any, options: dict[str, Any], workers: int) -> t
     ids=str,
 )
 def test_accelerate_has_torchs_batches_with_its_own_loader_and_with_ours(
-    monkeypatch: pytest.MonkeyPatch, data: Any, options: dict[str, Any], workers: int
+    data: Any, options: dict[str, Any], workers: int
 ) -> None:
-    module = framework("accelerate.data_loader")
+    framework("accelerate")
+    from creel.integrations import accelerate as integration
+
     theirs, _ = accelerated(DataLoader, data, options, workers)
 
     dropped, base = accelerated(creel.DataLoader, data, options, workers)
     assert_same(dropped, theirs)
     assert type(base) is DataLoader  # accelerate builds its own: see docs/frameworks.md
 
-    monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
-    kept, base = accelerated(creel.DataLoader, data, options, workers)
+    kept, base = accelerated(creel.DataLoader, data, options, workers, by=integration)
     assert_same(kept, theirs)
     assert type(base) is creel.DataLoader
     assert base.stats()["batches"] == 26  # `skip_first_batches` made a loader for the epoch between
+
+
+def test_a_prepared_loader_keeps_the_arguments_of_creels(data: Any) -> None:
+    """Those that skips the first batches, too; one of torch's class stays torch's."""
+    framework("accelerate")
+    from accelerate import Accelerator
+
+    from creel.integrations.accelerate import prepare, skip_first_batches
+
+    model = torch.nn.Linear(8, 1)
+    ours = creel.DataLoader(data, 4, True, on_error="skip", seeding="sample", num_workers=1)
+    prepared, theirs, module = prepare(
+        Accelerator(cpu=True), ours, DataLoader(data, batch_size=4), model
+    )
+    assert module is model
+    assert type(theirs.base_dataloader) is DataLoader
+    for loader in (prepared, skip_first_batches(prepared, 3)):
+        base = loader.base_dataloader
+        assert (type(base), base.on_error, base.seeding) == (creel.DataLoader, "skip", "sample")
+    assert len(list(skip_first_batches(prepared, 3))) == len(prepared) - 3
 
 
 def test_accelerate_has_torchs_batches_with_a_wrapped_dataset(data: Any) -> None:
@@ -162,24 +188,26 @@ def test_accelerate_has_torchs_batches_with_a_wrapped_dataset(data: Any) -> None
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_accelerate_has_torchs_batches_of_a_dataset_that_opens_files(
-    monkeypatch: pytest.MonkeyPatch, opaque: Any, workers: int
+    opaque: Any, workers: int
 ) -> None:
-    module = framework("accelerate.data_loader")
+    framework("accelerate")
+    from creel.integrations import accelerate as integration
+
     theirs, _ = accelerated(DataLoader, opaque, {}, workers)
-    monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
-    ours, base = accelerated(creel.DataLoader, creel.wrap(opaque), {}, workers)
+    ours, base = accelerated(creel.DataLoader, creel.wrap(opaque), {}, workers, by=integration)
     assert_same(ours, theirs)
     assert type(base) is creel.DataLoader
 
 
 def test_a_state_that_accelerate_took_at_the_last_batch_begins_the_next_epoch(
-    monkeypatch: pytest.MonkeyPatch, data: Any
+    data: Any,
 ) -> None:
-    module = framework("accelerate.data_loader")
+    framework("accelerate")
     from accelerate import Accelerator
 
-    monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
-    prepared = Accelerator(cpu=True).prepare(creel.DataLoader(data, 4, True))
+    from creel.integrations.accelerate import prepare
+
+    prepared = prepare(Accelerator(cpu=True), creel.DataLoader(data, 4, True))
     states = [copy.deepcopy(prepared.state_dict()) for _ in prepared]
     assert [s["batches"] for s in states] == list(range(1, 14))
     for state, left in ((states[4], 8), (states[-1], 13)):
@@ -215,13 +243,14 @@ def run(cls, data, workers, drop, cut, persistent):
             model(batch).mean().backward()
     return seen
 
-def accelerated(cls, data, workers, options):
+def accelerated(cls, data, workers, options, prepare=None):
     from accelerate import Accelerator, DataLoaderConfiguration
     torch.manual_seed(5)
     random.seed(5)
     configuration = DataLoaderConfiguration(**options)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-    loader = accelerator.prepare(cls(data, 4, True, num_workers=workers))
+    loader = cls(data, 4, True, num_workers=workers)
+    loader = prepare(accelerator, loader) if prepare else accelerator.prepare(loader)
     return [accelerator.gather_for_metrics(b).tolist() for _ in range(2) for b in loader]
 
 torch.set_num_threads(1)
@@ -230,14 +259,12 @@ data = creel.RecordDataset(sys.argv[1], torch.int64, 8, transform=noisy)
 cases = ([0, False, False, False], [2, True, False, False], [2, False, True, True])
 same = [run(DataLoader, data, *c) == run(creel.DataLoader, data, *c) for c in cases]
 if sys.argv[3] == "accelerate":
-    import accelerate.data_loader as theirs
+    from creel.integrations.accelerate import prepare
     for options in ({}, {"dispatch_batches": True}, {"split_batches": True}):
         for workers in (0, 2):
             expected = accelerated(DataLoader, data, workers, options)
-            for cls in (DataLoader, creel.DataLoader):
-                theirs.DataLoader = cls
-                same.append(accelerated(creel.DataLoader, data, workers, options) == expected)
-            theirs.DataLoader = DataLoader
+            for how in (None, prepare):
+                same.append(accelerated(creel.DataLoader, data, workers, options, how) == expected)
 with open(f"{sys.argv[2]}/{dist.get_rank()}.json", "w") as f:
     json.dump(same, f)
 dist.destroy_process_group()
@@ -278,7 +305,8 @@ def test_the_trainer_of_transformers_has_torchs_batches(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = framework("transformers")
-    accelerate = framework("accelerate.data_loader")
+    from creel.integrations.transformers import Trainer
+
     data.transform = opaque.transform = labelled
 
     class Net(torch.nn.Module):
@@ -326,9 +354,8 @@ def test_the_trainer_of_transformers_has_torchs_batches(
     overridden, _ = train(Overridden)
     Overridden.cls = creel.DataLoader
     assert_same(train(Overridden)[0], overridden)
-    monkeypatch.setattr(accelerate, "DataLoader", creel.DataLoader)
-    patched, loader = train(transformers.Trainer)
-    assert_same(patched, theirs)
+    kept, loader = train(Trainer)
+    assert_same(kept, theirs)
     assert type(loader.base_dataloader) is creel.DataLoader
     assert loader.base_dataloader.stats()["batches"] == 26
 

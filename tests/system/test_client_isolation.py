@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 #: A daemon whose tables and plans may take 32 MiB, so that tests need not fill half a gigabyte.
 SMALL = """
 import sys
-from creel.daemon.service import quota
+from creel.daemon.service.memory import quota
 from creel.daemon import main
 quota.MIN_LIMIT_NBYTES = 32 << 20
 {more}
@@ -181,9 +181,9 @@ def test_too_much_at_once_costs_its_sender_the_connection(daemon_name: str, tmp_
 
 
 BROKEN = """
-from creel.daemon.service import node, registry
+from creel.daemon.service import registry, sessions
 from creel.policies import next_use
-add, opened, extended = next_use.EpochUses.add, registry.Registry.open, node.Node.extended
+add, opened, extended = next_use.EpochUses.add, registry.Registry.open, sessions.Sessions.extended
 def broken(self, steps, ids):
     if len(ids) == 13:
         self.first[ids] = 5  # not all that it should do
@@ -197,7 +197,8 @@ def unlucky(self, session, message, arrays):
     if len(arrays[0]) == 7:
         raise ZeroDivisionError("seven")
     extended(self, session, message, arrays)
-next_use.EpochUses.add, registry.Registry.open, node.Node.extended = broken, refused, unlucky
+next_use.EpochUses.add, registry.Registry.open = broken, refused
+sessions.Sessions.extended = unlucky
 """
 
 

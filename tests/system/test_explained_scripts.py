@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from creel.cli import main
 from kit import unique_name
+from testbed.same import needs_fuse
+from testbed.slowfs import SlowFS
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -134,3 +137,62 @@ def test_a_name_that_another_daemon_has_is_refused(
     (tmp_path / "train.py").write_text("raise SystemExit('it must not run')")
     assert main.main(["--name", served, "explain", str(tmp_path / "train.py")]) == 1
     assert f"is already named '{served}'" in capsys.readouterr().err
+
+
+READER = f"""
+import sys, time
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+kind, folder = sys.argv[1:]
+
+
+class Reader(Dataset):
+    rows = None
+
+    def __len__(self):
+        return {FILES}
+
+    def __getitem__(self, index):
+        if kind == "files":
+            with open(f"{{folder}}/{{index:03}}", "rb") as f:
+                data = f.read()
+        else:
+            if self.rows is None:
+                self.rows = np.memmap(f"{{folder}}/rows", "u1", "r", shape=({FILES}, 200_000))
+            data = self.rows[index]
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+for epoch in range(100):
+    for batch in DataLoader(Reader(), {BATCH}, shuffle=True, num_workers=2):
+        time.sleep(0.005)
+"""
+READ_S = 0.05
+
+
+@needs_fuse
+@pytest.mark.parametrize(
+    "kind, line", [("files", "creel.wrap(dataset)"), ("maps", "a method ranges(index)")]
+)
+def test_what_a_script_reads_by_itself_is_told_and_which_line_serves_it(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, line: str
+) -> None:
+    script.write_text(READER)
+    np.zeros(FILES * 200_000, np.uint8).tofile(tmp_path / "data/rows")
+    how: Any = {"page_cache": kind == "maps", "read_latency": 1000 * READ_S}
+    slow: Any = SlowFS(str(tmp_path / "data"), str(tmp_path / "mount"), **how)  # type: ignore[no-untyped-call]
+    with slow:
+        words = ["explain", "--json", "--steps", "16", str(script), kind, str(slow.mountpoint)]
+        assert main.main(["--name", unique_name(), *words]) == 0
+    found = json.loads(capfd.readouterr().out)
+    reads = found["reads"]
+    assert (found["samples"], found["steps"]) == (FILES, FILES // BATCH)
+    assert reads["mapped"] == (kind == "maps")
+    assert reads["line"].startswith(line)
+    assert reads["file"].startswith(str(slow.mountpoint))
+    # Each sample waits for one read at least; a look sees a part of those of a busy machine.
+    assert reads["storage_s"] > 0.7 * BATCH * READ_S
+    assert reads["storage_s"] <= found["busy_s"]["decode"]
+    assert reads["epoch_s"] < found["epoch_s"] - 0.5 * reads["storage_s"] / 2 * found["steps"]

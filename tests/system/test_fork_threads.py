@@ -25,6 +25,10 @@ class Own(torch.utils.data.Dataset):
         with open(paths[i], "rb") as f:
             return torch.frombuffer(bytearray(f.read()), dtype=torch.uint8)
 
+class Mapped(Own):
+    def ranges(self, i):
+        return [(paths[i], 0, 6000)]
+
 threads = []
 def count():
     names = {t.native_id: t.name for t in threading.enumerate()}
@@ -34,6 +38,7 @@ os.register_at_fork(after_in_parent=count)
 direct = {"creel": {"loader.direct": "never"}}
 data = {
     "own": Own,
+    "mapped": Mapped,
     "wrap": lambda: creel.wrap(Own()),
     "files": lambda: creel.FileDataset(paths),
     "records": lambda: creel.RecordDataset(paths, "uint8", 6000, transform=lambda x: x),
@@ -53,7 +58,7 @@ loaders = [creel.DataLoader(made, 4, num_workers=2, shuffle=True, **direct), *ot
 for epoch in range(3):
     for loader in loaders:
         assert sum(len(b) for b in loader) == 40
-if kind != "own":
+if kind not in ("own", "mapped"):
     assert any(loader._creel_state._stream is not None for loader in loaders), "no session"
 assert len(threads) >= 12, len(threads)
 assert not any(threads), threads
@@ -61,7 +66,7 @@ assert not any(threads), threads
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["own", "wrap", "files", "records", "mixed"])
+@pytest.mark.parametrize("kind", ["own", "mapped", "wrap", "files", "records", "mixed"])
 def test_no_thread_is_there_when_workers_are_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.cache.memory.shared_words import STATE
 from creel.cache.storage.manifest import Manifest
-from creel.daemon.service import kept_memory
+from creel.daemon.service.memory import kept_memory
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 from creel.settings import MemorySettings

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import creel
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
+from creel.cache.storage.stores import arrow_store
 from creel.cache.storage.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader.client.client import Client
@@ -129,6 +130,19 @@ def test_a_second_epoch_asks_the_store_for_nothing(s3: S3, daemon_name: str) -> 
     assert s3.count["gets"] + s3.count["heads"] == asked
     with Client.connect(daemon_name, "cli") as client:
         client.ask("stop")
+
+
+@pytest.mark.parametrize("most", [0, 1000])
+def test_a_listing_has_every_key_once_however_many_folders_are_listed_at_once(
+    s3: S3, bucket: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(arrow_store, "_MAX_FOLDERS", most)
+    rows: list[tuple[str, int]] = []
+    listed = storage.list_remote("s3://bucket", None, rows)
+    assert listed.names == storage.walk(str(bucket)).names
+    assert listed.nbytes == [(bucket / name).stat().st_size for name in listed.names]
+    assert sorted(name for name, _ in rows) == sorted(listed.names), "so far, for people"
+    assert s3.count["lists"] == (3 if most else 1 + 2)
 
 
 def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture) -> None:

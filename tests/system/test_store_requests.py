@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -26,19 +27,23 @@ import creel
 from creel.cache.storage import version
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import obstore_store
+from creel.cache.storage.stores import obstore_store, retry
+from creel.cache.storage.stores.access import StorageOptions, check_grants
 from creel.cache.storage.stores.requests import Gate
-from creel.errors import SourceError
+from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.client.client import Client
+from creel.loader.data.reading import storage
 from creel.settings import FetchSettings
 from kit import forget_stores, seeds
 from programs import Program
+from testbed.fault_proxy import FAULTS, STALL, FaultyProxy
 from testbed.s3_server import CUT, KEY, S3, SECRET, SHORT
 
 pytest.importorskip("obstore")
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
 N, NBYTES = 48, 3000
+NAMES = [f"files/{i:02}" for i in range(N)]
 RECORDS = 64
 #: An option that only pyarrow's client has, so that it reads.
 BY_ARROW = {"background_writes": False}
@@ -73,8 +78,11 @@ def s3(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 
 
 def files(**more: Any) -> Dataset[Any]:
-    uris = [f"s3://bucket/files/{i:02}" for i in range(N)]
-    return creel.FileDataset(uris, **more)
+    return creel.FileDataset([f"s3://bucket/{name}" for name in NAMES], **more)
+
+
+def files_below() -> Dataset[Any]:
+    return creel.FileDataset("s3://bucket/files")
 
 
 def sized() -> Dataset[Any]:
@@ -151,6 +159,104 @@ def test_near_ranges_are_one_request_and_far_ones_are_not(s3: S3) -> None:
     assert len(set(versions)) == 1
 
 
+@pytest.mark.parametrize("client", ["obstore", "pyarrow"])
+@pytest.mark.parametrize("loader", [DataLoader, creel.DataLoader])
+@pytest.mark.parametrize("make", [records, tars])
+def test_no_sample_mixes_a_file_with_one_that_replaced_it(
+    s3: S3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    daemon_name: str,
+    make: Callable[..., Any],
+    loader: type,
+    client: str,
+) -> None:
+    """Neither does an epoch: its samples are those of the file that the dataset was made of."""
+    more: dict[str, Any] = {"storage_options": BY_ARROW} if client == "pyarrow" else {}
+    more |= {"index": tmp_path / "index"} if make is tars else {}
+    shutil.copytree(s3.root / "bucket", tmp_path / "bucket")
+    monkeypatch.setattr(s3, "root", tmp_path)
+    dataset = make(**more)
+    wanted = [kept(dataset[i]) for i in range(10)]
+    stamp = dataset.manifest.key
+    for name in ("records", "shard.tar"):
+        path = tmp_path / "bucket" / name
+        path.write_bytes(path.read_bytes().replace(b"\x07", b"\x08"))
+    arguments = {"creel": {"loader.direct": "never"}} if loader is creel.DataLoader else {}
+    epoch = map(kept, loader(dataset, None, num_workers=1, **arguments))
+    with pytest.raises(SourceError, match="was replaced since the dataset was made"):
+        assert list(epoch) == wanted
+    anew = make(**more)
+    assert anew.manifest.key != stamp
+    assert [kept(anew[i]) for i in range(10)] != wanted
+    if loader is creel.DataLoader:
+        with Client.connect(daemon_name, "cli") as connected:
+            connected.ask("stop")
+
+
+def kept(sample: Any) -> bytes:
+    return bytes(sample["bin"] if isinstance(sample, dict) else sample.numpy().tobytes())
+
+
+#: How objects are read: of known lengths, of unknown ones, and ranges of one object.
+WAYS = {
+    "files": lambda: Manifest.of_files(NAMES, root="s3://bucket", lengths=[NBYTES] * N),
+    "unknown": lambda: Manifest.of_files(NAMES, root="s3://bucket"),
+    "ranges": lambda: Manifest.of_runs(
+        NAMES, *np.array([[0] * N, [NBYTES // 30] * N, [30] * N]), root="s3://bucket"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", seeds(1))
+def test_no_fault_on_the_way_becomes_a_sample(
+    s3: S3, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
+) -> None:
+    """Thousands of them; SEEDS=20 makes it ten thousands.
+
+    All are outlasted, but for an object that seems to have another length than was listed.
+    """
+    rng = np.random.default_rng(seed)
+    # A checksum is that of a whole object.
+    faults = FAULTS if way != "ranges" else tuple(f for f in FAULTS if f != "flipped")
+    failed = 0
+    with FaultyProxy(s3.port, rng, 0.4, faults) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        source = Source(WAYS[way](), FetchSettings(backoff_s=0.0, attempts=100))
+        wanted = [wanted_of(s3, source, i) for i in range(len(source.manifest))]
+        while proxy.count.total() < 700:
+            some = rng.permutation(len(wanted))[:8]
+            try:
+                assert source.read(int(some[0])) == wanted[some[0]]
+            except SourceError:
+                failed += 1
+            if way == "unknown":
+                data = [whole and whole.data for whole in source.read_whole(some)]
+            else:
+                data = filled(source, some)[0]
+            failed += data.count(None)
+            assert all(d in (None, wanted[i]) for d, i in zip(data, some.tolist(), strict=True))
+        assert set(proxy.count) == set(faults)
+        assert failed <= (proxy.count["short"] if way == "files" else 0)
+
+
+def test_a_connection_that_hangs_is_given_up_in_time_for_another(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultyProxy(s3.port, np.random.default_rng(0), 1.0, (STALL,), most=1) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        source = Source(WAYS["unknown"](), FetchSettings(backoff_s=0.001, deadline_s=6.0))
+        assert source.read(0) == wanted_of(s3, source, 0)
+        assert proxy.count[STALL] == 1
+
+
+def wanted_of(s3: S3, source: Source, i: int) -> bytes:
+    uri, offset, length = source.manifest.location(i)
+    data = (s3.root / uri.removeprefix("s3://")).read_bytes()
+    return data if length < 0 else data[offset : offset + length]
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_no_fault_of_a_store_becomes_a_sample(s3: S3, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -187,10 +293,15 @@ def test_a_broken_body_goes_on_at_the_byte_where_it_broke(s3: S3) -> None:
     assert (counts.retries, counts.requests.snapshot()["resumes"]) == (0, 6)
 
 
+@pytest.mark.parametrize("large", [1 << 18, 1 << 30])
+@pytest.mark.parametrize("heeds", [True, False])
 @pytest.mark.parametrize("length", [-1, 1 << 20])
 def test_an_object_replaced_in_the_middle_of_its_body_is_never_a_mixture(
-    tmp_path: Path, s3: S3, length: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3: S3, *, length: int, heeds: bool, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(obstore_store, "_LARGE_NBYTES", large)
+    monkeypatch.setattr(obstore_store, "_PART_NBYTES", 1 << 17)
+    s3.heeds_if_match = heeds
     (tmp_path / "bucket").mkdir()
     path = tmp_path / "bucket/large"
     path.write_bytes(b"a" * (1 << 20))
@@ -205,6 +316,21 @@ def test_an_object_replaced_in_the_middle_of_its_body_is_never_a_mixture(
         assert data == [b"b" * (1 << 20)]
         assert versions == source.versions(np.array([0])).tolist()
         assert versions[0] > version.UNKNOWN
+
+
+def test_a_large_object_is_read_in_parts(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "_LARGE_NBYTES", 1 << 18)
+    monkeypatch.setattr(obstore_store, "_PART_NBYTES", 300_000)
+    for length in (1 << 20, (1 << 20) - 1):
+        source = Source(Manifest.of_files(["large"], root="s3://bucket", lengths=[length]))
+        wanted = (s3.root / "bucket/large").read_bytes()
+        s3.fail(1, CUT)
+        s3.fail(1, 503)
+        data, _ = filled(source, np.array([0]))
+        assert data == [wanted if length == len(wanted) else None]
+    assert s3.count["gets"] == 4 + 2 + 1 + 2, (
+        "parts and faults; one part shows that a size is wrong"
+    )
 
 
 def test_throttles_are_counted_and_outlasted(s3: S3) -> None:
@@ -262,6 +388,62 @@ def test_a_refusal_is_one_clear_sentence_at_once(
     assert s3.count["faults"] == requests
 
 
+@pytest.mark.parametrize("ask", [files_below, records])
+@pytest.mark.parametrize(
+    "status, code, says",
+    [
+        (403, "AccessDenied", "access denied: check the credentials"),
+        (403, "RequestTimeTooSkewed", "access denied: the clock|access denied: check the cred"),
+        (400, "AuthorizationHeaderMalformed", "access denied: check the region"),
+        (301, "PermanentRedirect", "access denied: the bucket is at another endpoint"),
+        (400, "ExpiredToken", "the keys have expired"),
+        (404, "NoSuchKey", "there is no s3://bucket"),
+    ],
+)
+def test_a_refusal_is_one_clear_sentence_before_there_is_a_dataset(
+    s3: S3, ask: Callable[[], Any], status: int, code: str, says: str
+) -> None:
+    """The other client asks then; an answer to HEAD has only the status."""
+    s3.refusal = status, code
+    with pytest.raises((ConfigError, NotFoundError), match=says) as failed:
+        ask()
+    assert "AWS Error" not in str(failed.value)
+    assert s3.count["refused"] <= 3
+
+
+@pytest.mark.parametrize("ask", [files_below, records, lambda: creel.read("s3://bucket/large")])
+@pytest.mark.parametrize(
+    "endpoint, says",
+    [
+        ("http://127.0.0.1:9", "cannot connect to the endpoint"),
+        ("http://no-such-host.invalid", "no server has the name of the endpoint"),
+        ("https", "the endpoint does not speak https"),
+    ],
+)
+def test_a_wrong_endpoint_is_one_clear_sentence_soon(
+    s3: S3,
+    monkeypatch: pytest.MonkeyPatch,
+    ask: Callable[[], Any],
+    endpoint: str,
+    says: str,
+) -> None:
+    """One that has answered is waited for, as it may be restarted."""
+    ours = s3.env["AWS_ENDPOINT_URL"].replace("http", "https")
+    server = ours if endpoint == "https" else endpoint
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    tries: list[object] = []
+    monkeypatch.setattr(retry, "_warn", lambda *_: tries.append(1))
+    with pytest.raises(SourceError, match=f"{says} .*{server}"):
+        ask()
+    assert len(tries) == 1
+    forget_stores(monkeypatch, FetchSettings(backoff_s=0.001))
+    monkeypatch.setattr(storage, "_reached", {("s3", "bucket")})
+    if ask not in (files_below, records):  # the other client pauses for seconds of its own
+        with pytest.raises(SourceError, match=says):
+            ask()
+        assert len(tries) == 1 + FetchSettings().attempts - 1
+
+
 def test_expired_keys_are_renewed_once(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment has new ones by then."""
     s3.fail(1, 400, "ExpiredToken")
@@ -306,6 +488,8 @@ ACCOUNTS: dict[str, tuple[str, dict[str, Any]]] = {
     "session token": ("", {"key": KEY, "secret": SECRET, "token": "t"}),
     "in the address": (f"{KEY}:{SECRET.replace('-', '%2D')}@", {}),
     "anonymous": ("", {"anon": True}),
+    "pyarrow's names": ("", {"access_key": KEY, "secret_key": SECRET, "session_token": "t"}),
+    "client_kwargs": ("", {"key": KEY, "secret": SECRET, "client_kwargs": {"region_name": "eu-1"}}),
 }
 
 
@@ -325,6 +509,45 @@ def test_each_way_to_name_an_account_reads(
     data = creel.read(f"s3://{who}bucket/files/00", storage_options=given)
     assert data == (s3.root / "bucket/files/00").read_bytes()
     assert (s3.count["heads"], s3.count["refused"]) == (int(client == "pyarrow"), 0)
+
+
+_KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+_IN_FILES = dict.fromkeys(_KEYS, "")
+#: What the environment says: the variables, and whether obstore can do it. "~" is a home.
+ENVIRONMENTS: dict[str, tuple[dict[str, str], bool]] = {
+    "keys": (_KEYS, True),
+    "session token": (_KEYS | {"AWS_SESSION_TOKEN": "t"}, True),
+    "R2's region": (_KEYS | {"AWS_REGION": "auto"}, True),
+    "an endpoint of S3 alone": (
+        _KEYS | {"AWS_ENDPOINT_URL": "", "AWS_ENDPOINT_URL_S3": "s3"},
+        True,
+    ),
+    "a profile": (_IN_FILES | {"HOME": "~", "AWS_PROFILE": "reader"}, False),
+    "the default profile": (_IN_FILES | {"HOME": "~"}, False),
+    "another file": (_IN_FILES | {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}, False),
+}
+
+
+@pytest.mark.parametrize("way", ENVIRONMENTS)
+def test_each_way_to_name_an_account_in_the_environment_reads(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """In this process, and in a daemon, which gets a grant."""
+    variables, once = ENVIRONMENTS[way]
+    (tmp_path / ".aws").mkdir()
+    ours = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+    others = ours.replace(KEY, "of-another-profile") if "AWS_PROFILE" in variables else ours
+    (tmp_path / ".aws/credentials").write_text(f"[default]\n{others}\n[reader]\n{ours}")
+    for name, value in variables.items():
+        server = s3.env["AWS_ENDPOINT_URL"] if value == "s3" else value
+        monkeypatch.setenv(name, server.replace("~", str(tmp_path)))
+    wanted = (s3.root / "bucket/files/00").read_bytes()
+    assert creel.read("s3://bucket/files/00") == wanted
+    assert (s3.count["heads"], s3.count["refused"]) == (int(not once), 0)
+    manifest = Manifest.of_files(["files/00"], root="s3://bucket").reached(StorageOptions())
+    grants = manifest.grants()
+    check_grants(grants, 1)
+    assert Source(manifest, grants=grants).read(0) == wanted
 
 
 class Role(BaseHTTPRequestHandler):

@@ -20,6 +20,8 @@ from typing import cast
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+import xxhash
+
 KEY, SECRET = "AKIACREELTESTBED", "hush-hush-not-to-be-told"
 CUT, SHORT = 0, -1  # faults without a status
 _PAGE = 100  # keys in one page of a listing
@@ -42,10 +44,15 @@ class S3:
         self.keys = {KEY}
         #: Whether reads without an account are answered.
         self.public = False
+        #: Status and S3's word for the error with which all requests are answered.
+        self.refusal: tuple[int, str] | None = None
+        #: Whether If-Match is heeded, as not all servers do.
+        self.heeds_if_match = True
         #: Called at each fault.
         self.on_fault: Callable[[], object] = lambda: None
         self._fails: list[tuple[int, str]] = []
         self._lock = threading.Lock()
+        self._tags: dict[int, str] = {}
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.s3 = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
@@ -67,12 +74,23 @@ class S3:
         return f"endpoint_override={self._host}&scheme=http"
 
     @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    @property
     def _host(self) -> str:
-        return f"127.0.0.1:{self._server.server_port}"
+        return f"127.0.0.1:{self.port}"
 
     def fail(self, times: int, status: int, code: str = "") -> None:
         with self._lock:
             self._fails += [(status, code)] * times
+
+    def tag(self, data: bytes) -> str:
+        """Return the MD5 sum of an object's bytes, which is made once."""
+        key = xxhash.xxh3_64_intdigest(data)
+        if key not in self._tags:
+            self._tags[key] = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return self._tags[key]
 
     def next_fault(self) -> tuple[int | None, str]:
         with self._lock:
@@ -92,6 +110,21 @@ class S3:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _cut(key: str, prefix: str, delimiter: str) -> str:
+    """Return a key, or the folder below the prefix in which it lies."""
+    inner, end, _ = key.removeprefix(prefix).partition(delimiter or "\0")
+    return prefix + inner + end if delimiter else key
+
+
+def _row(folder: Path, key: str, delimiter: str) -> str:
+    if delimiter and key.endswith(delimiter):
+        return f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>"
+    return (
+        f"<Contents><Key>{escape(key)}</Key><Size>{(folder / key).stat().st_size}</Size>"
+        "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+    )
 
 
 class _Server(ThreadingHTTPServer):
@@ -122,6 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not (self.s3.public if given is None else given[1] in self.s3.keys):
             self.s3.count["refused"] += 1
             self._error(403, "InvalidAccessKeyId")
+        elif self.s3.refusal:
+            self.s3.count["refused"] += 1
+            self._error(*self.s3.refusal)
         elif not folder.is_dir():
             self._error(404, "NoSuchBucket")
         elif not key:
@@ -140,10 +176,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(fault, code or ("SlowDown" if fault == 503 else "InternalError"))
             return
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        tag = hashlib.md5(data, usedforsecurity=False).hexdigest()
         modified = formatdate(path.stat().st_mtime, usegmt=True)
+        tag = self.s3.tag(data)
         head = {"Last-Modified": modified, "ETag": f'"{tag}"'}
-        if self.headers.get("If-Match", head["ETag"]) != head["ETag"]:
+        wanted = self.headers.get("If-Match", head["ETag"])
+        if self.s3.heeds_if_match and wanted != head["ETag"]:
             self._error(412, "PreconditionFailed")
             return
         if span:
@@ -156,13 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, folder: Path, asked: dict[str, str]) -> None:
         prefix, after = asked.get("prefix", ""), asked.get("continuation-token", "")
         limit = min(int(asked.get("max-keys", _PAGE)), _PAGE)
-        files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        found = [key for key in files if key.startswith(prefix) and key > after]
-        rows = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>{(folder / key).stat().st_size}</Size>"
-            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for key in found[:limit]
-        )
+        files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        delimiter = asked.get("delimiter", "")
+        keys = {_cut(key, prefix, delimiter) for key in files if key.startswith(prefix)}
+        found = sorted(key for key in keys if key > after)
+        rows = "".join(_row(folder, key, delimiter) for key in found[:limit])
         more = len(found) > limit
         last = escape(found[limit - 1]) if more else ""
         token = f"<NextContinuationToken>{last}</NextContinuationToken>" if more else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -304,31 +303,10 @@ def _commands() -> dict[str, click.Command]:
     return found
 
 
-def _manual(command: str) -> str:
-    """Return the manual's synopsis and text of one command."""
-    manual = Path(__file__).parent.parent.parent / "docs/cli.md"
-    _, start, rest = manual.read_text().partition(f"**creel {command}**")
-    assert start, f"the manual has no {command}"
-    return rest.partition("\n**creel ")[0].partition("\n## ")[0]
-
-
 @pytest.mark.parametrize("command", sorted(_commands()))
-def test_every_command_explains_itself_and_is_in_the_manual(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*command.split(), "--help"]) == 0
-    helped = capsys.readouterr().out
-    assert len(helped.splitlines()) > 3
-    offered = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", helped)) - {"--help"}
-    synopsis = _manual(command).partition("\n:")[0]
-    assert set(re.findall(r"--[a-z][a-z-]*", synopsis)) == offered
-
-
-@pytest.mark.parametrize("option", ["--name", "--version", "--help"])
-def test_the_options_of_all_commands_are_in_the_manual(option: str) -> None:
-    assert option in {o for p in main.creel.params for o in p.opts} | {"--help"}
-    manual = Path(__file__).parent.parent.parent / "docs/cli.md"
-    assert option in manual.read_text().partition("## DESCRIPTION")[0]
+    assert len(capsys.readouterr().out.splitlines()) > 3
 
 
 def test_every_command_that_reads_offers_json() -> None:

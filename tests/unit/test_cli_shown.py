@@ -62,6 +62,11 @@ def test_counters_are_shown_when_training_is_over(
 
 CAUSES: dict[str, float] = dict.fromkeys(SESSION["stall_s"], 0.0)
 
+THROTTLED = {
+    "dataset": SESSION["dataset"],
+    "requests": {"GET": 990, "HEAD": 10},
+    "throttles": 20,
+}
 FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
 
 
@@ -95,6 +100,11 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
             "memory (100 MiB) cannot hold all objects: 100 of",
         ),
         ({"stall_s": CAUSES | {"source": 90.0}, "direct_reads": 20_000}, FULL, "read directly"),
+        (
+            {"stall_s": CAUSES | {"source": 90.0}},
+            {"sources": [THROTTLED, THROTTLED | {"dataset": "another"}]},
+            "throttled by the store: 20 of 1,000 requests",
+        ),
     ],
 )
 @pytest.mark.usefixtures("daemon")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +17,7 @@ from creel import config as config_module
 from creel.config import Config, config_files, fields, memory_budget
 from creel.errors import ConfigError
 from creel.settings import MemorySettings
+from creel.streams.producer import Producer
 from creel.system import limits
 from creel.units import format_size, parse_seconds, parse_size
 
@@ -289,21 +292,6 @@ def test_every_setting_has_one_line_about_it_and_a_default_that_it_accepts(home:
     assert load(home)[0] == Config()
 
 
-def test_the_page_about_configuration_names_every_setting_with_its_default() -> None:
-    page = (ROOT / "docs/configuration.md").read_text()
-    missing = [
-        k for k, f in fields().items() if f"| `{k}` | {shown(f.default, f.unit)} |" not in page
-    ]
-    assert not missing, "mend docs/configuration.md"
-
-
-def shown(default: object, unit: str) -> str:
-    """Return a default as docs/configuration.md writes it."""
-    if unit == "bytes" and isinstance(default, int):
-        return f"`{format_size(default).replace('.00', '').replace('.0', '')}`"
-    return f"`{_toml(default)}`" + (" s" if unit == "seconds" else "")
-
-
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -421,3 +409,26 @@ def test_in_a_container_the_mount_itself_is_our_group(memory_of: MemoryOf) -> No
 def test_a_setting_without_its_section_is_told_the_section(word: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {meant}\\?"):
         Config.load({word: "1GiB"})
+
+
+THREADS = """
+import sys, threading
+from creel.config import from_flat
+from creel.streams.log import Log
+sys.setswitchinterval(1e-9)
+starts = threading.Barrier(8)
+def first(path):
+    starts.wait()
+    from_flat({"daemon.name": "x", "fetch.threads": 4, "window.min_steps": 1})
+    Log.open(path)
+threads = [threading.Thread(target=first, args=sys.argv[1:]) for _ in range(8)]
+for one in threads: one.start()
+for one in threads: one.join()
+"""
+
+
+def test_threads_that_are_the_first_to_read_settings_do_not_end_the_process(tmp_path: Path) -> None:
+    Producer(tmp_path / "stream", {"x": "int64"}).close()
+    for _ in range(6):
+        command = [sys.executable, "-c", THREADS, str(tmp_path / "stream")]
+        subprocess.run(command, check=True, timeout=120)

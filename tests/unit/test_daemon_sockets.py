@@ -142,12 +142,12 @@ def test_messages_about_plans_are_ignored_while_draining() -> None:
             until(requests.more)
             requests.turn()
 
-        node.state = "draining"
+        node.shell.state = "draining"
         send(3)
         control_socket.drop.assert_not_called()
-        node.extended.assert_not_called()
-        node.state = "serving"
+        node.sessions.extended.assert_not_called()
+        node.shell.state = "serving"
         send(3)
         control_socket.drop.assert_called_once_with("token", "extend at step 3, known are 0")
         send(0)
-        assert node.extended.call_count == 1
+        assert node.sessions.extended.call_count == 1

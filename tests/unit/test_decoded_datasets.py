@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import os
 import pickle
 import random
 import resource
@@ -12,6 +13,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -23,8 +25,7 @@ from creel.errors import ConfigError
 from creel.loader.data.binding.bind import bind
 from creel.loader.data.binding.tree import keepings_in, kept_on_top
 from creel.loader.data.datasets.base import CreelDataset, Transformed
-from creel.loader.data.decoded import draws
-from creel.loader.data.decoded.stores import shared_store
+from creel.loader.data.decoded import draws, keeping
 from kit import until
 
 N = 6
@@ -251,17 +252,19 @@ def test_attributes_that_change_between_epochs_are_named_and_samples_made_anew(
     assert name in said
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "in the first sample"])
 @pytest.mark.parametrize("holds", [np.random.default_rng, np.random.RandomState, random.Random])
 def test_a_dataset_that_draws_from_a_generator_of_its_own_is_not_kept(
-    holds: Any, caplog: pytest.LogCaptureFixture
+    holds: Any, late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And it draws as often as without creel: the batches are torch's."""
 
     class Own(Sized):
         def __init__(self) -> None:
-            self.draws = holds(3)
+            self.draws: Any = None if late else holds(3)
 
         def __getitem__(self, index: int) -> float:
+            self.draws = self.draws or holds(3)
             return float((getattr(self.draws, "random", None) or self.draws.rand)())
 
     plain, kept = Own(), creel.kept(Own(), "1MiB")
@@ -306,25 +309,54 @@ def test_a_limit_of_nothing_and_creel_disabled_keep_nothing(
     assert decode.calls == 4 * N
 
 
-def test_where_descriptors_run_out_further_datasets_keep_nothing(
-    paths: list[str], caplog: pytest.LogCaptureFixture
+def descriptors() -> set[int]:
+    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "ranks"])
+def test_hundreds_of_datasets_are_kept_with_few_descriptors(
+    paths: list[str], grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of them are left to the person's own files."""
-    shared_store._say_once.cache_clear()
-    # Below the highest, earlier tests may have left holes.
-    descriptor = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * descriptor + 8, before[1]))
+    """Stores that ranks share take some each, and half of all is left to the person's own files."""
+    if grouped:
+        monkeypatch.setattr(keeping, "name_in_group", lambda _: f"group {uuid4()}")
+    before, limit = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2 * max(before) + 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit[1]))
     try:
-        datasets = [creel.kept(Files(paths), "1MiB") for _ in range(2 * descriptor + 20)]
+        datasets = [creel.kept(Files(paths), "1MiB") for _ in range(most)]
         for dataset in datasets:
-            assert dataset[0].tolist() == fresh(Path(paths[0]).read_bytes())
+            for _ in range(2):
+                assert dataset[0].tolist() == fresh(Path(paths[0]).read_bytes())
+        more = len(descriptors() - before)
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    stores = [dataset.keeping.store for dataset in datasets]
-    assert stores[0] is not None
-    assert stores[-1] is None
-    assert caplog.text.count("few descriptors are left") == 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert all(one.keeping.store and one.keeping.store.kept == 1 for one in datasets)
+    assert more <= (most // 2 - len(before) + 4 if grouped else 2)
+
+
+def test_the_memory_of_a_deleted_dataset_is_given_back() -> None:
+    """Also while others of the process live: they share a memfd."""
+
+    def used() -> int:
+        store = first.keeping.store
+        assert store is not None
+        return os.fstat(store.own.fd).st_blocks * 512
+
+    def filled() -> Any:
+        data: Any = [torch.full((1 << 20,), i, dtype=torch.uint8) for i in range(4)]
+        kept = creel.kept(data)
+        for i in range(4):
+            assert kept[i][0] == i
+        return kept
+
+    first = filled()
+    before = used()
+    others = [filled() for _ in range(3)]
+    assert used() > before + (12 << 20)
+    del others
+    assert used() < before + (1 << 17)
+    assert first[3][0] == 3
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, "much", True, b"1"])

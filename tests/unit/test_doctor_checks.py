@@ -15,8 +15,10 @@ import pytest
 from cli_rig import SESSION
 
 from creel.cli import doctor
-from creel.cli.checks import dataset, nodes, running
+from creel.cli.checks import dataset, exposed, nodes, running
 from creel.cli.checks.finding import Finding
+from creel.config import Config
+from creel.settings import ClusterSettings, DaemonSettings
 from testbed.s3_server import S3
 
 FILES = [{"dataset": "d", "objects": 1000, "nbytes": 100_000_000}]
@@ -86,6 +88,30 @@ JOB = "0::/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0\n"
 def test_a_daemon_in_the_wrong_cgroup(ours: str, its: str, said: str) -> None:
     found = running.cgroup(ours, its)
     assert (found.level, said in found.found) == ("warn" if said else "ok", True)
+
+
+@pytest.mark.parametrize(
+    "address, level",
+    [
+        ("127.0.0.1:9464", "ok"),
+        ("[::1]:9464", "ok"),
+        ("localhost:1", "ok"),
+        ("0.0.0.0:9464", "warn"),
+    ],
+)
+def test_a_metrics_page_that_others_reach_is_named(address: str, level: str) -> None:
+    (page,) = exposed.looks(Config(daemon=DaemonSettings(metrics=address)))
+    assert (page.level, "no password" in page.remedy) == (level, level == "warn")
+
+
+@pytest.mark.parametrize("mode, level", [(0o600, "ok"), (0o640, "warn"), (None, "bad")])
+def test_a_key_that_others_may_read_is_named(tmp_path: Path, mode: int | None, level: str) -> None:
+    key = tmp_path / "key"
+    if mode is not None:
+        key.touch(mode)
+        key.chmod(mode)
+    (found,) = exposed.looks(Config(cluster=ClusterSettings(key_file=str(key))))
+    assert found.level == level
 
 
 def test_a_full_dev_shm() -> None:

@@ -9,6 +9,7 @@ from test_what_if import BIG, FILES, answer, rows, session
 
 from creel.cli import explain
 from creel.cli.explain import Trial, foretold
+from creel.cli.reads import Reads
 from creel.cli.watching.what_if import Machine
 
 
@@ -70,6 +71,19 @@ def test_with_memory_for_a_part_a_later_epoch_reads_the_rest() -> None:
     assert told()["least_share"] is None, "decoding alone takes 0.15 s"
 
 
+def test_requests_to_an_object_store_are_told_so_that_a_bill_can_be_computed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = session(world=1)
+    source = {"dataset": one["dataset"], "reads": 1000, "requests": {"GET": 500, "LIST": 7}}
+    held = answer(one) | {"sources": [source]}
+    found = foretold(Trial(held, [(one, rows(0.1, 0.2, 0.1))]), BIG)
+    assert [r["requests"] for r in found["by_memory"]] == [FILES * k // 8 for k in (4, 3, 2, 1, 0)]
+    explain.show(found)
+    assert "requests" in capsys.readouterr().out
+    assert {r["requests"] for r in told()["by_memory"]} == {None}, "of files"
+
+
 def test_the_least_memory_without_a_wait_is_found() -> None:
     one = session(world=1)
     found = foretold(Trial(answer(one), [(one, rows(0.1, 0.2, 0.1))]), BIG)
@@ -97,3 +111,47 @@ def test_an_explanation_is_shown_as_tables(
     out = capsys.readouterr().out
     assert "source 100 ms, decode 300 ms" in out
     assert ("in memory" in out) == (dataset == "d")
+
+
+#: Of two workers that train 0.1 s and make a batch in 0.4 s each.
+OPAQUE = session(dataset="nothing", batches=100, decoded_measured=0, pid=7)
+
+
+def told_of(files: dict[tuple[str, bool], int], share: float, **note: Any) -> dict[str, Any]:
+    notes = [{"pid": 7, "samples": 640, "batches": 10, "ahead": False, **note}]
+    reads = [Reads(share, files, 32_000, 4.0)]
+    trial = Trial(answer(OPAQUE), [(OPAQUE, rows(0.1, 0.0, 0.4))], notes, reads)
+    return foretold(trial, BIG)
+
+
+def test_without_its_waits_for_storage_an_epoch_takes_what_is_left() -> None:
+    found = told_of({(f"/data/{i}", False): 1 for i in range(20)}, 1.5)  # of 2 workers
+    assert (found["samples"], found["steps"]) == (640, 10)
+    assert found["epoch_s"] == pytest.approx(2.0)
+    reads = found["reads"]
+    assert reads["storage_s"] == pytest.approx(0.3)
+    assert (reads["step_s"], reads["epoch_s"]) == pytest.approx((0.1, 1.0))  # 0.05 s of work
+    assert reads["nbytes"] == 32_000 // 20
+    explain.show(found)
+    assert told_of({}, 0.0)["reads"] is None
+
+
+@pytest.mark.parametrize(
+    "path, mapped, ahead, line",
+    [
+        ("", False, False, "creel.wrap(dataset)"),
+        ("/data/x.h5", False, False, "creel.wrap(dataset)"),
+        ("/data/x.npy", False, False, "creel.RecordDataset(path, dtype, shape)"),
+        ("/data/train.bin", True, False, "creel.RecordDataset(path, dtype, shape)"),
+        ("/data/x.arrow", True, False, "a method ranges(index), or creel.kept(dataset, size)"),
+        ("/data/x.arrow", True, True, "creel.kept(dataset, size)"),
+        ("/data/x.sqlite", False, False, "creel.kept(dataset, size)"),
+    ],
+)
+def test_the_line_that_serves_what_is_read_is_named(
+    path: str, mapped: bool, ahead: bool, line: str
+) -> None:
+    files = {(f"/data/{i}", mapped): 1 for i in range(20)} | ({(path, mapped): 9} if path else {})
+    found = told_of(files, 1.0, ahead=ahead)
+    assert found["reads"]["line"] == line
+    assert found["reads"]["file"] == (path or "/data/0")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import logging
@@ -14,11 +15,13 @@ import tempfile
 import threading
 from builtins import open as own_open
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import Dataset
 
 import creel
@@ -86,6 +89,37 @@ def with_own_file(path: str) -> bytes:
         return Path(folder, "x").read_bytes()
 
 
+def walked(path: str) -> list[str]:
+    return sorted(name for _, _, names in os.walk(path + ".d") for name in names)
+
+
+def attribute(path: str) -> bytes:
+    try:
+        return os.getxattr(path + ".x", "user.value")
+    except OSError:  # not every file system has them
+        return b""
+
+
+def by_own_link(path: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        os.symlink(path, f"{folder}/link")  # noqa: PTH211
+        return Path(folder, "link").read_bytes()
+
+
+def threaded_look(path: str) -> bool:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(Path(path + ".more").exists).result()
+
+
+def mapped_by_torch(path: str) -> Any:
+    return torch.from_file(path, size=2, dtype=torch.uint8).clone()
+
+
+def threaded_program(path: str) -> bytes:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(subprocess.check_output, ["cat", path]).result()
+
+
 def missing(path: str) -> bytes:
     try:
         with own_open(path + ".more", "rb") as file:
@@ -115,8 +149,17 @@ WAYS: dict[str, Read] = {
     "own file": with_own_file,
     "missing": missing,
     "exists": lambda path: (os.path.exists(path + ".more"), Path(path + ".more").is_file()),  # noqa: PTH110
+    "exists, in a thread": threaded_look,
+    "lexists": lambda path: os.path.lexists(path + ".dangling"),
+    "attribute": attribute,
+    "own link": by_own_link,
+    "torch.from_file": mapped_by_torch,
     "access": lambda path: os.access(path + ".more", os.R_OK),
     "size": os.path.getsize,
+    "codecs": lambda path: closed(codecs.open(path, "rb")),
+    "link": lambda path: Path(path + ".link").readlink().name,
+    "resolved": lambda path: (Path(path + ".links").is_dir(), Path(path + ".links").resolve().name),
+    "walk": walked,
     "listdir": lambda path: sorted(os.listdir(path + ".d")),  # noqa: PTH208
     "glob": lambda path: sorted(one.name for one in Path(path + ".d").glob("*")),
     "sqlite": row_of,
@@ -139,14 +182,24 @@ class Ways(Dataset[Any]):
 
 def write(data: Ways, value: int) -> None:
     """Write all files again, in place, with the same size."""
-    for path in data.paths:
+    for path, way in zip(data.paths, data.ways, strict=True):
         Path(path).write_bytes(b"%d\n" % value)
         Path(path + ".d").mkdir(exist_ok=True)
         Path(path + ".d", str(value)).touch()
+        Path(path + ".x").write_bytes(b"")
+        with contextlib.suppress(OSError):
+            os.setxattr(path + ".x", "user.value", b"%d" % value)
+        if value == 2:
+            Path(path + ".dangling").symlink_to("nowhere")
+        for link, target in ((".link", f"{path}.{value}"), (".links", f"{path}.d{value % 2}")):
+            Path(f"{path}.d{value % 2}").mkdir(exist_ok=True)
+            Path(path + link).unlink(missing_ok=True)
+            Path(path + link).symlink_to(target)
         if value > 1:
             Path(path + ".more").write_bytes(b"%d" % value)
         create, insert = "create table if not exists t (x int)", f"insert into t values ({value})"
-        in_database(path + ".db", create, insert)
+        if way is row_of:
+            in_database(path + ".db", create, insert)
 
 
 def settle(*paths: str | Path) -> None:
@@ -162,10 +215,22 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
         yield Path(name)
 
 
-def test_a_changed_file_is_noticed_however_it_was_opened(folder: Path) -> None:
+def decoded(data: Ways) -> Any:
+    """Return a dataset of which `decode` reads what the samples of `data` read."""
+    paths = [Path(path + ".number") for path in data.paths]
+    for i, path in enumerate(paths):
+        path.write_text(str(i))
+    settle(*paths)
+    return creel.FileDataset(paths, decode=lambda number: data[int(number)], keep_decoded="1MiB")
+
+
+@pytest.mark.parametrize("keeping", [creel.kept, decoded], ids=["kept", "decoded"])
+def test_a_changed_file_is_noticed_however_it_was_opened(
+    folder: Path, keeping: Callable[[Ways], Any]
+) -> None:
     data = Ways(folder)
     write(data, 1)
-    kept = creel.kept(data, "1MiB")
+    kept = keeping(data)
 
     def same() -> list[str]:
         pairs = zip(WAYS, data.ways, data.paths, strict=True)
@@ -177,7 +242,8 @@ def test_a_changed_file_is_noticed_however_it_was_opened(folder: Path) -> None:
 
     for value in (1, 2, 3):
         write(data, value)
-        settle(*(path + end for path in data.paths for end in ("", ".db", ".d")))
+        settle(*(path + end for path in data.paths for end in ("", ".d")))
+        settle(*folder.glob("*.db"))
         for _ in range(2):
             assert same() == []
         store = kept.keeping.store
@@ -223,6 +289,7 @@ def test_what_decode_opens_itself_is_checked(tmp_path: Path) -> None:
 
 
 UNKNOWN: dict[str, Read] = {
+    "program of a thread": threaded_program,
     "program": lambda path: subprocess.check_output(["cat", path]),
     "pipe": lambda path: closed(own_open(path + ".pipe", "rb")),
     "database by address": lambda path: in_database(f"file:{path}", uri=True),

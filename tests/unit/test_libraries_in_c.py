@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from creel.loader.data.interception import libraries
 from creel.loader.data.reading.observer import Intercepting
-from creel.loader.data.tracing import libraries
 from creel.loader.data.tracing.observed import ObservedReads
 
 

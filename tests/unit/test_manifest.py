@@ -131,6 +131,39 @@ def test_any_difference_changes_the_key(seed: int) -> None:
     assert manifest.key not in keys
 
 
+@pytest.mark.parametrize("seed", seeds(40))
+def test_pins_are_those_of_the_parts_and_part_of_the_identity(seed: int) -> None:
+    rng = random.Random(seed)
+    parts, told = [], []
+    for _ in range(rng.randrange(1, 5)):
+        part, _ = some(rng, rows=rng.randrange(1, 6))
+        rows = sorted(rng.sample(range(len(part.table)), rng.randrange(len(part.table) + 1)))
+        pins = [(row, rng.choice([0, rng.randrange(1, 1 << 63)])) for row in rows]
+        parts.append(part.pinned(pins))
+        expected = [0] * len(part.table)
+        for row, pin in pins:
+            expected[row:] = [pin] * (len(part.table) - row)
+        told += expected
+    whole = Manifest.concat(parts)
+    again = Manifest.from_arrow(whole.to_arrow())
+    for one in (whole, again):
+        assert [one.pin(row) for row in range(len(told))] == told
+    assert again.key == whole.key
+    assert (whole.pinned([]).key == whole.key) == (not any(told))
+
+
+@pytest.mark.parametrize(
+    "pins", [b"0 x", b"1", b"3 1 2 1", b"9 1", b"0 -1", b"0 9223372036854775808"]
+)
+def test_impossible_pins_are_malformed(pins: bytes) -> None:
+    table = Manifest.of_files(["a"] * 4).table.replace_schema_metadata({b"creel.pins": pins})
+    file = pa.BufferOutputStream()
+    with pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(MalformedError):
+        Manifest.from_arrow(file.getvalue())
+
+
 def test_text_that_moves_between_fields_changes_the_key() -> None:
     same_text = [["ab", "c"], ["a", "bc"], ["", "abc"], ["abc", ""], ["abc"]]
     keys = {Manifest.of_files(uris).key for uris in same_text}

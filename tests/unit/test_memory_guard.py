@@ -14,7 +14,7 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.pools.allocator import SYSTEM_PAGE, Allocator
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.events import MemoryFree, MemoryShort, ReleaseMemory
-from creel.daemon.service.memory_guard import MemoryGuard
+from creel.daemon.service.memory.memory_guard import MemoryGuard
 from creel.system import limits
 from kit import lengths_of
 

@@ -129,6 +129,22 @@ def test_a_message_of_another_road_is_malformed(union: Any, kind: type[Message])
                 decode(body, other)
 
 
+@pytest.mark.parametrize("union, kind", kinds())
+def test_versions_that_differ_by_a_field_with_a_default_understand_each_other(
+    union: Any, kind: type[Message]
+) -> None:
+    message = some(kind, np.random.default_rng(2))
+    fields = msgspec.msgpack.decode(encode(message))
+    later = msgspec.msgpack.encode([*fields, {"added": "by a later version"}])
+    assert decode(later, union) == message
+    optional = len(kind.__struct_defaults__)
+    earlier = decode(msgspec.msgpack.encode(fields[: len(fields) - optional]), union)
+    required = kind.__struct_fields__[: len(kind.__struct_fields__) - optional]
+    assert [getattr(earlier, name) for name in required] == [
+        getattr(message, name) for name in required
+    ]
+
+
 @pytest.mark.parametrize("seed", seeds(100))
 def test_mutated_bodies_are_malformed_or_messages(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -35,8 +35,8 @@ from creel.daemon.core.events import (
     SamplesTold,
     Tick,
 )
-from creel.daemon.service import kept_memory
 from creel.daemon.service import node as node_module
+from creel.daemon.service.memory import kept_memory
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
@@ -49,10 +49,29 @@ from kit import cluster_view, until
 pytestmark = pytest.mark.timeout(120)
 
 
-def node_of(call_soon: Callable[[Callable[[], None]], None]) -> Node:
+class WithoutSockets:
+    """A loop that nobody runs: `call_soon` gets its calls."""
+
+    request_address, clients = "", 0
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
+        self._call_soon = call_soon
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._call_soon(call)
+
+    def send(self, client: bytes, message: object) -> None: ...
+
+    def stop(self, now: bool, why: str) -> None: ...
+
+    def pids(self) -> dict[str, int]:
+        return {}
+
+
+def node_of(call_soon: Callable[[Callable[[], None]], None], *, returns: bool = False) -> Node:
     """Return a node without sockets; `call_soon` gets the calls for its loop."""
     config = Config(memory=MemorySettings(budget="1MiB"))
-    return Node(config, call_soon=call_soon, send=lambda *_: None, embedded=True)
+    return Node(config, WithoutSockets(call_soon), embedded=True, returns=returns)
 
 
 @pytest.mark.parametrize("draining", [True, False])
@@ -64,10 +83,10 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     node.registry.add(dataset)
     offset = dataset.table.offset
     if draining:
-        node.state = "draining"
+        node.shell.state = "draining"
     with mock.patch.object(node.core, "handle") as handle:
         handle.return_value = [Publish(dataset.key, np.array([0], np.int32), np.array([200]))]
-        node.handle_event(Tick())
+        node.shell.handle(Tick())
     # The core is not asked: an action that is not executed would make its tables wrong.
     assert handle.called is not draining
     assert (offset[:].tolist() == [-1, -1]) is draining
@@ -80,18 +99,17 @@ def test_a_session_that_closes_while_draining_is_ready_only_if_no_daemon_follows
 ) -> None:
     """The memory of a service goes to the next daemon, which moves bytes below such readers."""
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    node = node_of(calls.put)
-    node.returns = returns
+    node = node_of(calls.put, returns=returns)
     manifest = Manifest.of_files(["/a"])
     node.datasets.register("token", lambda: manifest, [], lambda _: None)
     while manifest.key not in node.registry.datasets:
         calls.get(timeout=60)()
-    session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
+    session = node.sessions.open("token", Open(manifest.key, "", 0, 1, "never"))
     session.set_ready(3, 0, ())
     theirs = SharedWords(session.words_fd)
     before = theirs[REVOKED]
-    node.state = "draining"
-    node.close_session(session)
+    node.shell.state = "draining"
+    node.sessions.close(session)
     assert theirs[READY] == (0 if returns else 3)
     assert (theirs[REVOKED] > before) is returns
     theirs.close()
@@ -102,9 +120,7 @@ def test_kept_memory_was_sized_by_the_settings_in_effect_not_by_those_read_since
     auto = MemorySettings(budget="auto")
     for left_by, same in ((MemorySettings(budget="1MiB"), False), (auto, True)):
         with mock.patch.object(node_module, "memory_budget", return_value=1 << 20):
-            node = Node(
-                Config(memory=left_by), call_soon=print, send=lambda *_: None, embedded=False
-            )
+            node = Node(Config(memory=left_by), WithoutSockets(print), embedded=False)
         node.config = Config(memory=auto)
         index = node.keep()
         assert index is not None
@@ -126,11 +142,13 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
         node.datasets.register("token", lambda: manifest, [], answers.append)
         while not answers:
             calls.get_nowait()()
-        session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
-        node.extended(session, Extend("token", 1, 0, 0), [np.zeros(1, np.int32), np.ones(1, int)])
+        session = node.sessions.open("token", Open(manifest.key, "", 0, 1, "never"))
+        node.sessions.extended(
+            session, Extend("token", 1, 0, 0), [np.zeros(1, np.int32), np.ones(1, int)]
+        )
         node.tick()
         calls.get_nowait()()
-        node.settle()
+        node.shell.settle()
     assert (node.fetcher.pending, session.ready) == (0, 1)
     node.close()
 
@@ -144,10 +162,11 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
     while manifest.key not in node.registry.datasets:
         calls.get(timeout=60)()
     bad, other = (
-        node.open("token", Open(manifest.key, job, 0, 1, "never")) for job in ("bad", "other")
+        node.sessions.open("token", Open(manifest.key, job, 0, 1, "never"))
+        for job in ("bad", "other")
     )
     with mock.patch.object(node.core, "handle", side_effect=MemoryError):
-        node.truncated(bad, 0)
+        node.sessions.truncated(bad, 0)
     assert list(node.registry.sessions) == [other.id]
     node.close()
 
@@ -160,23 +179,23 @@ def test_a_clients_words_may_say_anything() -> None:
     node.datasets.register("token", lambda: manifest, [], lambda _: None)
     while manifest.key not in node.registry.datasets:
         calls.get(timeout=60)()
-    session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
+    session = node.sessions.open("token", Open(manifest.key, "", 0, 1, "never"))
     session.words[DONE], session.words[WANTED] = 1 << 62, -7
-    assert not node.poll_words(), "nothing is planned"
+    assert not node.sessions.poll_words(), "nothing is planned"
     for step in range(2):
         plan = [np.zeros(1, np.int32), np.ones(1, int)]
-        node.extended(session, Extend("token", session.id, 0, step), plan)
+        node.sessions.extended(session, Extend("token", session.id, 0, step), plan)
         assert node.core.planned(session.id) == (step + 1, step + 1)
         assert session.words[KNOWN] == step + 1
     session.words[DONE] = -1
-    assert not node.poll_words(), "no step is undone"
-    node.extended(session, Extend("token", session.id, 0, 2), plan)
+    assert not node.sessions.poll_words(), "no step is undone"
+    node.sessions.extended(session, Extend("token", session.id, 0, 2), plan)
     session.words[DONE] = 3
-    node.state = "draining"
-    assert not node.poll_words()
-    node.state = "serving"
-    assert node.poll_words()
-    assert not node.poll_words()
+    node.shell.state = "draining"
+    assert not node.sessions.poll_words()
+    node.shell.state = "serving"
+    assert node.sessions.poll_words()
+    assert not node.sessions.poll_words()
     node.close()
 
 
@@ -203,12 +222,12 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
     answers: list[object] = []
     node.datasets.register("token", lambda: manifest, [], answers.append)
     until(lambda: bool(answers), what="it is registered")
-    session = node.open("token", Open(manifest.key, "", 0, 1, "never"))
+    session = node.sessions.open("token", Open(manifest.key, "", 0, 1, "never"))
     slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
-    with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
+    with mock.patch("creel.daemon.service.core_shell.time.monotonic", side_effect=slow):
         for _ in range(3):
             session.words[HEARTBEAT] = 0
-            node.handle_event(Tick())
+            node.shell.handle(Tick())
             assert session.words[HEARTBEAT] > 0
     node.close()
 
@@ -223,15 +242,15 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
     deal = Deal("t", session.id, 0, "c", 5, 2, 3, 1, seed=3, among=True)
     events: list[Any] = []
     with (
-        mock.patch.object(node, "handle_event", events.append),
+        mock.patch.object(node.shell, "handle", events.append),
         mock.patch.object(node.clusters, "view", return_value=view),
     ):
-        node.dealt(session, deal)
+        node.sessions.dealt(session, deal)
         for first, ids in ((0, [9, 8, 7]), (3, [6, 5])):
             assert isinstance(events[-1], EpochFollowed)
             message = DealtSamples("t", session.id, 5, first)
-            node.sampled(session, message, np.array(ids, np.int32))
-            node.dealt(session, deal)
+            node.sessions.sampled(session, message, np.array(ids, np.int32))
+            node.sessions.dealt(session, deal)
     (dealt,) = [e for e in events if isinstance(e, EpochDealt)]
     assert dealt is events[-1]
     expected = JobOrder(5, 2, 3, 1, 3).permutation()
@@ -240,11 +259,13 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
     assert session.among.digest == SampleObjects(session.samples).digest
     used = node.quota.used()
     again = node.registry.open("t", Open(manifest.key, "job", 1, 2, "never"))
-    node.sampled(again, DealtSamples("t", again.id, 5, 0), np.array([9, 8, 7, 6, 5], np.int32))
+    node.sessions.sampled(
+        again, DealtSamples("t", again.id, 5, 0), np.array([9, 8, 7, 6, 5], np.int32)
+    )
     assert again.among is session.among
     assert node.quota.used() == used >= session.samples.nbytes == 20
     for one in (session, again):
-        node.sampled(one, DealtSamples("t", one.id, 5, 0), np.arange(5, dtype=np.int32))
+        node.sessions.sampled(one, DealtSamples("t", one.id, 5, 0), np.arange(5, dtype=np.int32))
     assert node.quota.used() == used + 20  # the order that was dealt refers to the first
     events.clear()
     del dealt
@@ -262,15 +283,15 @@ def test_a_job_that_rehearses_is_dealt_with_the_rows_of_its_memory() -> None:
     deal = Deal("t", session.id, 0, "c", 3, 1, 3, 2, -1, among=True)
     events: list[Any] = []
     with (
-        mock.patch.object(node, "handle_event", events.append),
+        mock.patch.object(node.shell, "handle", events.append),
         mock.patch.object(node.clusters, "view", return_value=cluster_view([SOURCE], 1 << 20)),
     ):
         for first, rehearsed in ((0, False), (0, True)):
             message = DealtSamples("t", session.id, 5, first, rehearsed)
-            node.sampled(session, message, samples)
+            node.sessions.sampled(session, message, samples)
         for kept in (2, 3):
             replays = DealtReplays(kept, each=2, seed=1, first_step=7)
-            node.dealt(session, msgspec.structs.replace(deal, replays=replays))
+            node.sessions.dealt(session, msgspec.structs.replace(deal, replays=replays))
     told, dealt = events
     assert isinstance(told, SamplesTold)
     assert told.samples.objects.tolist() == samples.tolist()
@@ -295,23 +316,22 @@ def test_objects_of_earlier_tasks_are_taken_over_once_no_rank_reads_them() -> No
         return [(e.dataset, e.old) for e in events if isinstance(e, DatasetGrew)]
 
     with (
-        mock.patch.object(node, "handle_event", events.append),
-        mock.patch.object(node.datasets, "_handle", events.append),
+        mock.patch.object(node.shell, "handle", events.append),
         mock.patch.object(node.core, "busy", return_value=False),
     ):
         ending = node.registry.open("t", Open(first.key, "job", 1, 2, "never"))
         session = node.registry.open("t", Open(second.key, "job", 0, 2, "never"))
         told = DealtSamples("t", session.id, 3, 0, rehearsed=True)
-        node.sampled(session, told, np.array([2, 0, 1], np.int32))
+        node.sessions.sampled(session, told, np.array([2, 0, 1], np.int32))
         assert not grown()
-        node.close_session(ending)
+        node.sessions.close(ending)
         node.tick()
         assert grown() == [(second.key, first.key)]
-        node.close_session(node.registry.open("t", Open(first.key, "eval", 0, 1, "never")))
+        node.sessions.close(node.registry.open("t", Open(first.key, "eval", 0, 1, "never")))
         assert grown() == [(second.key, first.key)], "an evaluation keeps what it has read again"
         once_more = node.registry.open("t", Open(first.key, "job", 0, 1, "never"))
         told = DealtSamples("t", once_more.id, 2, 0, rehearsed=True)
-        node.sampled(once_more, told, np.array([1, 0], np.int32))
-        node.close_session(once_more)
+        node.sessions.sampled(once_more, told, np.array([1, 0], np.int32))
+        node.sessions.close(once_more)
         assert grown() == 2 * [(second.key, first.key)]
     node.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
+import runpy
 import sys
 import tarfile
 from pathlib import Path
@@ -12,11 +14,45 @@ from typing import Any
 import pytest
 
 import creel
+from creel.cli.main import creel as commands
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+#: Parts that scripts write.
+MADE = re.compile(r"<!-- (?:made by|rooms).*?<!-- end[^>]*-->\n", re.DOTALL)
+#: Looked up, not read.
+REFERENCE = {"api.md", "cli.md", "configuration.md", "json.md", "metrics.md"}
+#: Changed elsewhere at the moment.
+LATER = {"s3.md"}
 _CODE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)|^\[[^]]+\]: (?!https?://)(\S+)$", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(DOCS)) if page.is_relative_to(DOCS) else page.name
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def text_of(page: Path) -> str:
+    """Return what a person wrote on a page, without code."""
+    return _CODE.sub("", MADE.sub("", page.read_text()))
+
+
+def words(text: str) -> int:
+    return len(re.findall(r"[^\s|]*\w[^\s|]*", text))
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of paragraphs and lists; a row of a table is none."""
+    text = re.sub(r"^(?:\[[^]]+\]: |#|\|).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    found = []
+    for part in re.split(r"\n\s*\n|\n(?= *(?:\*|\d+\.) )", text):
+        found += re.split(r"(?<=[.!?:;])[*)\"`]*\s+(?=[A-Z*`\[0-9(])", " ".join(part.split()))
+    return [one for one in found if words(one)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -25,7 +61,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_a_link_leads_to_a_file_of_the_repository_and_to_a_heading_of_it(page: Path) -> None:
     links = [a or b for a, b in _LINK.findall(_CODE.sub("", page.read_text()))]
     for link in links:
@@ -39,16 +75,62 @@ def test_readme_has_no_more_words_than_a_newcomer_reads() -> None:
     assert len(PAGES[0].read_text().split()) <= 900
 
 
+@every_page
+def test_a_page_is_short_and_its_lines_and_sentences_are(page: Path) -> None:
+    text = text_of(page)
+    if page.name in LATER:
+        return
+    long = [line for line in page.read_text().splitlines() if len(line) > 120]
+    assert not long
+    most = 200 if page.parent.name == "recipes" else 1200
+    assert page.name in REFERENCE or words(text) <= most
+    said = [words(one) for one in sentences(text)]
+    assert sum(said) / len(said) <= 18
+
+
+@every_page
+def test_a_page_says_first_what_it_is_for(page: Path) -> None:
+    title, first = page.read_text().split("\n\n", maxsplit=2)[:2]
+    assert re.fullmatch(r"# .+", title)
+    assert first[0].isalpha() or first.startswith(("**", "`"))
+
+
+def test_all_pages_together_are_a_small_book() -> None:
+    read = [page for page in PAGES if page.name not in REFERENCE]
+    assert sum(words(text_of(page)) for page in read) <= 30_000
+
+
+def test_the_reference_is_made_from_the_code() -> None:
+    made = runpy.run_path(str(ROOT / "scripts/reference.py"))["pages"]()
+    stale = [path.name for path, text in made.items() if path.read_text() != text]
+    assert not stale, "python scripts/reference.py writes them"
+
+
 def test_each_page_is_in_the_navigation_of_the_site_once() -> None:
     """mkdocs itself is not installed where the tests run."""
     _, _, navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
     listed = re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)
     outside = {"CHANGELOG.md", "CONTRIBUTING.md"}
-    assert sorted(listed) == sorted({page.name for page in PAGES[1:]} | outside)
+    assert sorted(listed) == sorted({name_of(page) for page in PAGES[1:]} | outside)
+
+
+def test_what_coding_agents_read_names_what_there_is() -> None:
+    index, skill = (DOCS / "llms.txt").read_text(), (ROOT / "examples/SKILL.md").read_text()
+    links = re.findall(r"\]\(([\w-]+\.md)\)", index)
+    assert {"api.md", "formats.md", "waiting.md"} <= set(links)
+    assert [(DOCS / link).is_file() for link in links].count(False) == 0
+    assert re.match(r"---\nname: creel\ndescription: ", skill)
+    names = re.findall(r"`creel\.(\w+)", skill)
+    assert {"wrap", "kept", "TarDataset"} <= set(names) <= {*dir(creel), "integrations"}
+    told = set(re.findall(r"`creel (\w+)", skill))
+    assert {"explain", "verify", "stats"} <= told <= set(commands.commands)
+    keywords = re.findall(r"creel\.(\w+)\([^)]*?\b(\w+)=", skill)
+    assert all(word in inspect.signature(getattr(creel, of)).parameters for of, word in keywords)
+    assert words(skill) <= 600
 
 
 def test_the_page_of_formats_names_tests_that_exist() -> None:
-    page = (ROOT / "docs/formats.md").read_text()
+    page = (DOCS / "formats.md").read_text()
     for name in set(re.findall(r"`(\w+/test_\w+\.py)`", page)):
         assert (ROOT / "tests" / name).is_file(), name
 
@@ -67,7 +149,7 @@ def test_the_shards_of_webdataset_are_read_by_the_code_of_the_page(
                 tar.addfile(member, io.BytesIO(data))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for index="user"
-    page = (ROOT / "docs/coming-from.md").read_text()
+    page = (DOCS / "coming-from.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {"PIL": sys.modules["PIL"], "creel": creel, "io": io}
     exec(code, names)

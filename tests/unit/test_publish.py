@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from creel.loader.client.session import Session
 from creel.loader.line.order.epoch_plan import EpochPlan, PredictedEpoch
 from creel.loader.line.order.streams import FromArray, Sequential
 from creel.loader.line.steps import publish
+from creel.loader.line.steps.batch_stream import BatchStream
 from creel.loader.line.steps.publish import PlanPublisher, PublishedEpoch
 from creel.messages import Opened, Truncate
 from creel.policies.order.division import Division
@@ -41,9 +43,13 @@ class Daemon:
         self.words = words
         table = cast(Any, type("Table", (), {"offset": np.zeros(2 * N)}))
         self.session = Session(cast(Any, self), Opened(1, 2 * N, 0), cast(Any, words), table, True)
+        self.cluster = ""  # of which it is a node
         self.sending = False
         self.during: Any = lambda: None
         self.after: Any = lambda: None
+
+    def renew(self, manifest: object) -> None:
+        """As `Client.renew`."""
 
     def send(self, message: Any, *arrays: Any) -> None:
         if not self.alive or self.sending:
@@ -342,6 +348,32 @@ def test_a_plan_that_is_left_goes_on_with_what_is_pulled(daemon: Daemon) -> None
     (four, five), rest = objects_of([[*one] for one in samples[:2]]), [None, [7, 8], None]
     assert claimed(epoch, 3, samples) == [four, five, *rest]
     assert sum(len(piece.ends) for piece in epoch.take(2, 7)) == 4
+
+
+def test_nodes_that_join_amid_an_epoch_hear_of_it_before_they_hear_of_the_next(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is first: the trainer after a batch, or the thread that publishes the next epoch."""
+    dealt: list[int] = []
+    plans = [counted(4, 200), counted(4, 200)]
+    binding: Any = SimpleNamespace(
+        objects=pairs, in_objects=lambda _: "order", thread_safe=True, manifest=None
+    )
+    order: Any = SimpleNamespace(predict=lambda k: plans[k], lookahead=1, rehearses=False)
+    monkeypatch.setattr(daemon.session, "deal", lambda epoch, _: dealt.append(epoch))
+    for name in ("begin", "done"):
+        monkeypatch.setattr(daemon.session, name, lambda _: None)
+    monkeypatch.setattr(EpochPlan, "deal", "the same on all ranks")
+    stream = BatchStream(daemon.session, binding, "")
+    stream.begin(order)
+    until(lambda: len(daemon.steps) == 50)
+    assert dealt == []  # this node is alone
+    daemon.cluster = "of two nodes"
+    stream.publish_upcoming(order)
+    until(lambda: len(daemon.steps) == 100)
+    assert dealt == [0, 1]
+    stream.done(1)
+    assert dealt == [0, 1]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -24,8 +24,8 @@ from creel.daemon.core.events import CheckVersions, FetchObjects
 from creel.daemon.core.restart.kept import KeptObjects, Restored
 from creel.daemon.core.versions import Versions
 from creel.daemon.reporting.notify import handed_over
-from creel.daemon.service import kept_memory
-from creel.daemon.service.kept_memory import StoredDataset
+from creel.daemon.service.memory import kept_memory
+from creel.daemon.service.memory.kept_memory import StoredDataset
 from creel.errors import IllegalEventError
 from creel.settings import MemorySettings
 from kit import default_window, lengths_of, seeds

@@ -1,4 +1,4 @@
-"""The core does what the tables of states and events in docs/retention.md say."""
+"""The core does what the tables of states and events in docs/states.md say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 
-DOCS = Path(__file__).parents[2] / "docs" / "retention.md"
+DOCS = Path(__file__).parents[2] / "docs" / "states.md"
 
 
 def table(corner: str) -> dict[tuple[str, str], str]:
@@ -43,9 +43,9 @@ def table(corner: str) -> dict[tuple[str, str], str]:
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
     header, _, *body = rows
     return {
-        (row[0], event): cell
+        (state, row[0]): cell
         for row in body
-        for event, cell in zip(header[1:], row[1:], strict=True)
+        for state, cell in zip(header[1:], row[1:], strict=True)
     }
 
 
@@ -180,13 +180,13 @@ def state_of_object(rig: One) -> str:
 
 
 def test_the_table_of_objects_has_all_states_and_events() -> None:
-    assert set(table("state of an object")) == {(s, e) for s in OBJECTS for e in OBJECT_EVENTS}
+    assert set(table("event of an object")) == {(s, e) for s in OBJECTS for e in OBJECT_EVENTS}
 
 
 @pytest.mark.parametrize("event", OBJECT_EVENTS)
 @pytest.mark.parametrize("state", OBJECTS)
 def test_each_event_does_to_an_object_what_the_table_says(state: str, event: str) -> None:
-    rig, comes = OBJECTS[state](), table("state of an object")[state, event]
+    rig, comes = OBJECTS[state](), table("event of an object")[state, event]
     if comes == "illegal":
         with pytest.raises(IllegalEventError):
             OBJECT_EVENTS[event](rig)
@@ -275,13 +275,13 @@ def state_of_session(rig: One) -> str:
 
 
 def test_the_table_of_sessions_has_all_states_and_events() -> None:
-    assert set(table("state of a session")) == {(s, e) for s in SESSIONS for e in SESSION_EVENTS}
+    assert set(table("event of a session")) == {(s, e) for s in SESSIONS for e in SESSION_EVENTS}
 
 
 @pytest.mark.parametrize("event", SESSION_EVENTS)
 @pytest.mark.parametrize("state", SESSIONS)
 def test_each_event_does_to_a_session_what_the_table_says(state: str, event: str) -> None:
-    rig, comes = SESSIONS[state](), table("state of a session")[state, event]
+    rig, comes = SESSIONS[state](), table("event of a session")[state, event]
     wrong = {"illegal": IllegalEventError, "malformed": MalformedError}.get(comes)
     before = rig.core.snapshot()["sessions"]
     if wrong is not None:

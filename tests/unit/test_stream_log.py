@@ -93,7 +93,7 @@ def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 def test_the_manuals_lines_of_c_write_a_stream(folder: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent.parent / "docs/streams.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs/stream-format.md").read_text()
     lines = page.partition("```c\n")[2].partition("```")[0]
     main = """
     int main(int n, char **words) {
@@ -412,9 +412,11 @@ def test_copies_of_a_producer_do_not_write_what_it_had_not_written(place: Place)
         pid = os.fork()
         if not pid:
             try:
-                put_records(producer, firsts[0], 11)
-                producer.put(**record(-1))  # never written: the child ends without `flush`
+                producer.put(**record(firsts[0]))
                 child(*firsts[1:]) if firsts[1:] else None
+                put_records(producer, firsts[0] + 1, 10)
+                producer.put(**record(-1))  # never written: the child ends without `flush`
+                child(*(first + 50 for first in firsts[1:])) if firsts[1:] else None
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -429,7 +431,7 @@ def test_copies_of_a_producer_do_not_write_what_it_had_not_written(place: Place)
     for first, twin in ((400, pickle.loads(pickle.dumps(producer))), (500, copy.copy(producer))):
         put_records(twin, first, 11)
     producer.close()
-    expected += [first + i for first in (100, 200, 300, 400, 500) for i in range(11)]
+    expected += [first + i for first in (100, 200, 250, 300, 400, 500) for i in range(11)]
     assert sorted(records_of(place)) == expected
 
 

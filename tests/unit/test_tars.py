@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from creel.errors import ConfigError, SourceError
-from creel.loader.data.datasets import TarDataset
-from creel.loader.data.datasets.tarindex import members
+from creel.loader.data.datasets import TarDataset, tarindex
 
 pytestmark = pytest.mark.timeout(120)
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -27,6 +27,10 @@ def write(path: Path, content: dict[str, bytes], form: int = tarfile.USTAR_FORMA
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
+
+
+def members(path: Path) -> Iterator[tarindex.TarMember]:
+    return tarindex.members(str(path), path.stat().st_size)
 
 
 def content(n: int, seed: int, *, prefix: str = "") -> dict[str, bytes]:
@@ -61,7 +65,7 @@ def test_members_are_tarfiles(tmp_path: Path, form: int, name: str) -> None:
         tar.addfile(tarfile.TarInfo("last.x"))
     with tarfile.open(path) as tar:
         expected = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
-    assert [tuple(m) for m in members(str(path))] == expected
+    assert [tuple(m) for m in members(path)] == expected
 
 
 def test_numbers_in_base_256_and_pax_sizes_are_read(tmp_path: Path) -> None:
@@ -70,13 +74,13 @@ def test_numbers_in_base_256_and_pax_sizes_are_read(tmp_path: Path) -> None:
         info = tarfile.TarInfo("a.x")
         info.size, info.pax_headers = 5, {"size": "5", "path": "b.y"}
         tar.addfile(info, io.BytesIO(b"12345"))
-    assert [(m.name, m.nbytes) for m in members(str(path))] == [("b.y", 5)]
+    assert [(m.name, m.nbytes) for m in members(path)] == [("b.y", 5)]
     data = bytearray(tarfile.TarInfo("a.x").tobuf(tarfile.GNU_FORMAT))
     data[124:136] = b"\x80" + (3).to_bytes(11, "big")
     data[148:156] = b" " * 8
     data[148:156] = b"%06o\0 " % sum(data)
     path.write_bytes(bytes(data) + b"abc".ljust(512, b"\0") + bytes(1024))
-    assert [(m.name, m.nbytes) for m in members(str(path))] == [("a.x", 3)]
+    assert [(m.name, m.nbytes) for m in members(path)] == [("a.x", 3)]
 
 
 def test_samples_are_the_members_by_extension(tmp_path: Path) -> None:
@@ -229,7 +233,7 @@ def test_damaged_headers_never_raise_anything_else(tmp_path: Path, seed: int) ->
         data[at] = rng.integers(0, 256)
     path.write_bytes(bytes(data[: rng.integers(0, len(data))] if seed % 3 else data))
     try:
-        found = list(members(str(path)))
+        found = list(members(path))
     except ConfigError:
         return
     end = path.stat().st_size
@@ -249,4 +253,4 @@ def test_a_pax_header_that_leads_backwards_ends(tmp_path: Path, record: bytes) -
     assert end - 512 == len(record)
     path.write_bytes(whole[:512] + record + whole[end:])
     with pytest.raises(ConfigError, match="is damaged: a "):
-        list(itertools.islice(members(str(path)), 100))
+        list(itertools.islice(members(path), 100))

@@ -9,20 +9,27 @@ import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
-from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.manifest import ANY, UNKNOWN
 from creel.cache.storage.stores.access import option_names
-from creel.cache.storage.stores.answers import SLOWEST_BPS, of_each, tag_of
-from creel.cache.storage.stores.requests import Requests
-from creel.cache.storage.stores.store import Filled, Run, StoredFile, check_size, too_short
+from creel.cache.storage.stores.requests import SLOWEST_BPS, Requests, of_each, tag_of
+from creel.cache.storage.stores.store import (
+    Filled,
+    Run,
+    StoredFile,
+    check_pin,
+    check_size,
+    too_short,
+)
 from creel.errors import ConfigError
 
 T = TypeVar("T")
@@ -31,6 +38,9 @@ T = TypeVar("T")
 _S3_SERVER = frozenset({"endpoint_override", "region", "scheme"})
 _S3_ACCOUNT = frozenset({"access_key", "secret_key", "session_token", "anonymous", "role_arn"})
 _MAX_OPENED = 64
+_MAX_FOLDERS, _LISTED_AT_ONCE = 1000, 16
+#: A listing is one call, however many requests it takes.
+_MAX_DEADLINES = 20
 _S3_TRIES = 3  # pyarrow's AwsStandardS3RetryStrategy, which a client made from options has
 
 
@@ -118,7 +128,9 @@ class ArrowStore:
         if not (versioned or stored.whole or length == UNKNOWN):
             return self._range(stored, offset, length), version.UNKNOWN
         with self._open(self._path(stored.uri)) as f:
-            found = self._version(stored.uri, f) if versioned else version.UNKNOWN
+            known = versioned or stored.pinned != ANY
+            found = self._version(stored.uri, f) if known else version.UNKNOWN
+            check_pin(stored, found)
             nbytes = f.size() if length == UNKNOWN else length
             check_size(stored, f.size(), nbytes)
             f.seek(offset)
@@ -137,6 +149,8 @@ class ArrowStore:
         path = self._path(stored.uri)
         known = self._opened.get(path)
         file = known or self._open(path)
+        if known is None and stored.pinned != ANY:
+            check_pin(stored, self._version(stored.uri, file))
         try:
             data = self._read_at(file, stored, offset, nbytes)
         except Exception:
@@ -163,6 +177,7 @@ class ArrowStore:
         with self._open(self._path(stored.uri)) as f:
             check_size(stored, f.size(), runs[0][1])
             found = self._version(stored.uri, f)
+            check_pin(stored, found)
             for i, (offset, _, buffers) in enumerate(runs):
                 f.seek(offset)
                 for buffer in buffers:
@@ -175,17 +190,33 @@ class ArrowStore:
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         return of_each(self._ask, uris)
 
-    def size(self, uri: str) -> int | None:
-        info = self._status(uri)
-        return None if info.size is None else int(info.size)
+    def status(self, uri: str) -> tuple[int | None, int]:
+        with self._open(self._path(uri)) as f:
+            return int(f.size()), self._version(uri, f)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store. The first folders are listed at once, as an answer has 1,000 keys at most."""
         from pyarrow import fs
 
         base = self._path(root).rstrip("/")
-        for info in self._info(fs.FileSelector(base, recursive=True)):
-            if info.type is fs.FileType.File:
-                yield info.path[len(base) + 1 :], UNKNOWN if info.size is None else int(info.size)
+        found = self._info(fs.FileSelector(base))
+        folders = [info.path for info in found if info.type is fs.FileType.Directory]
+        if len(folders) > _MAX_FOLDERS:  # which may cost more requests than all their keys
+            folders, found = [base], []
+
+        def below(folder: str) -> Any:
+            return self._info(fs.FileSelector(folder, recursive=True))
+
+        with ThreadPoolExecutor(_LISTED_AT_ONCE, "creel-list") as pool:
+            try:
+                answers = pool.map(below, folders)
+            except RuntimeError:  # no thread available
+                answers = map(below, folders)
+            for infos in chain([found], answers):
+                for info in infos:
+                    if info.type is fs.FileType.File:
+                        size = UNKNOWN if info.size is None else int(info.size)
+                        yield info.path[len(base) + 1 :], size
 
     def _info(self, of: Any) -> Any:
         self._requests.count("HEAD" if isinstance(of, str) else "LIST")
@@ -227,11 +258,13 @@ class GcsStore(ArrowStore):
         info = self._file(stored.uri)
         nbytes = info.size if length == UNKNOWN else length
         check_size(stored, info.size, nbytes)
+        check_pin(stored, _version_of(info))
         return self._bytes(stored, [(offset, nbytes)])[0], _version_of(info)
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         info = self._file(stored.uri)
         check_size(stored, info.size, runs[0][1])
+        check_pin(stored, _version_of(info))
         parts = self._bytes(stored, [(offset, length) for offset, length, _ in runs])
         for i, ((_, _, buffers), data) in enumerate(zip(runs, parts, strict=True)):
             copy_over(memoryview(data), buffers)
@@ -259,12 +292,16 @@ class GcsStore(ArrowStore):
                     out.append(f.read(n))
             return out
 
-        first = self._in_time(begin, head)
-        parts = [first] if at_head else self._in_time(rest, nbytes)
+        first = self._in_time(begin, head / SLOWEST_BPS)
+        parts = [first] if at_head else self._in_time(rest, nbytes / SLOWEST_BPS)
         for data, (_, n) in zip(parts, spans, strict=True):
             if len(data) < n:
                 raise too_short(stored.uri, n, len(data))
         return parts
+
+    def status(self, uri: str) -> tuple[int | None, int]:
+        info = self._status(uri)
+        return info.size, _version_of(info)
 
     def _file(self, uri: str) -> Any:
         info = self._status(uri)
@@ -273,12 +310,13 @@ class GcsStore(ArrowStore):
         return info
 
     def _info(self, of: Any) -> Any:
-        return self._in_time(lambda: super(GcsStore, self)._info(of))
+        more_s = 0.0 if isinstance(of, str) else _MAX_DEADLINES * self._deadline_s
+        return self._in_time(lambda: super(GcsStore, self)._info(of), more_s)
 
     def _ask(self, uri: str) -> int:
         return _version_of(self._status(uri))
 
-    def _in_time(self, job: Callable[[], T], nbytes: int = 0) -> T:
+    def _in_time(self, job: Callable[[], T], more_s: float = 0.0) -> T:
         """Return `job()`, run in a thread that is abandoned if no answer comes in time."""
         answer: Future[T] = Future()
 
@@ -292,7 +330,7 @@ class GcsStore(ArrowStore):
             threading.Thread(target=work, name="creel-gs", daemon=True).start()
         except RuntimeError:  # no thread available
             return job()
-        late_s = self._deadline_s + nbytes / SLOWEST_BPS
+        late_s = self._deadline_s + more_s
         if not wait([answer], late_s).done:
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {late_s:g} s")
         return answer.result()

@@ -16,8 +16,7 @@ from urllib.parse import unquote
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores.answers import AT_ONCE, SLOWEST_BPS, of_each, tag_of
-from creel.cache.storage.stores.requests import Requests
+from creel.cache.storage.stores.requests import AT_ONCE, SLOWEST_BPS, Requests, of_each, tag_of
 from creel.cache.storage.stores.store import (
     Filled,
     Run,
@@ -113,15 +112,13 @@ class HttpStore:
         data: bytes = await asyncio.wait_for(r.read(), late_s)
         return data
 
-    def size(self, uri: str) -> int | None:
+    def status(self, uri: str) -> tuple[int | None, int]:
         """See Store. The `size` of fsspec would report every failure as a missing file."""
-
-        async def ask() -> int | None:
-            size = await self._ask(uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None)
-            return size[1]
-
-        found: int | None = self._do(ask)
-        return found
+        found: tuple[Mapping[str, str], int | None] = self._do(
+            self._ask, uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None
+        )
+        tag = tag_of(*found)
+        return found[1], version.of_tag(tag) if tag else version.UNKNOWN
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         for name, size in _found(self._fs, root, on_error=_unless_missing):
@@ -281,18 +278,21 @@ class FsspecStore:
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         return of_each(self._ask, uris)
 
-    def size(self, uri: str) -> int | None:
-        """See Store."""
-        size = self._do("info", uri).get("size")
-        return None if size is None else int(size)
+    def status(self, uri: str) -> tuple[int | None, int]:
+        info = self._info(uri)
+        size = info.get("size")
+        return None if size is None else int(size), _version_of(info)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         return _found(self._fs, root)
 
     def _ask(self, uri: str) -> int:
+        return _version_of(self._info(uri))
+
+    def _info(self, uri: str) -> Mapping[str, Any]:
         self._fs.invalidate_cache(self._fs._parent(uri))  # noqa: SLF001  which may be out of date
-        info = self._do("info", uri)
-        return version.of_tag(str(sorted((k, str(v)) for k, v in info.items())))
+        info: Mapping[str, Any] = self._do("info", uri)
+        return info
 
     def _do(self, name: str, uri: str, **args: Any) -> Any:
         """Call a method of the file system, within the deadline if it is asynchronous."""
@@ -302,3 +302,7 @@ class FsspecStore:
 
         job = getattr(self._fs, f"_{name}")
         return sync(self._fs.loop, job, uri, timeout=self._deadline_s, **args)
+
+
+def _version_of(info: Mapping[str, Any]) -> int:
+    return version.of_tag(str(sorted((k, str(v)) for k, v in info.items())))

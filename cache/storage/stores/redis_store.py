@@ -36,10 +36,10 @@ class RedisStore:
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         return [_VERSION] * len(uris)
 
-    def size(self, uri: str) -> int | None:
+    def status(self, uri: str) -> tuple[int | None, int]:
         stream, number = self._chunk(uri)
         found = stream.stat(number)
-        return None if found is None else found[0]
+        return (None if found is None else found[0]), _VERSION
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         raise SourceError(errno.ENOTSUP, "a stream is read by creel.Stream", root)

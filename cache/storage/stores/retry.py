@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from creel.cache.storage.stores.access import shown
+from creel.cache.storage.stores.refusals import may_be_expired, refusal, unreachable
 from creel.errors import CreelError, SourceError, SourceNotFoundError
 from creel.settings import FetchSettings
 
@@ -32,8 +33,8 @@ _TRANSIENT_WORDS = (
 )  # fmt: skip
 #: Words for credentials that are wrong, expired or insufficient.
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
-#: S3's word for temporary keys whose time is over.
-EXPIRED = "ExpiredToken"
+#: Attempts to reach a server that nothing was read from yet: its address may be wrong.
+_FIRST_ATTEMPTS = 2
 _QUIET_S = 60.0  # least time between log lines about one storage: all reads of a dead server fail
 _SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&\s'\"]*")
 #: An invalid port, which is part of a password with a slash in it.
@@ -71,6 +72,10 @@ def transient(error: BaseException) -> bool:
     return any(word in str(error).upper() for word in _TRANSIENT_WORDS)
 
 
+def _unreached(error: Exception) -> bool:
+    return isinstance(error, ConnectionRefusedError) or unreachable(str(error)) is not None
+
+
 def _timed_out(kind: type) -> bool:
     """Return whether a class is a TimeoutError; before Python 3.11, asyncio had its own."""
     return any(base.__name__ == "TimeoutError" for base in kind.__mro__)
@@ -100,7 +105,7 @@ def source_error(
     """Convert an exception of a storage to SourceError, the only kind that readers get.
 
     The result contains no keys or passwords, so it may be shown and logged. A refusal says who was
-    refused, by the `options` of the client.
+    refused, by the `options` of the client; a server that is not reached, where it should be.
     """
     if isinstance(error, SourceError):
         address = public(error.uri)
@@ -112,6 +117,8 @@ def source_error(
     reason = _SECRET.sub(r"\1...", reason.replace(uri, public(uri)))
     if number == errno.EACCES and options is not None:
         reason = f"{reason} ({shown(options)})"
+    if number == errno.ECONNREFUSED and options and options.get("endpoint_override"):
+        reason = f"{reason} ({options['endpoint_override']})"
     return kind(number, legible(reason), public(uri))
 
 
@@ -130,16 +137,20 @@ def legible(text: str) -> str:
 def _reason(error: Exception) -> tuple[int, str]:
     """Return (errno or 0, reason); pyarrow's object stores give only a text."""
     text = str(error)
-    if "NO_SUCH_BUCKET" in text:
+    if "NO_SUCH_BUCKET" in text or ("NO_SUCH_KEY" in text and "ListObjects" in text):
         return errno.ENOENT, "there is no such bucket"
     number = getattr(error, "errno", None) or 0
     if number == errno.EACCES and isinstance(error, OSError):
         return number, error.strerror or "access denied"
+    if meaning := refusal(text):
+        return errno.EACCES, f"access denied: {meaning}"
     if any(word in text for word in _DENIED) or getattr(error, "status", 0) in {401, 403}:
         return errno.EACCES, "access denied: check the credentials"
     absent = os.strerror(errno.ENOENT)
     if number == errno.ENOENT or isinstance(error, FileNotFoundError) or text.startswith(absent):
         return errno.ENOENT, absent
+    if why := unreachable(text):
+        return errno.ECONNREFUSED, why
     if not text and _timed_out(type(error)):
         return errno.ETIMEDOUT, "no answer in time (fetch.deadline_s)"
     return number, getattr(error, "strerror", None) or text or type(error).__name__
@@ -170,6 +181,7 @@ def retried(
     error: Exception | None = None,
     began: float | None = None,
     on_retry: Callable[[], None] = lambda: None,
+    reached: bool = True,
 ) -> T:
     """Return `job()`, repeating it after transient errors: the only place with retries of reads.
 
@@ -177,6 +189,7 @@ def retried(
         uri: the address that is read, for the log.
         error, began: error of a first attempt, if it has failed, and its start (`time.monotonic`).
         on_retry: called before each further attempt.
+        reached: whether the storage has answered before; if not, it is soon given up.
 
     Raises:
         Exception: that of the last attempt.
@@ -190,14 +203,15 @@ def retried(
                     return job()
                 except Exception as e:  # noqa: BLE001  stores raise what they like
                     error = e
-            if not renewed and EXPIRED in str(error):
+            if not renewed and may_be_expired(str(error)):
                 renewed, error = True, None  # once, at once: there may be new keys by now
                 on_retry()
                 continue
             tries += 1
             elapsed_s = time.monotonic() - began
             pause = pause_s(settings, tries, elapsed_s, _random.random())
-            if pause is None or not transient(error):
+            lost = not reached and tries >= _FIRST_ATTEMPTS and _unreached(error)
+            if pause is None or lost or not transient(error):
                 raise error
             _warn(error, uri, settings)
             time.sleep(pause)

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from creel.cache.memory.buffers import cut
 from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage import version
-from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.manifest import ANY, UNKNOWN
 from creel.errors import SourceError
 from creel.system.limits import IOV_MAX, memory
 
@@ -28,7 +28,8 @@ class StoredFile(NamedTuple):
     """A file. `keep`: it has several objects; `whole`: it is a single object, from byte 0 on.
 
     `min_nbytes`: least size in bytes that the manifest implies; the exact size if `whole`. `row`:
-    one of its rows in the manifest, which tells how a remote file is reached.
+    one of its rows in the manifest, which tells how a remote file is reached. `pinned`: the version
+    that is to be read, or ANY.
     """
 
     uri: str
@@ -36,6 +37,7 @@ class StoredFile(NamedTuple):
     whole: bool = False
     min_nbytes: int = UNKNOWN
     row: int = -1
+    pinned: int = ANY
 
 
 #: Adjacent bytes of one file: their offset, their number, and the buffers to fill with them.
@@ -71,8 +73,8 @@ class Store(Protocol):
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         """Return the current version of each address, or the exception instead."""
 
-    def size(self, uri: str) -> int | None:
-        """Return the size of a file in bytes; None if the storage does not tell."""
+    def status(self, uri: str) -> tuple[int | None, int]:
+        """Return size (None if the storage does not tell) and version of a file, by one request."""
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         """Yield the name below `root`, and the size or UNKNOWN, of each file there."""
@@ -96,6 +98,13 @@ def check_size(stored: StoredFile, size: int, length: int) -> None:
         raise wrong_size(stored.uri, length, size)
     if size < stored.min_nbytes:
         raise too_short(stored.uri, stored.min_nbytes, size)
+
+
+def check_pin(stored: StoredFile, found: int) -> None:
+    """Raise SourceError unless a version is that which the manifest was made of."""
+    if stored.pinned not in (ANY, found):
+        reason = "was replaced since the dataset was made: make it anew"
+        raise SourceError(errno.ESTALE, reason, stored.uri)
 
 
 # --- local files ------------------------------------------------------------------------------
@@ -306,8 +315,9 @@ class LocalStore:
                 versions.append(e)
         return versions
 
-    def size(self, uri: str) -> int | None:
-        return os.stat(path_of(uri)).st_size  # noqa: PTH116  as in `versions`
+    def status(self, uri: str) -> tuple[int | None, int]:
+        now, found = time.time_ns(), os.stat(path_of(uri))  # noqa: PTH116  as in `versions`
+        return found.st_size, version.of_stat(found, now)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         """See Store. Takes no stat of any file; yields in the order of `sorted(os.walk(root))`.

@@ -1,4 +1,4 @@
-"""Commands of the CLI to a daemon, and their answers (docs/cli.md has the schema)."""
+"""Commands of the CLI to a daemon, and their answers (docs/json.md has the schema)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord, SessionRecord
 from creel.errors import ConfigError
 from creel.messages import Command
+from creel.version import VERSION
 
 Args = dict[str, Any]
 
@@ -42,13 +43,13 @@ def _status(node: Node, memory: dict[str, int]) -> dict[str, Any]:
     return {
         "name": node.config.daemon.name,
         "pid": os.getpid(),
-        "version": node.version,
+        "version": VERSION,
         "embedded": node.embedded,
-        "state": node.state,
+        "state": node.shell.state,
         "uptime_s": time.monotonic() - node.started,
         "memory": memory,
         "disk": {"path": node.effective.disk.path, "failure": node.disk.failure},
-        "clients": node.clients(),
+        "clients": node.loop.clients,
         "sessions": len(node.registry.sessions),
         "datasets": len(node.registry.datasets),
     }
@@ -64,7 +65,7 @@ def _warm(node: Node, args: Args) -> dict[str, Any]:
     if not isinstance(linger_s, int | float) or not 0 <= linger_s <= _MAX_LINGER_S:
         raise ConfigError("stay for how many seconds?")
     node.linger_s = max(node.linger_s, linger_s)
-    node.handle_event(Warm(dataset.key, stop=args.get("stop") is True))
+    node.shell.handle(Warm(dataset.key, stop=args.get("stop") is True))
     return stats.dataset(node.core.snapshot(), dataset)
 
 
@@ -72,14 +73,14 @@ def _drop(node: Node, args: Args) -> dict[str, Any]:
     """Evict all datasets that lie at a path, or one; return counters of one, and how many."""
     dropped = _all_named(node, args)
     for dataset in dropped:
-        node.handle_event(Dropped(dataset.key))
+        node.shell.handle(Dropped(dataset.key))
         node.disk.forget(dataset.key)
     return stats.dataset(node.core.snapshot(), dropped[0]) | {"dropped": len(dropped)}
 
 
 def _stop(node: Node, args: Args) -> dict[str, Any]:
-    node.stop(bool(args.get("now", True)), "creel stop")
-    return {"state": node.state}
+    node.loop.stop(bool(args.get("now", True)), "creel stop")
+    return {"state": node.shell.state}
 
 
 def _session_of(node: Node, args: Args) -> SessionRecord:
@@ -110,7 +111,9 @@ def _batches(node: Node, args: Args) -> dict[str, Any]:
 def _stats(node: Node, args: Args) -> dict[str, Any]:
     """Return all counters; with `run` those of the latest run."""
     counted = stats.stats(node)
-    return node.runs.since(counted, time.monotonic()) if args.get("run") is True else counted
+    if args.get("run") is not True:
+        return counted
+    return node.sessions.runs.since(counted, time.monotonic())
 
 
 def _own_file(node: Node, args: Args) -> dict[str, Any]:
@@ -163,7 +166,7 @@ def _config(node: Node, _: Args) -> dict[str, Any]:
 
 
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
-    "ping": lambda node, _: {"state": node.state},
+    "ping": lambda node, _: {"state": node.shell.state},
     "status": lambda node, _: _status(node, stats.memory(node, node.core.snapshot())),
     "stats": _stats,
     "datasets": lambda node, _: {"datasets": stats.datasets(node, time.monotonic())},

@@ -103,7 +103,7 @@ class ControlSocket:
         #: How requests without descriptors are answered, from the client's token and the request.
         self._answers: dict[type, Callable[[str, Any], Answer]] = {
             Attach: lambda token, asked: _opened(node.registry.owned(token, asked.session)),
-            Open: lambda token, asked: _opened(node.open(token, asked)),
+            Open: lambda token, asked: _opened(node.sessions.open(token, asked)),
             Host: lambda _, asked: Answer(Hosting(node.clusters.host(asked.host, asked.port))),
             Join: lambda token, asked: Answer(Joined(node.clusters.join(token, asked))),
         }
@@ -291,7 +291,7 @@ class ControlSocket:
             if not self._node.embedded:
                 raise UnavailableError("this daemon is a service, too")
             # Frees the address at once; the daemon ends later.
-            self._node.stop(False, "a service took its address")
+            self._node.loop.stop(False, "a service took its address")
         if fds:
             self.keep_alive.take(fds.pop())
         welcome, arena = self._node.welcome(connection.token)
@@ -299,7 +299,7 @@ class ControlSocket:
 
     def _close(self, connection: _Connection, request: Close) -> None:
         with contextlib.suppress(UnavailableError):  # the session may have ended already
-            self._node.close_session(self._node.registry.owned(connection.token, request.session))
+            self._node.sessions.close(self._node.registry.owned(connection.token, request.session))
 
     def _join_journal(self, connection: _Connection, request: OfferJournal, fds: list[int]) -> None:
         if len(fds) != 1:

@@ -137,25 +137,26 @@ class RequestSocket:
             return  # not an error: the session may have ended meanwhile
         if isinstance(message, Wait):
             self._wait(who, session, message)
-        elif self._node.state != "draining":  # plans do not change any more then
+        elif self._node.shell.state != "draining":  # plans do not change any more then
             self._plan(session, message, frames)
 
     def _plan(self, session: SessionRecord, message: Any, frames: list[memoryview]) -> None:
         """Handle a message about the plan of a session."""
+        sessions = self._node.sessions
         done, steps = self._node.core.planned(session.id)
         if isinstance(message, Extend):
             objects = len(session.dataset.manifest)
-            self._node.extended(session, message, _checked(message, frames, steps, objects))
+            sessions.extended(session, message, _checked(message, frames, steps, objects))
         elif isinstance(message, DealtSamples):
-            self._node.sampled(session, message, _samples(message, frames, session))
+            sessions.sampled(session, message, _samples(message, frames, session))
         elif isinstance(message, Deal | Follow):
-            self._node.dealt(session, message)
+            sessions.dealt(session, message)
         elif isinstance(message, Begin):
-            self._node.handle_event(EpochBegan(session.id, message.epoch))
+            self._node.shell.handle(EpochBegan(session.id, message.epoch))
         elif isinstance(message, Truncate):
             if not done <= message.step <= steps:
                 raise MalformedError(f"truncate at {message.step} of {steps} steps")
-            self._node.truncated(session, message.step)
+            sessions.truncated(session, message.step)
 
     def _wait(self, who: bytes, session: SessionRecord, message: Wait) -> None:
         if not 0 <= message.step < 1 << 62:
@@ -163,7 +164,7 @@ class RequestSocket:
         if not session.wait(who, message.call, message.step):
             self.send(who, Failed(message.call, "too many waits are pending for this session"))
         else:
-            self._node.waiting(session)
+            self._node.sessions.waiting(session)
 
     def _answer_command(self, who: bytes, message: Command) -> None:
         try:

@@ -94,7 +94,7 @@ class FetchQueue:
         self._began: dict[int, float] = {}  # by thread that reads: when it began its part
         self._closed = False
         self._ready = threading.Condition()
-        self.speed = Concurrency(math.ceil(cores()))
+        self.speed = Concurrency(math.ceil(cores()), limit)
 
     def put(self, deadline: float, job: FetchJob) -> None:
         with self._ready:
@@ -179,7 +179,8 @@ class FetchQueue:
             objects = self._run(job, part)
             cpu, user = time.thread_time() - cpu, _user_s() - user
             if objects:  # a lost update between threads does no harm
-                self.speed.measured(objects, time.perf_counter() - start, cpu, user)
+                seconds = time.perf_counter() - start
+                self.speed.measured(objects, seconds, cpu, user, len(self._began))
 
     def _take(self, me: int) -> tuple[FetchJob, slice] | None:
         with self._ready:

@@ -110,8 +110,11 @@ def _join(client: Client, store: Any, rank: int, world: int) -> None:
         client.join(Join(secret[:16].hex(), secret[16:], members, ranks, again=again))
 
 
+_decoder = msgspec.msgpack.Decoder(Member)
+
+
 def _member(store: Any, key: str) -> Member:
-    return msgspec.msgpack.decode(store.get(key), type=Member)
+    return _decoder.decode(store.get(key))
 
 
 def nodes_of(first: list[Member], later: dict[int, Member]) -> tuple[list[Member], list[int]]:

@@ -7,6 +7,7 @@ from creel.loader.data.datasets.files import FileDataset
 from creel.loader.data.datasets.images import ImageFolder
 from creel.loader.data.datasets.records import RecordDataset
 from creel.loader.data.datasets.tars import TarDataset
+from creel.loader.data.datasets.tokens import TokenDataset
 
 __all__ = [
     "CreelDataset",
@@ -14,5 +15,6 @@ __all__ = [
     "ImageFolder",
     "RecordDataset",
     "TarDataset",
+    "TokenDataset",
     "Transformed",
 ]

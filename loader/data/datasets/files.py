@@ -89,7 +89,7 @@ class FileDataset(WholeFiles, Labelled):
             of one known size are built without a Python call per sample.
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
-        keep_decoded: memory of the node for what `decode` returned (docs/datasets.md): a size
+        keep_decoded: memory of the node for what `decode` returned (docs/decode-once.md): a size
             ("64GiB" or bytes), "auto", or `creel.Decoded`. Each file is then decoded once
             in a job on a node. `decode` must draw no random numbers.
         shared_as: a name under which other processes share what is kept; see `creel.kept`.

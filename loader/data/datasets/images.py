@@ -94,7 +94,7 @@ class ImageFolder(WholeFiles):
             listed.
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
-        keep_decoded: memory of the node for what `decode` returned (docs/datasets.md): a size
+        keep_decoded: memory of the node for what `decode` returned (docs/decode-once.md): a size
             ("64GiB" or bytes), "auto", or `creel.Decoded`. Each image is then decoded once
             in a job on a node. `decode` must draw no random numbers.
         shared_as: a name under which other processes share what is kept; see `creel.kept`.

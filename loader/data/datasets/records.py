@@ -28,9 +28,9 @@ from creel.loader.data.reading.observer import take_rows
 from creel.loader.data.reading.storage import (
     Options,
     absolute,
-    nbytes_of,
     read_range,
     several,
+    status_of,
 )
 from creel.policies.arrays import Ints
 
@@ -112,12 +112,17 @@ class RecordDataset(Labelled):
         wanted = None if dtype is None else torch_dtype(dtype)
         want = None if shape is None else _shape(shape)
         _check_offset(offset)
-        headers = each(lambda p: _npy(p, storage_options) if p.endswith(".npy") else None, paths)
+        status = each(lambda p: status_of(p, storage_options), paths)
+        sizes = [size for size, _ in status]
+        self._pins = [pin for _, pin in status]
+        headers = each(
+            lambda file: _npy(*file, storage_options) if file[0].endswith(".npy") else None,
+            list(zip(paths, sizes, strict=True)),
+        )
         both = list(zip(paths, headers, strict=True))
         self.dtype = _same(paths, [_dtype_of(p, h, wanted) for p, h in both])
         self.shape = _same(paths, [_shape_of(p, h, want) for p, h in both])
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-        sizes = each(lambda p: nbytes_of(p, storage_options), paths)
         self._runs = [
             _range_of(p, header, size, offset, self.nbytes)
             for (p, header), size in zip(both, sizes, strict=True)
@@ -261,7 +266,7 @@ class RecordDataset(Labelled):
             np.array([run.offset for run in self._runs], np.int64),
             np.full(len(self._runs), self.nbytes, np.int64),
             np.array([run.count for run in self._runs], np.int64),
-        )
+        ).pinned(enumerate(self._pins))
 
     def raw(self) -> Raw | None:
         if type(self) is not RecordDataset:
@@ -376,14 +381,13 @@ def _range_of(path: str, header: _Npy | None, size: int, offset: int, nbytes: in
     return _RecordRange(path, offset, (size - offset) // nbytes)
 
 
-def _npy(path: str, options: Options) -> _Npy:
+def _npy(path: str, size: int, options: Options) -> _Npy:
     """Read the header of a .npy file.
 
     Raises:
         ConfigError: not a .npy file, not in C order, or of Python objects or structures.
     """
-    size = min(_HEADER_NBYTES, nbytes_of(path, options))
-    start = io.BytesIO(read_range(path, 0, size, options))
+    start = io.BytesIO(read_range(path, 0, min(_HEADER_NBYTES, size), options))
     try:
         version = npy.read_magic(start)
     except ValueError as e:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
-from creel.loader.data.reading.storage import Options, nbytes_of, read_range
+from creel.loader.data.reading.storage import Options, read_range
 
 _BLOCK = 512
 #: Bytes of one remote request: about a round trip's time at some 100 MB/s.
@@ -34,8 +34,8 @@ class TarMember(NamedTuple):
 class _TarBytes:
     """Reads at increasing offsets: from a buffered local file, or remotely 4 MiB at a time."""
 
-    def __init__(self, path: str, options: Options) -> None:
-        self.nbytes = nbytes_of(path, options)
+    def __init__(self, path: str, options: Options, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._options = options
         self._path = path
         self._file = None if scheme_of(path) else Path(path).open("rb")  # noqa: SIM115
@@ -59,14 +59,17 @@ class _TarBytes:
         return self._data[at : at + nbytes]
 
 
-def members(path: str, options: Options = None) -> Iterator[TarMember]:
-    """Yield the regular files of a tar, in order; `options`: of the client of a remote one.
+def members(path: str, nbytes: int, options: Options = None) -> Iterator[TarMember]:
+    """Yield the regular files of a tar, in order.
+
+    Args:
+        nbytes: size of the tar.
+        options: of the client of a remote one.
 
     Raises:
-        NotFoundError: there is no such file.
         ConfigError: compressed, damaged, truncated, or not a tar.
     """
-    with closing(_TarBytes(path, options)) as read:
+    with closing(_TarBytes(path, options, nbytes)) as read:
         _refuse_compressed(path, read(0, min(8, read.nbytes)))
         try:
             yield from _walk(path, read)

@@ -7,14 +7,14 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.manifest import ANY, Manifest
 from creel.cache.storage.stores.access import Access, StorageOptions
 from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError, SourceError
@@ -30,7 +30,7 @@ from creel.loader.data.datasets.columns import strings
 from creel.loader.data.datasets.tarindex import members
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.reading.listing import braces
-from creel.loader.data.reading.storage import Options, absolute, nbytes_of, several
+from creel.loader.data.reading.storage import Options, absolute, several, status_of
 from creel.policies.arrays import Ids, Ints
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.
@@ -46,6 +46,7 @@ _SCHEMA = pa.schema(
     ]
 )
 _STAMP = b"creel.shards"
+_State: TypeAlias = tuple[int, ...] | int
 
 
 class _ShardIndex(NamedTuple):
@@ -75,13 +76,13 @@ class TarDataset(CreelDataset):
             for nowhere. It is rebuilt when a shard's size or local modification time has changed.
         storage_options: of the client that reads remote shards, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
-        keep_decoded: memory of the node for what these functions returned (docs/datasets.md): a
+        keep_decoded: memory of the node for what these functions returned (docs/decode-once.md): a
             size ("64GiB" or bytes), "auto", or `creel.Decoded`. Each member is then decoded
             once in a job on a node. They must draw no random numbers.
         shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
-    Samples of a local shard that was replaced or written after indexing raise SourceError, because
-    its members may have moved. (Remote shards are not checked again.)
+    Samples of a shard that was replaced or written after indexing raise SourceError, because its
+    members may have moved. (Only local shards, and ones in S3 and gs, tell that.)
 
     Raises:
         ConfigError: a shard that is compressed, damaged or empty; no samples; `keep_decoded`
@@ -113,10 +114,14 @@ class TarDataset(CreelDataset):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
         self._keep_decoded(keep_decoded, shared_as)
         self.transform = transform
-        self._indexed = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
-        self._some_remote = None in self._indexed
+        local = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
+        status = each(lambda shard: status_of(shard, storage_options), self.shards)
+        self._some_remote = any(map(scheme_of, self.shards))
+        #: What tells that a shard was replaced since: the state of a local one, else a version.
+        self._indexed = [state or pin for state, (_, pin) in zip(local, status, strict=True)]
         path = None if index is None else _index_path(index, self.shards)
-        table = _table(self.shards, path, storage_options)
+        sizes = [size for size, _ in status]
+        table = _table(self.shards, sizes, self._indexed, path, storage_options)
         self._index = _index(table, extensions)
         if not len(self):
             what = "" if extensions is None else f" with {' or '.join(extensions)}"
@@ -175,7 +180,7 @@ class TarDataset(CreelDataset):
     def _check_shard(self, number: int) -> None:
         """Raise SourceError if a shard has changed since it was indexed; call after reading it."""
         shard, indexed = self.shards[number], self._indexed[number]
-        if indexed is not None and _state(shard) != indexed:
+        if not scheme_of(shard) and _state(shard) != indexed:
             reason = "has changed since it was indexed: make the TarDataset anew"
             raise SourceError(errno.ESTALE, reason, shard)
 
@@ -183,7 +188,11 @@ class TarDataset(CreelDataset):
         table = self._index
         uris = pa.DictionaryArray.from_arrays(table.shard, pa.array(self.shards, pa.large_string()))
         ones = np.ones(len(table.offset), np.int64)
-        return Manifest.of_runs(uris.cast(pa.large_string()), table.offset, table.length, ones)
+        made = Manifest.of_runs(uris.cast(pa.large_string()), table.offset, table.length, ones)
+        first = np.flatnonzero(np.diff(table.shard, prepend=-1)).tolist()
+        indexed = [self._indexed[shard] for shard in table.shard[first].tolist()]
+        pins = [state if isinstance(state, int) else ANY for state in indexed]
+        return made.pinned(zip(first, pins, strict=True))
 
 
 def _state(path: str) -> tuple[int, ...] | None:
@@ -198,26 +207,29 @@ def _state(path: str) -> tuple[int, ...] | None:
 # --- the index --------------------------------------------------------------------------------
 
 
-def _table(shards: list[str], path: Path | None, options: Options) -> pa.Table:
+def _table(
+    shards: list[str], sizes: list[int], states: list[_State], path: Path | None, options: Options
+) -> pa.Table:
     """The members of all shards: loaded from `path`, or made and then saved there."""
-    stamp = b"" if path is None else _stamp(shards, options)
+    stamp = b"" if path is None else _stamp(shards, sizes, states, options)
     if path is not None and (found := _load(path, stamp)) is not None:
         return found
-    tables = each(lambda shard: _members_of(*shard, options), list(enumerate(shards)))
+    numbered = list(zip(range(len(shards)), shards, sizes, strict=True))
+    tables = each(lambda shard: _members_of(*shard, options), numbered)
     made = pa.concat_tables(tables).combine_chunks()
     if path is not None:
         _save(path, made.replace_schema_metadata({_STAMP: stamp}))
     return made
 
 
-def _members_of(number: int, path: str, options: Options) -> pa.Table:
+def _members_of(number: int, path: str, size: int, options: Options) -> pa.Table:
     """The members of one shard that belong to samples, in order."""
     keys: list[str] = []
     extensions: list[str] = []
     ranges: list[tuple[int, int]] = []
     first: list[bool] = []
     seen: set[str] = set()
-    for name, offset, nbytes in members(path, options):
+    for name, offset, nbytes in members(path, size, options):
         found = _NAME.fullmatch(name)
         if found is None or name.rpartition("/")[2].startswith("__"):
             continue  # names without extension and "__meta__" files belong to no sample
@@ -280,14 +292,13 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
     return Path(index).expanduser()
 
 
-def _stamp(shards: list[str], options: Options) -> bytes:
-    """A digest of the shards' names and access, their sizes and local modification times."""
+def _stamp(shards: list[str], sizes: list[int], states: list[_State], options: Options) -> bytes:
+    """A digest of the shards' names and access, their sizes and modification times or versions."""
     digest = xxhash.xxh3_128()
     schemes = {scheme for scheme in map(scheme_of, shards) if scheme}
     digest.update(Access.of(schemes, StorageOptions(options)).identity.encode() if schemes else b"")
-    sizes = each(lambda shard: nbytes_of(shard, options), shards)
-    for shard, size in zip(shards, sizes, strict=True):
-        changed = 0 if scheme_of(shard) else Path(shard).stat().st_mtime_ns
+    for shard, size, state in zip(shards, sizes, states, strict=True):
+        changed = state[1] if isinstance(state, tuple) else state
         digest.update(f"{shard}\0{size}\0{changed}\n".encode())
     return digest.hexdigest().encode()
 

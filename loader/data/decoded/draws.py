@@ -10,7 +10,7 @@ import ctypes
 import functools
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,23 @@ _PYTHON_AT, _PYTHON_NBYTES = object.__basicsize__, 4 + 4 * 624
 class Draws:
     """Compares the states of torch's, numpy's and Python's generators at two moments."""
 
-    def __init__(self, own: Sequence[Any] = ()) -> None:
-        """`own`: further generators, those of a dataset."""
-        self._own = own
+    def __init__(
+        self, own: Sequence[Any] = (), later: Callable[[], Sequence[Any]] | None = None
+    ) -> None:
+        """Note the states.
+
+        Args:
+            own: further generators, those of a dataset.
+            later: returns them as they are later; None: they are the same. One that was made
+                meanwhile has drawn.
+        """
+        self._own, self._later = own, later
         self._before = self._states()
 
     def any(self) -> bool:
         """Whether something has drawn (or seeded) since."""
+        if self._later is not None and {*map(id, self._later())} - {*map(id, self._own)}:
+            return True
         return self._states() != self._before
 
     def _states(self) -> list[object]:

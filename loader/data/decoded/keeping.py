@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing.context
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -93,7 +94,8 @@ class Keeping:
         self._said = False  # that they have changed
         self._copied: tuple[str, dict[str, str]] | None = None  # token of a store, attributes
         self._token = ""  # of the store, in `_stores`
-        self._generators: list[Any] | None = None  # that the dataset holds
+        self._generators: list[Any] = []  # that the dataset holds, in the process
+        self._sought_by = 0  # which has sought them
         self._owner: weakref.ref[Any] | None = None
         self._readers: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that have begun
         _alive.add(self)
@@ -102,7 +104,7 @@ class Keeping:
         """Give a process that is being spawned the same store; a copy of this process finds it."""
         if multiprocessing.context.get_spawning_popen() is not None:
             self.open()
-            left_out = {"_owner", "_readers", "_generators"}
+            left_out = {"_owner", "_readers", "_generators", "_sought_by"}
             state = {k: v for k, v in vars(self).items() if k not in left_out}
         else:
             state = {"_copied": self._to_copy()}
@@ -205,7 +207,7 @@ class Keeping:
                     return
                 self._say_changed(names)
             self._of, self._attributes, self.store = now, attributes, None
-            self._generators = None
+            self._sought_by = 0
             self.store = self._open_store(owner)
             self._token = uuid4().hex
             if self.store is not None:
@@ -281,10 +283,15 @@ class Keeping:
         return given
 
     def draws(self, owner: Any) -> Draws:
-        """Begin to see whether a sample draws, from shared generators or those of the dataset."""
-        if self._generators is None:
-            self._generators = generators(self.settings(owner))
-        return Draws(self._generators)
+        """Begin to see whether a sample draws, from shared generators or those of the dataset.
+
+        Many make theirs when a worker reads its first sample: after that they are sought again.
+        """
+        if self._sought_by == os.getpid():
+            return Draws(self._generators)
+        self._sought_by = os.getpid()
+        self._generators = generators(self.settings(owner))
+        return Draws(self._generators, later=lambda: generators(self.settings(owner)))
 
     def inputs(self, store: DecodedStore, opened: SampleInputs) -> Inputs | None:
         """Return what a sample depends on; None if it must not be kept, which is said once."""

@@ -13,6 +13,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import of_stat
 from creel.loader.data.decoded.keeping import Keeping
 from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
+from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import Inputs, SampleInputs, still
 from creel.loader.data.reading.lease import Leaf
 from creel.loader.data.reading.storage import is_local, version_at
@@ -99,10 +100,9 @@ class ObjectKeeping(Keeping):
             return self.checked(store, given, lambda: fresh(decode))
         if not store.open:
             return fresh(decode)
-        if path is not None:
-            call = _WatchedCall(self, dataset, store, object_id, decode)
-            return self._of_file(path, call, lambda: fresh(call))
         call = _WatchedCall(self, dataset, store, object_id, decode)
+        if path is not None:
+            return self._of_file(path, call, lambda: fresh(call))
         sample = fresh(call)
         if call.inputs is not None:
             self.keep(store, object_id, [unchecked, call.inputs], sample, call.nbytes, call.ns)
@@ -162,7 +162,8 @@ class _WatchedCall:
         keeping, lease = self.keeping, this_thread.lease
         self.nbytes, self.direct_reads = len(data), 0 if lease is None else lease.direct_reads
         draws = keeping.draws(self.dataset)
-        with SampleInputs() as opened:
+        with SampleInputs() as opened, Intercepted():
+            look_again()  # the last call may have imported a library to read with
             began = time.monotonic_ns()
             sample = self.decode(data)
             self.ns = time.monotonic_ns() - began

@@ -1,14 +1,16 @@
 """SampleInputs: the files that a sample depends on, with their versions, while it is made.
 
 Python tells its audit hooks of each `open`, however it is spelled, and of each listing of a folder,
-in every thread. `tracing/intercept` adds what they are not told of: `os.stat`, and the libraries in
-C that it knows. An open that was seen but not identified leaves a doubt: the sample is not kept.
+in every thread. `interception/intercept` adds what they are not told of: `os.stat`, and the
+libraries in C that it knows. An open that was seen but not identified leaves a doubt: the sample is
+not kept.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from stat import S_ISDIR, S_ISREG
@@ -29,9 +31,15 @@ Inputs = Sequence[Sequence[Any]]
 FOLDER = -3
 #: In place of the path of remote files, whose version is the number of loaders that have begun.
 REMOTE = ""
+#: At the end of a path: the link that lies there, not what it leads to.
+ITSELF = "\0"
 #: Files in these folders have no versions, and are not data.
 _NO_DATA = ("/proc/", "/sys/")
 _TMPFILE = getattr(os, "O_TMPFILE", 0)
+#: Code that imports modules. Python's `os` and `codecs` are frozen as well, and open any files.
+_IMPORTS = "<frozen importlib", "<frozen zipimport"
+#: Threads of creel, which make no samples.
+_OWN_THREADS = "creel-"
 
 #: The records that are active in this process.
 _active: dict[int, SampleInputs] = {}
@@ -118,9 +126,10 @@ class SampleInputs:
         if isinstance(path, int):
             return
         name = self._noted(_below(AT_CWD if folder_fd is None else folder_fd, os.fsdecode(path)))
+        name = name if name is None or follows else name + ITSELF
         if name is not None and name not in self._versions:
-            version, mode = _version(name, follows=follows)
-            if version == MISSING or follows:
+            version, mode = _version(name)
+            if follows or not S_ISDIR(mode):
                 self._versions[name] = FOLDER if S_ISDIR(mode) else version
         if self._outer is not None:
             self._outer.looks_for(path, folder_fd, follows=follows)
@@ -181,11 +190,11 @@ def still(inputs: Inputs, loaders: int) -> bool:
     return True
 
 
-def _version(path: str, before_ns: int | None = None, *, follows: bool = True) -> tuple[int, int]:
+def _version(path: str, before_ns: int | None = None) -> tuple[int, int]:
     """Return the version and the mode of what lies at a path; (MISSING, 0) for nothing."""
-    now_ns = time.time_ns()
+    now_ns, link = time.time_ns(), path.removesuffix(ITSELF)
     try:
-        status = os_stat(path, follow_symlinks=follows)
+        status = os_stat(link, follow_symlinks=link is path)
     except (OSError, ValueError):
         return MISSING, 0
     return of_stat(status, now_ns if before_ns is None else min(now_ns, before_ns)), status.st_mode
@@ -214,12 +223,26 @@ def _opened(records: list[SampleInputs], path: Any, mode: str | None, flags: int
 
 
 def _listed(records: list[SampleInputs], path: Any = None, *_: Any) -> None:
+    """A folder's names, or attributes of a file."""
     if isinstance(path, int):
         path = _path_of(path)
         if path is None:
             return
     for one in records:
         one.opens("." if path is None else path)
+
+
+def _named_anew(records: list[SampleInputs], source: Any, _: Any, *folders: int) -> None:
+    """`os.link` and `os.rename`: what is read by the new name was there by the old one."""
+    if any(folder >= 0 for folder in folders):
+        raise ValueError("a path in an unknown folder")
+    for one in records:
+        one.opens(source)
+
+
+def _symlinked(records: list[SampleInputs], source: Any, target: Any, folder: int) -> None:
+    place = os.path.dirname(os.fsdecode(target))  # noqa: PTH120  a string
+    _named_anew(records, os.path.join(place, os.fsdecode(source)), "", folder)  # noqa: PTH118
 
 
 def _made_folder(records: list[SampleInputs], path: Any, *_: Any) -> None:
@@ -238,15 +261,19 @@ def _database(records: list[SampleInputs], path: Any, *_: Any) -> None:
 
 def _program(records: list[SampleInputs], *_: Any) -> None:
     for one in records:
-        if one is this_thread.observed:
-            one.doubt = "it runs a program, whose files are not seen"
+        one.doubt = "a program runs meanwhile, whose files are not seen"
 
 
 _EVENTS: dict[str, Callable[..., None]] = {
     "open": _opened,
     "os.listdir": _listed,
     "os.scandir": _listed,
+    "os.getxattr": _listed,
+    "os.listxattr": _listed,
     "os.mkdir": _made_folder,
+    "os.link": _named_anew,
+    "os.rename": _named_anew,
+    "os.symlink": _symlinked,
     "sqlite3.connect": _database,
     **dict.fromkeys(("subprocess.Popen", "os.posix_spawn", "os.system", "os.fork"), _program),
 }
@@ -255,15 +282,27 @@ _EVENTS: dict[str, Callable[..., None]] = {
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if not _active or event not in _EVENTS:
         return
-    if sys._getframe(1).f_code.co_filename.startswith("<frozen "):  # noqa: SLF001  no other way
-        return  # an import: code is no data
     observed = this_thread.observed
-    mine = [observed] if isinstance(observed, SampleInputs) else []
+    found = [observed] if isinstance(observed, SampleInputs) else _without_record()
     try:
-        _EVENTS[event](mine or list(_active.values()), *args)
+        if not sys._getframe(1).f_code.co_filename.startswith(_IMPORTS):  # noqa: SLF001  no other way
+            _EVENTS[event](found, *args)
     except Exception:  # noqa: BLE001  the person's own call must go on
-        for one in mine:
+        for one in found:
             one.doubt = f"it opened {args[0]!r}, which is not known to be a file"
+
+
+def _without_record() -> list[SampleInputs]:
+    """Return the records that may be concerned by what a thread does that has none of its own."""
+    mine = _active and threading.current_thread().name.startswith(_OWN_THREADS)
+    return [] if mine else list(_active.values())
+
+
+def records() -> Sequence[ReadRecord]:
+    """Return the records of what this thread reads outside of creel's own code."""
+    if this_thread.observed is None:
+        return _without_record()
+    return [this_thread.observed] if this_thread.intercepts else []
 
 
 def _path_of(fd: int) -> str | None:

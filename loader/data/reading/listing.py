@@ -41,14 +41,19 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     nbytes: list[int] | None = None
 
 
+_decoder = msgspec.json.Decoder(list[str] | _Index)
+
+
 def files_below(root: str, options: Options = None) -> Listing:
     """Return all files below `root` (in the form of `absolute`), ordered by folder, then by name.
 
     Raises:
         NotFoundError: there is no such local folder, or nothing below a remote root.
     """
-    with ProgressLine(f"listing {public(root)}", shown=rank_and_world()[0] == 0):
-        found = _found_below(root, options)
+    rows: list[tuple[str, int]] = []
+    counted = (lambda: len(rows)) if scheme_of(root) else None
+    with ProgressLine(f"listing {public(root)}", counted, shown=rank_and_world()[0] == 0):
+        found = _found_below(root, options, rows)
     if scheme_of(root) and not len(found):
         raise NotFoundError(
             f"nothing is listed below {public(root)}; where a server lists no folders, put an "
@@ -57,13 +62,13 @@ def files_below(root: str, options: Options = None) -> Listing:
     return found
 
 
-def _found_below(root: str, options: Options) -> Listing:
+def _found_below(root: str, options: Options, rows: list[tuple[str, int]]) -> Listing:
     if not scheme_of(root):
         if not is_folder(root):
             raise NotFoundError(f"there is no folder {root}")
         return walk(root)
     found = _index_below(root, options) if scheme_of(root) in {"http", "https"} else None
-    return list_remote(root, options) if found is None else found
+    return list_remote(root, options, rows) if found is None else found
 
 
 def _index_below(root: str, options: Options) -> Listing | None:
@@ -86,7 +91,7 @@ def parse_index(data: bytes, address: str) -> Listing:
     """
     try:
         if address.endswith(".json"):
-            found = msgspec.json.decode(data, type=list[str] | _Index)
+            found = _decoder.decode(data)
             names, nbytes = (
                 (found, None) if isinstance(found, list) else (found.names, found.nbytes)
             )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.loader.data.reading.inputs import records
 from creel.loader.data.reading.lease import Buffer, Copied
 from creel.loader.data.reading.this_thread import this_thread
 
@@ -139,9 +140,9 @@ def passes_on() -> bool:
 
 
 def announce(path: object) -> None:
-    """Note that a library in C is about to open a file, if this thread's reads are recorded."""
-    if this_thread.intercepts and this_thread.observed is not None:
-        this_thread.observed.opens_in_c(path)
+    """Note that a library in C is about to open a file, where reads are recorded."""
+    for one in records():
+        one.opens_in_c(path)
 
 
 def open_source(original: Callable[..., T], *args: object) -> tuple[T, int]:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _python_open = io.open
 #: Files in these folders change without a change of their status.
 NO_FILES = ("/proc/", "/sys/", "/dev/")
+#: Copying all of a file of at most this many bytes costs no more than opening it.
+SMALL = 1 << 16
+#: An open within this time did not wait: from the page cache h5py.File takes 100 us, os.open 5.
+QUICK_OPEN_NS = 200_000
 #: Bytes that the kernel reads ahead of an opened file while the open is being recorded.
 _AHEAD_NBYTES = 128 << 10
 

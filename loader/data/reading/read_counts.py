@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-#: The system's functions, even while `creel.loader.data.tracing.intercept` has replaced them.
+#: The system's functions, even while `creel.loader.data.interception.intercept` has replaced them.
 os_open, os_stat = os.open, os.stat
 
 

@@ -20,7 +20,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.manifest import ANY, UNKNOWN
 from creel.cache.storage.stores.access import ARROW, options_of
 from creel.cache.storage.stores.remote import open_store, store_key
 from creel.cache.storage.stores.retry import public, retried, source_error
@@ -35,6 +35,8 @@ from creel.streams.redis_stream import is_redis
 T = TypeVar("T")
 R = TypeVar("R")
 
+#: Schemes whose stores tag each version of an object, whoever asks.
+_PINNED = frozenset({"s3", "gs", "gcs"})
 #: Threads that list folders and ask for sizes. They wait for the storage, not for the CPU.
 _THREADS = 16
 
@@ -42,6 +44,8 @@ _THREADS = 16
 Options: TypeAlias = Mapping[str, Any] | None
 
 _stores: dict[tuple[int, bool, str, str, str, str], Store] = {}
+#: Scheme and host of those that have answered.
+_reached: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
@@ -175,7 +179,15 @@ def read_range(address: str, offset: int, nbytes: int, options: Options = None) 
 
 
 def nbytes_of(address: str, options: Options = None) -> int:
-    """Return the size in bytes.
+    """Return the size in bytes; raises as `status_of`."""
+    return status_of(address, options)[0]
+
+
+def status_of(address: str, options: Options = None) -> tuple[int, int]:
+    """Return the size in bytes, and the version that a manifest can be pinned to, or ANY.
+
+    ANY for local files, which change as their owner likes, and for servers of HTTP, of which
+    several at one address may tag a file each in its own way.
 
     Raises:
         NotFoundError: nothing is there, or it is a folder.
@@ -191,12 +203,12 @@ def nbytes_of(address: str, options: Options = None) -> int:
             raise NotFoundError(f"{address} is a folder: give the files in it, as a list")
         if not S_ISREG(status.st_mode):
             raise NotFoundError(f"there is no file {address}")
-        return status.st_size
+        return status.st_size, ANY
     with _creel_errors(address, options):
-        size = _with_retries(address, lambda store: store.size(address), options)
+        size, version = _with_retries(address, lambda store: store.status(address), options)
     if size is None:
         raise ConfigError(f"the storage does not report the size of {public(address)}")
-    return size
+    return size, version if scheme_of(address) in _PINNED else ANY
 
 
 @contextmanager
@@ -238,7 +250,13 @@ def _store(address: str, given: Options, objects: bool) -> Store:
 def _with_retries(
     address: str, job: Callable[[Store], R], options: Options, *, objects: bool = False
 ) -> R:
-    return retried(settings(), lambda: job(_store(address, options, objects)), address)
+    storage = store_key(address)[:2]
+    answer = retried(
+        *(settings(), lambda: job(_store(address, options, objects)), address),
+        reached=storage in _reached,
+    )
+    _reached.add(storage)
+    return answer
 
 
 def _read(
@@ -298,16 +316,27 @@ def walk(root: str) -> Listing:
     return Listing([name for name, _ in LocalStore(0).list(root)])
 
 
-def list_remote(root: str, options: Options = None) -> Listing:
+def list_remote(
+    root: str, options: Options = None, rows: list[tuple[str, int]] | None = None
+) -> Listing:
     """List every object below a URI in the order of `walk`, with sizes if the storage gives all.
+
+    `rows`: a list for what has been listed so far.
 
     Raises:
         NotFoundError: nothing is there.
         ConfigError: the storage denies access.
         SourceError: the storage fails.
     """
+    found = [] if rows is None else rows
+
+    def listed(store: Store) -> Listing:
+        found.clear()
+        found.extend(store.list(root))
+        return in_walk_order(found)
+
     with _creel_errors(root, options):
-        return _with_retries(root, lambda store: in_walk_order(store.list(root)), options)
+        return _with_retries(root, listed, options)
 
 
 def in_walk_order(found: Iterable[tuple[str, int]]) -> Listing:

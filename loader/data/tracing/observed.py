@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
 from creel.loader.data.reading.bad_samples import note_path
-from creel.loader.data.reading.opened import cacheable, local_address, look
+from creel.loader.data.reading.inputs import ITSELF
+from creel.loader.data.reading.opened import (
+    QUICK_OPEN_NS,
+    SMALL,
+    cacheable,
+    local_address,
+    look,
+)
 from creel.loader.data.reading.read_counts import PartialRead, ThreadReads
 from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import Asked, this_thread, usage
@@ -17,12 +24,8 @@ from creel.loader.data.reading.this_thread import Asked, this_thread, usage
 if TYPE_CHECKING:
     from creel.loader.data.reading.this_thread import ReadRecord
 
-#: An opened file is worth caching if at least 1/4 of it was read ...
+#: An opened file is worth caching if at least 1/4 of it was read, or it is `SMALL`.
 WORTH = 4
-#: ... or if it has at most this many bytes: copying all of it costs no more than opening it.
-SMALL = 1 << 16
-#: An open within this time did not wait: from the page cache h5py.File takes 100 us, os.open 5.
-QUICK_OPEN_NS = 200_000
 
 
 class FoundVersions:
@@ -158,6 +161,8 @@ class ObservedReads:
     def inherit(self, inputs: Sequence[Sequence[Any]], owner: int, number: int) -> None:
         """Record the files of a kept sample; remote ones are unknown by now."""
         for path, _ in inputs:
+            if path.endswith(ITSELF):
+                continue  # a link
             address = local_address(path)
             status = None if address is None else look(address)
             if address is None:

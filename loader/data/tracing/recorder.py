@@ -28,8 +28,8 @@ from creel.loader.data.binding.adapters import serve_torchvision
 from creel.loader.data.binding.tree import unchanged
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
 from creel.loader.data.datasets.base import Transformed, fetch_many, position
+from creel.loader.data.interception.intercept import look_again
 from creel.loader.data.reading.this_thread import Asked
-from creel.loader.data.tracing.intercept import look_again
 from creel.loader.data.tracing.journal import (
     NUMBER,
     PART,

@@ -30,9 +30,9 @@ from creel.loader.data.binding.bind import Binding, bind, bound
 from creel.loader.data.binding.daemon_link import RETRY_S, DaemonLink, linked, needless, starting
 from creel.loader.data.binding.tree import bindable
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping
+from creel.loader.data.interception.intercept import Intercepted
 from creel.loader.data.reading.observer import passes_on
 from creel.loader.data.reading.this_thread import this_thread, thread_use
-from creel.loader.data.tracing.intercept import Intercepted
 from creel.loader.data.tracing.journal import EndOfTrace, JournalPlace, TraceJournal
 from creel.loader.data.tracing.recorder import AccessRecorder, recordable
 from creel.loader.data.tracing.recording import (

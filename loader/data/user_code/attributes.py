@@ -31,9 +31,9 @@ _ENTRIES = 1 << 16
 _PLAIN = (bool, int, float, complex, str, bytes, PurePath, Enum, np.generic)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _CODE = (type, FunctionType, BuiltinFunctionType)
-#: Snapshots of single values begin so; "= None" is one that may be made when it is needed.
 #: Texts up to this length are compared as they are.
 _LONG = 256
+#: Snapshots of single values begin so; "= None" is one that may be made when it is needed.
 _SINGLE, _NONE = "= ", "= None"
 
 

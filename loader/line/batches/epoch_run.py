@@ -33,6 +33,7 @@ from creel.loader.line.order.epoch_order import (
 )
 from creel.loader.line.order.samplers import take_over
 from creel.loader.line.steps.batch_stream import BatchStream, Ticket, samples_in, try_predict
+from creel.loader.line.steps.mapped_pages import MappedPages
 from creel.loader.making.seeding.by_sample import BatchSeeds, next_epoch
 from creel.loader.making.stages import BatchTimes, recorded_moments
 from creel.loader.making.workers.kernel_waits import Reader, this_thread
@@ -91,6 +92,7 @@ class EpochRun:
         self._search: StreamSearch | None = None  # set after the daemon has ended in mid-epoch
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
         self._workers = 0
+        self._pages = MappedPages(loader_state.config.window)
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
         pulled = self._pulled  # in place of a reference to this
         self._readers: Sequence[Reader] = (this_thread(lambda: min(pulled, default=None)),)
@@ -176,6 +178,8 @@ class EpochRun:
         if self.skipped:
             order.skip(self.skipped)
         watch.add(self.overdue)
+        if self._counts:
+            self._pages.begin(loader.dataset, order)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 
@@ -221,6 +225,7 @@ class EpochRun:
         if self._search is not None:
             self._reattach(self.skipped + i)
         batch, served = self.skipped + i, self._served
+        self._pages.claimed(batch, index)
         claim = DIRECT if served is None else served.claim(batch, index)
         if claim.step < 0 and self._counts:
             self._unpublished[batch] = samples_in(index) if self._many else 1
@@ -272,6 +277,7 @@ class EpochRun:
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
         stream = self._served
+        self._pages.done(self.skipped + i)
         if stream is not None:
             stream.done(self.skipped + i)
             if not self._published_ahead and self.order is not None and not stream.joining:
@@ -432,6 +438,7 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self._workers = 0
+        self._pages.stop()
         watch.discard(self.overdue)
         self._loader_state.own_files.ends()
         search = self._search

@@ -190,7 +190,7 @@ def _serves_none(_: str) -> bool:
 def _reason(file: AwaitedFile) -> str:
     """Return why `creel.wrap` does not serve a file."""
     if file.mapped:
-        return "it is mapped into memory, where creel cannot see what is read"
+        return "it is mapped into memory: a method ranges(index) can say what is read, and when"
     if len(file.batches) > 1:
         return "many samples read parts of it, or keep it open"
     return "a library in C, C++ or Rust opens it, or a thread, or it is kept open"

@@ -64,6 +64,9 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     refused: str = ""
 
 
+_TERMS, _DECISION = msgspec.msgpack.Decoder(Terms), msgspec.msgpack.Decoder(Decision)
+
+
 def node_name() -> str:
     """Return a name that ranks share if they can connect to each other's abstract sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -113,11 +116,11 @@ def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late
     terms_of_all = [terms]
     waits = pauses(*_PAUSES_S)
     while len(terms_of_all) < world:
-        answer = _read(store, topic.key(f"terms/{len(terms_of_all)}"), Terms)
+        answer = _read(store, topic.key(f"terms/{len(terms_of_all)}"), _TERMS)
         if answer is not None and answer.call == call:
             terms_of_all.append(answer)
             continue
-        decision = _read(store, topic.key("decision"), Decision)
+        decision = _read(store, topic.key("decision"), _DECISION)
         if decision is not None and decision.call == call:
             return decision  # another rank has given up
         if time.monotonic() > until:
@@ -136,7 +139,7 @@ def _follow(
         # The call is read before the decision: rank 0 calls again only after it has decided.
         raw = _get(store, topic.key("call"))
         call = "" if raw is None else raw.decode()
-        decision = _read(store, topic.key("decision"), Decision)
+        decision = _read(store, topic.key("decision"), _DECISION)
         decided = "" if decision is None else decision.call
         if answered and decided == answered:
             return decision
@@ -155,7 +158,7 @@ def _settled(topic: Topic, store: Any, decision: Decision) -> Decision:
     while True:
         old = _get(store, topic.key("decision")) or b""
         if old:
-            found = msgspec.msgpack.decode(old, type=Decision)
+            found = _DECISION.decode(old)
             if found.call == decision.call:
                 return found
         store.compare_set(topic.key("decision"), old, new)
@@ -166,9 +169,9 @@ def _get(store: Any, key: str) -> bytes | None:
     return store.get(key) if store.check([key]) else None
 
 
-def _read(store: Any, key: str, kind: type[_T]) -> _T | None:
+def _read(store: Any, key: str, decoder: msgspec.msgpack.Decoder[_T]) -> _T | None:
     raw = _get(store, key)
-    return None if raw is None else msgspec.msgpack.decode(raw, type=kind)
+    return None if raw is None else decoder.decode(raw)
 
 
 def decide(topic: Topic, call: str, terms_of_all: list[Terms]) -> Decision:

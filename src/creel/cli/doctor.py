@@ -17,7 +17,7 @@ import click
 
 from creel import addresses
 from creel.cache.memory.memfd import memfd
-from creel.cli.checks import dataset, nodes, running
+from creel.cli.checks import dataset, exposed, nodes, running
 from creel.cli.checks.finding import Finding, judged
 from creel.cli.processes import daemon_pids
 from creel.config import KEY_VARIABLE, Config, config_files, memory_budget
@@ -54,6 +54,7 @@ def checks(
     for look in (_memfd, _files, _locked, _shm):
         yield look()
     yield _memory(config)
+    yield from exposed.looks(config)
     proc = _proc()
     yield proc
     if proc.level == "bad":  # no daemon can be found

@@ -6,17 +6,21 @@ answers for what was not tried. It needs no accelerator other than the script's 
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from creel.cli.reads import Looks, Reads
 from creel.cli.run import daemon_env, own_daemon, refuse_name_in_use
 from creel.cli.watching import view
 from creel.cli.watching.forecasts import BATCHES, HARDLY, ms
@@ -26,7 +30,13 @@ from creel.cli.watching.what_if import Machine, outlooks, window
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.client.client import Client
-from creel.policies.model import RankWindow, forecast, with_memory, with_workers
+from creel.policies.model import (
+    RankWindow,
+    forecast,
+    with_memory,
+    with_storage,
+    with_workers,
+)
 from creel.system import limits
 from creel.units import format_size
 
@@ -34,6 +44,10 @@ from creel.units import format_size
 FIRST = 8
 #: Seconds between two looks at the script, and after which it is killed when it does not end.
 _LOOK_S, _END_S = 0.2, 10.0
+#: Seconds for which the script's reads are looked at, at least.
+_READS_S = 1.0
+#: The variable that names the file of `creel.cli.scripts.in_place`.
+_NOTES = "CREEL_EXPLAIN_NOTES"
 #: Parts of the dataset in memory that are told of.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -42,21 +56,31 @@ class Trial(NamedTuple):
     """What a script did: the answer of `creel stats`, and of each rank its busiest stream.
 
     ranks: session and rows, the busiest first. They are of one job and one dataset.
+    notes: the lines of `creel.cli.scripts.in_place`.
+    reads: what each rank has read by itself, in the order of `ranks`.
     """
 
     answer: Values
     ranks: list[tuple[Values, list[list[int]]]]
+    notes: Sequence[Values] = ()
+    reads: Sequence[Reads] = ()
 
     @property
     def batches(self) -> list[int]:
         """Batches that are recorded of each rank."""
         return [len(rows) for _, rows in self.ranks]
 
+    @property
+    def note(self) -> Values | None:
+        """The note of the longest loader of the busiest rank; None if its length is unknown."""
+        of_rank = [one for one in self.notes if one["pid"] == self.ranks[0][0]["pid"]]
+        return max(of_rank, key=lambda one: int(one["batches"]), default=None)
+
 
 def explain(
     config: Config, script: str, arguments: Sequence[str], steps: int, limit_s: float, ranks: int
 ) -> dict[str, Any]:
-    """Run a script for so many steps, at most `limit_s`; return the keys in docs/cli.md.
+    """Run a script for so many steps, at most `limit_s`; return the keys in docs/json.md.
 
     ranks: processes, with the environment that torchrun gives them; 1: the script alone.
 
@@ -65,20 +89,28 @@ def explain(
         UnavailableError: another daemon has this name.
     """
     refuse_name_in_use(config.daemon.name)
-    with own_daemon(config):
+    with own_daemon(config), tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder, "notes")
         command = [sys.executable, "-m", "creel.cli.scripts.in_place", script, *arguments]
+        shared = daemon_env(config) | {_NOTES: str(notes)}
         children = [
-            subprocess.Popen(command, env=daemon_env(config) | env, stdout=sys.stderr)  # noqa: S603  the user's script
+            subprocess.Popen(command, env=shared | env, stdout=sys.stderr)  # noqa: S603  the user's script
             for env in _environments(ranks)
         ]
+        looks = Looks([child.pid for child in children])
         try:
             with Client.connect(config.daemon.name, "cli") as client:
-                trial = _watched(client, children, steps + FIRST, limit_s)
+                trial = _watched(client, children, steps + FIRST, limit_s, looks)
         finally:
+            looks.end()
             for child in children:
                 child.terminate()
             for child in children:
                 _end(child)
+        if trial is not None and notes.exists():
+            trial = trial._replace(
+                notes=[json.loads(line) for line in notes.read_text().splitlines()]
+            )
     if trial is None or min(trial.batches) <= FIRST + BATCHES:
         raise ConfigError(
             f"{script} took too few batches: one DataLoader must give {FIRST + BATCHES + 1} or more"
@@ -101,7 +133,11 @@ def _environments(ranks: int) -> list[dict[str, str]]:
 
 
 def _watched(
-    client: Client, children: Sequence[subprocess.Popen[bytes]], steps: int, limit_s: float
+    client: Client,
+    children: Sequence[subprocess.Popen[bytes]],
+    steps: int,
+    limit_s: float,
+    looks: Looks,
 ) -> Trial | None:
     """Return the ranks of the busiest stream, once they have enough, or the script ends.
 
@@ -111,14 +147,21 @@ def _watched(
     while all(child.poll() is None for child in children) and time.monotonic() < until:
         answer = client.ask("stats")
         found = _busiest(answer, list(recorded(client, answer)))
+        if found is not None:
+            looks.begin()
         if found is not None and (last is None or sum(found.batches) >= sum(last.batches)):
             last = found
             most, least = found.batches[0], min(found.batches)
             everyone = len(found.ranks) == max(found.ranks[0][0]["world"], 1)
-            if most >= steps and ((everyone and least >= steps) or most >= 2 * steps):
+            enough = most >= steps and ((everyone and least >= steps) or most >= 2 * steps)
+            if enough and looks.seconds >= _READS_S:
                 break
         time.sleep(_LOOK_S)
-    return last
+    looks.end()
+    if last is None:
+        return None
+    of_ranks = [looks.of(one["pid"], workers=one["workers"] > 0) for one, _ in last.ranks]
+    return last._replace(reads=of_ranks)
 
 
 def _busiest(answer: Values, told: list[tuple[Values, list[list[int]]]]) -> Trial | None:
@@ -154,6 +197,8 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
     samples = None if dataset is None else int(dataset["objects"])
     world = max(int(busiest["world"]), 1)
     steps = None if samples is None or not each else math.ceil(samples / each / world)
+    if dataset is None and trial.note is not None:
+        samples, steps = int(trial.note["samples"]), int(trial.note["batches"])
     rows = {one["session"]: its[FIRST : _end_of(steps)] for one, its in trial.ranks}
     windows = [seen for one, _ in trial.ranks if (seen := window(one, rows[one["session"]]))]
     told = forecast(windows, machine.cores)
@@ -165,6 +210,7 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
         epoch_s = None if steps is None else steps * will.step_s
         return {**values, "step_s": will.step_s, "wait_s": will.wait_s, "epoch_s": epoch_s}
 
+    each_read = None if samples is None else _requests(trial.answer, session, samples)
     whole = 0 if dataset is None else _nbytes(session, dataset)
     found = outlooks(trial.answer, rows, machine)
     changes = found[session["session"]].changes
@@ -186,13 +232,42 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
                     "share": share,
                     "nbytes": int(share * whole),
                     "reads": None if samples is None else round((1 - share) * samples),
+                    "requests": None if each_read is None else round((1 - share) * each_read),
                 },
             )
             for share in (_SHARES if dataset is not None else ())
         ],
         "least_share": _least_share(windows, machine.cores) if dataset is not None else None,
         "changes": [{**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in changes],
+        "reads": _own_reads(trial, late, seen, row) if dataset is None and trial.reads else None,
     }
+
+
+def _own_reads(
+    trial: Trial,
+    late: int,
+    seen: RankWindow,
+    row: Callable[[Callable[[RankWindow], RankWindow], Values], dict[str, Any]],
+) -> dict[str, Any] | None:
+    """Return what the dataset reads by itself, and what would come of the line that serves it.
+
+    None if nothing waits for storage.
+    """
+    reads = trial.reads[late]
+    waits_s = with_storage(seen, reads.share).busy_s["source"] / seen.batches
+    if waits_s <= HARDLY * seen.seconds / seen.batches:
+        return None
+    files = sorted(reads.files, key=lambda one: -reads.files[one])
+    pace = seen.batches / seen.seconds
+    values = {
+        "storage_s": waits_s,
+        "nbytes": int(reads.nbytes / max(reads.seconds * pace, 1e-9)),
+        "file": reads.container or next((path for path, _ in files if path), ""),
+        "files": len({path for path, _ in files}),
+        "mapped": reads.mapped,
+        "line": reads.line(ahead=trial.note is not None and trial.note["ahead"]),
+    }
+    return row(lambda one: with_memory(with_storage(one, reads.share)), values)
 
 
 def _end_of(steps: int | None) -> int | None:
@@ -205,6 +280,16 @@ def _nbytes(session: Values, dataset: Values) -> int:
     if 2 * session["direct_reads"] < session["samples"]:
         return int(dataset["nbytes"])
     return int(dataset["objects"] * session["direct_nbytes"] / session["direct_reads"])
+
+
+def _requests(answer: Values, session: Values, objects: int) -> float | None:
+    """Return the requests to an object store that read each object once; None: there is none."""
+    for one in answer.get("sources", ()):
+        asked = one.get("requests", {})
+        requests = asked.get("GET", 0) + asked.get("HEAD", 0)
+        if one["dataset"] == session["dataset"] and requests and one["reads"]:
+            return float(objects * requests / one["reads"])
+    return None
 
 
 def _least_share(windows: Sequence[RankWindow], cores: float) -> float | None:
@@ -226,12 +311,15 @@ def show(told: Values) -> None:
     late = f"; of {told['ranks']} ranks the one that waits longest" * (told["ranks"] > 1)
     found.append(("one batch", f"{busy}; made {by}{late}"))
     if told["steps"] is not None:
-        size = f"{format_count(told['samples'])} samples, {format_size(told['nbytes'])}"
-        found.append(("one epoch", f"{told['steps']:,} steps: {size}"))
+        size = f", {format_size(told['nbytes'])}" * bool(told["nbytes"])
+        samples = format_count(told["samples"])
+        found.append(("one epoch", f"{told['steps']:,} steps: {samples} samples{size}"))
     if told["least_share"] is not None:
         part = f"{100 * told['least_share']:.0f} % of the dataset in memory"
         found.append(("no wait", f"with {part} ({_size(told, told['least_share'])})"))
     found += [("instead", _change(one)) for one in told["changes"]]
+    if told["reads"] is not None:
+        found += _reads_rows(told["reads"])
     view.pairs(found)
     click.echo()
     header: tuple[str, ...] = ("workers", "a step", "a wait in it", "an epoch")
@@ -242,12 +330,30 @@ def show(told: Values) -> None:
     if told["busy_s"]["source"] <= HARDLY * told["step_s"]:
         click.echo("memory makes no difference to a step: storage (or the page cache) keeps up")
         return
-    header = ("in memory", "bytes", "reads", *header[1:])
+    counts = [name for name in ("reads", "requests") if told["by_memory"][0][name] is not None]
+    header = ("in memory", "bytes", *counts, *header[1:])
     cells = [
-        (f"{100 * r['share']:.0f} %", _size(told, r["share"]), format_count(r["reads"]), *_times(r))
+        (
+            *(f"{100 * r['share']:.0f} %", _size(told, r["share"])),
+            *(format_count(r[name]) for name in counts),
+            *_times(r),
+        )
         for r in told["by_memory"]
     ]
     view.table(header, cells)
+
+
+def _reads_rows(reads: Values) -> list[tuple[str, str]]:
+    """Return what the dataset reads by itself, and the line that serves it."""
+    size = f", {format_size(reads['nbytes'])}" * bool(reads["nbytes"])
+    how = "pages of " * reads["mapped"]
+    place = f": {how}{reads['file']}" if reads["file"] else ""
+    step, _, epoch = _times(reads)
+    then = f"by {reads['line']}: {step} a step, an epoch {epoch}, once it is in memory"
+    return [
+        ("reads", f"{ms(reads['storage_s'])} of a batch{size}, past creel{place}"),
+        ("served", then),
+    ]
 
 
 def _size(told: Values, share: float) -> str:

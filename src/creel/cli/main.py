@@ -20,7 +20,7 @@ _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line and return its exit code (docs/cli.md)."""
+    """Run the command line and return its exit code (docs/json.md)."""
     from creel.daemon.reporting.logs import open_standard_files
 
     open_standard_files()

@@ -35,6 +35,7 @@ from creel.streams.redis_stream import RedisStream, is_redis, shown
 ABSENT = -1
 _NOTHING = np.empty(0, np.int64)
 _ABOUT = "stream.json"
+_decode = msgspec.json.Decoder(Description).decode
 
 
 class Medium(cursors.Notes, Protocol):
@@ -152,7 +153,7 @@ class Log:
                 f"there is no stream in {shown(medium.path)}: no producer has begun"
             )
         try:
-            log = cls(medium, msgspec.json.decode(about, type=Description))
+            log = cls(medium, _decode(about))
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise ConfigError(f"{where} does not describe a stream: {e}") from e
         valid = log.about.records > 0 and min(log.about.ahead, log.about.keep) >= 0

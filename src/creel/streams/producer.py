@@ -201,7 +201,6 @@ class Producer:
 
     def _append(self, data: Sequence[memoryview]) -> None:
         if self._chunks is None:  # of a copy, which has another connection, and appends on its own
-            forget_in_child(self)
             self._stream = Log(copy.copy(self._stream.medium), self._stream.about)
             self._chunks = KnownChunks(self._stream)
         self._wait_for_room(self._chunks, sum(map(len, data)))

@@ -40,7 +40,7 @@ _LEFT_S, _MOST_LEFT_S = 5e-5, 0.1
 
 
 def forget_in_child(thing: Inherited) -> None:
-    """Call `thing.forget()` in every child that this process forks, while `thing` lives."""
+    """Call `thing.forget()` in all children of this process, and theirs, while `thing` lives."""
     _inherited.add(thing)
 
 
@@ -87,7 +87,6 @@ def at_fork(**hooks: Callable[[], None]) -> None:
 def _forget_all() -> None:
     for thing in list(_inherited):
         thing.forget()
-    _inherited.clear()
 
 
 def _pause_all() -> None:

@@ -1,4 +1,8 @@
-"""The memory of a store of decoded samples: its memfd, the lock on it, and its transfers."""
+"""The memory of a store of decoded samples: its part of a memfd, the lock on it, and its transfers.
+
+The stores of one process lie in one memfd, so that hundreds of datasets take one descriptor. Stores
+that other processes are to find have a memfd each.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,57 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from creel.cache.memory.memfd import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Descriptor, memfd
+from creel.cache.memory.memfd import (
+    F_ADD_SEALS,
+    F_SEAL_GROW,
+    F_SEAL_SHRINK,
+    Descriptor,
+    memfd,
+    punch_hole,
+)
+from creel.system.forks import forget_in_child
 
 #: Bytes of the words, before the index.
 WORDS_NBYTES = 4096
 #: The first words: where the next sample goes, and the bytes of memory that are taken.
 END, USED = range(2)
 PAGE_NBYTES = 4096
-#: Bytes of the memfd, which takes memory only where it was written.
-_PLACES_NBYTES = 1 << 45
+#: Bytes of an extent, which takes memory only where it was written, and extents of a memfd.
+_PLACES_NBYTES, _EXTENTS = 1 << 45, 1 << 17
 #: Most buffers of one system call (Linux).
 _MOST_BUFFERS = 1000
 #: Longest wait for the lock, which is held for microseconds, and the pause between two attempts.
 _LOCK_S, _PAUSE_S = 1.0, 0.0002
+
+
+class Extent(NamedTuple):
+    """The part of a memfd that belongs to one store.
+
+    Attributes:
+        descriptor: of the memfd.
+        first: its first byte there; places are counted from it.
+    """
+
+    descriptor: Descriptor
+    first: int = 0
+
+    @property
+    def fd(self) -> int:
+        return self.descriptor.fd
+
+    def give_back(self, first: int, end: int) -> int:
+        """Give back the memory of the whole pages between two places; return how many bytes.
+
+        Raises:
+            OSError: a file system without holes.
+        """
+        first, end = -(-first // PAGE_NBYTES) * PAGE_NBYTES, end // PAGE_NBYTES * PAGE_NBYTES
+        if end <= first:
+            return 0
+        punch_hole(self.fd, self.first + first, end - first)
+        return end - first
 
 
 class Words(Protocol):
@@ -43,21 +83,63 @@ def first_words(samples: int) -> bytes:
     return struct.pack("<qq", *[index_nbytes(samples)] * 2)
 
 
-def new_memory(samples: int, name: str = "creel-decoded") -> Descriptor:
-    """Make the memfd of a store without samples.
+def new_memory(samples: int, name: str = "creel-decoded") -> Extent:
+    """Make a memfd for one store, without samples.
 
     Raises:
         OSError: there is no memory for its index.
     """
+    return _begun(Extent(_new_memfd(name, 1)), samples)
+
+
+def memory_of_process(samples: int) -> Extent:
+    """Return the memory of another store of this process, without samples.
+
+    Raises:
+        OSError: as `new_memory`.
+    """
+    return _begun(_shared.next(), samples)
+
+
+def _new_memfd(name: str, extents: int) -> Descriptor:
     import fcntl
 
     own = Descriptor(memfd(name, sealable=True))
-    first = index_nbytes(samples)
-    os.ftruncate(own.fd, _PLACES_NBYTES)
-    os.posix_fallocate(own.fd, 0, first)  # later accesses of the mapping cannot fail
-    os.pwrite(own.fd, first_words(samples), 8 * END)
+    os.ftruncate(own.fd, extents * _PLACES_NBYTES)
     fcntl.fcntl(own.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
     return own
+
+
+def _begun(own: Extent, samples: int) -> Extent:
+    # Later accesses of the mapping cannot fail.
+    os.posix_fallocate(own.fd, own.first, index_nbytes(samples))
+    os.pwrite(own.fd, first_words(samples), own.first + 8 * END)
+    return own
+
+
+class _SharedMemfd:
+    """The memfd of this process's stores. A child has its own for stores that it opens."""
+
+    def __init__(self) -> None:
+        self.forget()
+        forget_in_child(self)
+
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
+        self._lock = threading.RLock()  # reentrant: a finaliser may open a store
+        self._own: Descriptor | None = None
+        self._extents = 0  # that were given out: none is used again
+
+    def next(self) -> Extent:
+        """Return an extent that no store has had; raises OSError if there is no memfd."""
+        with self._lock:
+            if self._own is None or self._extents == _EXTENTS:
+                self._own, self._extents = _new_memfd("creel-decoded", _EXTENTS), 0
+            self._extents += 1
+            return Extent(self._own, (self._extents - 1) * _PLACES_NBYTES)
+
+
+_shared = _SharedMemfd()
 
 
 class Locked:
@@ -67,7 +149,7 @@ class Locked:
         TimeoutError: a process that was stopped holds the lock.
     """
 
-    def __init__(self, own: Descriptor, lock: threading.Lock) -> None:
+    def __init__(self, own: Extent, lock: threading.Lock) -> None:
         """`lock`: this process's own."""
         self._own, self._lock = own, lock
 
@@ -86,7 +168,7 @@ class Locked:
         import fcntl  # missing on Windows, where this module is imported as well
 
         try:
-            fcntl.lockf(self._own.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            fcntl.lockf(self._own.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._own.first)
         except OSError as e:
             if e.errno not in {errno.EACCES, errno.EAGAIN}:
                 self._lock.release()
@@ -97,11 +179,11 @@ class Locked:
     def __exit__(self, *_: object) -> None:
         import fcntl
 
-        fcntl.lockf(self._own.fd, fcntl.LOCK_UN, 1)
+        fcntl.lockf(self._own.fd, fcntl.LOCK_UN, 1, self._own.first)
         self._lock.release()
 
 
-def transfer(call: Callable[..., int], fd: int, buffers: Sequence[Any], place: int) -> None:
+def transfer(call: Callable[..., int], own: Extent, buffers: Sequence[Any], place: int) -> None:
     """Read or write all bytes of the buffers, by `os.preadv` or `os.pwritev`.
 
     Raises:
@@ -109,7 +191,7 @@ def transfer(call: Callable[..., int], fd: int, buffers: Sequence[Any], place: i
     """
     views = [memoryview(one).cast("B") for one in buffers if memoryview(one).nbytes]
     while views:
-        done = call(fd, views[:_MOST_BUFFERS], place)
+        done = call(own.fd, views[:_MOST_BUFFERS], own.first + place)
         if done <= 0:
             raise OSError("fewer bytes than expected")
         place += done

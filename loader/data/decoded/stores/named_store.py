@@ -26,6 +26,7 @@ from creel.loader.data.decoded.stores.memory import (
     END,
     USED,
     WORDS_NBYTES,
+    Extent,
     Words,
     first_words,
     index_nbytes,
@@ -62,7 +63,7 @@ class NamedStore(DecodedStore):
     """Samples by number, for all processes of this node, now and later, that have its key."""
 
     def __init__(
-        self, own: Descriptor, samples: int, limit: int | None, file: NamedFile, opener: int = 0
+        self, own: Extent, samples: int, limit: int | None, file: NamedFile, opener: int = 0
     ) -> None:
         """Use the file `own`; `limit`: most bytes of the disk, None: all but what stays free."""
         self.file = file
@@ -92,12 +93,12 @@ class NamedStore(DecodedStore):
     def _index(self) -> NDArray[np.int64]:
         data = np.zeros(self.samples, np.int64)
         with suppress(OSError):
-            transfer(os.preadv, self.own.fd, [data], WORDS_NBYTES)
+            transfer(os.preadv, self.own, [data], WORDS_NBYTES)
         return data
 
     def _bytes(self, place: int, nbytes: int) -> memoryview:
         data = np.empty(nbytes, np.uint8)
-        transfer(os.preadv, self.own.fd, [data], place)
+        transfer(os.preadv, self.own, [data], place)
         (digest,) = _DIGEST.unpack_from(data.data)
         sample = data.data[_DIGEST.size :]
         if digest != xxhash.xxh3_64_intdigest(sample):
@@ -139,7 +140,7 @@ class NamedStore(DecodedStore):
 class _FileWords:
     """Words of a file; 0 where the disk fails: then nothing is there, nor open."""
 
-    def __init__(self, own: Descriptor, at: int) -> None:
+    def __init__(self, own: Extent, at: int) -> None:
         self._own, self._at = own, at
 
     def __getitem__(self, number: int, /) -> int:
@@ -173,7 +174,8 @@ def open_named(
     status = os.fstat(own.fd)
     store = _stores.get((status.st_dev, status.st_ino))
     if store is None:
-        store = _stores[status.st_dev, status.st_ino] = NamedStore(own, samples, limit, file)
+        store = NamedStore(Extent(own), samples, limit, file)
+        _stores[status.st_dev, status.st_ino] = store
     else:  # of another dataset, whose samples this one compares with its own
         store.opener = store._new_opener()  # noqa: SLF001  its own class
     return store

@@ -8,7 +8,6 @@ another, and nothing is left behind. On any failure a process has a store of its
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from creel.cache.memory.memfd import Descriptor
 from creel.loader.client.cluster.ranks import job_name
-from creel.loader.data.decoded.stores.memory import index_nbytes, new_memory
+from creel.loader.data.decoded.stores.memory import Extent, index_nbytes, new_memory
 from creel.loader.data.decoded.stores.store import DecodedStore
 from creel.system.forks import forget_in_child
 from creel.system.limits import descriptors_run_out
@@ -45,18 +44,16 @@ def open_store(name: str | None, samples: int, limit: int | None) -> DecodedStor
     """Return a new store for `samples` samples, or that of other processes; None for lack of means.
 
     Args:
-        name: what other processes call it; None: it is for this process and its workers alone.
+        name: what other processes call it; None: it is for this process and its workers alone, as
+            it is where few descriptors are left.
         limit: most bytes; see `DecodedStore`.
     """
     if limit is not None and limit <= index_nbytes(samples):
         _log.warning("no decoded samples are kept: %d bytes are too few for an index", limit)
         return None
-    if descriptors_run_out():
-        _say_once("few descriptors are left (ulimit -n): the samples of further datasets")
-        return None
     try:
-        if name is None:
-            return DecodedStore(new_memory(samples), samples, limit)
+        if name is None or descriptors_run_out():
+            return DecodedStore.of_process(samples, limit)
         return _of_node(f"{name} {samples} {limit}", samples, limit)
     except (OSError, ValueError) as e:
         _log.warning("no decoded samples are kept: %s", e)
@@ -79,11 +76,6 @@ def name_in_group(describe: Callable[[], str]) -> str | None:
     world = dist.get_world_size()
     job = f"{world} {name} {env('MASTER_ADDR', '')} {env('MASTER_PORT', '')} {parent}"
     return f"group {job} {_asked[about]} {about}"
-
-
-@functools.cache
-def _say_once(which: str) -> None:
-    _log.warning("%s are not kept", which)
 
 
 def _of_node(name: str, samples: int, limit: int | None) -> DecodedStore:
@@ -143,12 +135,12 @@ def _holder(address: str) -> int:
     return peer.pid
 
 
-def _memfd_of(pid: int, name: str) -> Descriptor | None:
+def _memfd_of(pid: int, name: str) -> Extent | None:
     """Open a process's memfd of that name; None if it has none."""
     link = f"/memfd:{name} (deleted)"
     with suppress(OSError):  # the process has just ended, or is none of ours
         for entry in Path(f"/proc/{pid}/fd").iterdir() if pid else ():
             with suppress(OSError):  # just closed
                 if str(entry.readlink()) == link:
-                    return Descriptor(os.open(entry, os.O_RDWR | os.O_CLOEXEC))
+                    return Extent(Descriptor(os.open(entry, os.O_RDWR | os.O_CLOEXEC)))
     return None

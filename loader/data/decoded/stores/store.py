@@ -27,16 +27,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import Descriptor, mapped, punch_hole
+from creel.cache.memory.memfd import mapped
 from creel.loader.data.decoded.codec import decode, encode
 from creel.loader.data.decoded.stores.memory import (
     END,
     PAGE_NBYTES,
     USED,
     WORDS_NBYTES,
+    Extent,
     Locked,
     Words,
     index_nbytes,
+    memory_of_process,
     transfer,
 )
 from creel.policies.memory import (
@@ -107,14 +109,14 @@ class DecodedStore:
 
     def __init__(
         self,
-        own: Descriptor,
+        own: Extent,
         samples: int,
         limit: int | None,
         *,
         joint: bool = False,
         opener: int = 0,
     ) -> None:
-        """Use the memfd `own`, made by `new_memory`.
+        """Use this memory, which has just been made, or is another process's.
 
         Args:
             samples: how many there are at most.
@@ -139,6 +141,16 @@ class DecodedStore:
         forget_in_child(self)
         self.opener = opener or self._new_opener()
 
+    @classmethod
+    def of_process(cls, samples: int, limit: int | None) -> DecodedStore:
+        """Make one for this process and its workers.
+
+        Its memory is given back when it is deleted: workers that still have it then keep nothing.
+        """
+        made = cls(memory_of_process(samples), samples, limit)
+        weakref.finalize(made, _end, os.getpid(), made.own, made._words).atexit = False
+        return made
+
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
@@ -150,7 +162,8 @@ class DecodedStore:
 
     def _open_words(self) -> tuple[Words, Words]:
         """Return the words, and those of the index."""
-        memory = memoryview(mapped(self.own.fd, WORDS_NBYTES + 8 * self.samples))
+        nbytes = WORDS_NBYTES + 8 * self.samples
+        memory = memoryview(mapped(self.own.fd, nbytes, offset=self.own.first))
         return memory[:WORDS_NBYTES].cast("q"), memory[WORDS_NBYTES:].cast("q")
 
     def _new_opener(self) -> int:
@@ -251,7 +264,7 @@ class DecodedStore:
         Raises:
             OSError: the system refuses.
         """
-        number, first = divmod(place, _WINDOW_NBYTES)
+        number, first = divmod(self.own.first + place, _WINDOW_NBYTES)
         window = self._windows.get(number)
         if window is None:
             at = number * _WINDOW_NBYTES
@@ -259,7 +272,7 @@ class DecodedStore:
                 window = memoryview(mapped(self.own.fd, 2 * _WINDOW_NBYTES, _READ, offset=at))
             except (OSError, ValueError):  # `ulimit -v`, or the last one
                 copy = np.empty(nbytes, np.uint8)
-                transfer(os.preadv, self.own.fd, [copy], place)
+                transfer(os.preadv, self.own, [copy], place)
                 return copy.data
             self._windows[number] = window
         return window[first : first + nbytes]
@@ -304,7 +317,7 @@ class DecodedStore:
             place = self._reserve(units * UNIT, encoded_nbytes, ns)
             if place < 0:
                 return 0
-            transfer(os.pwritev, self.own.fd, parts, place)
+            transfer(os.pwritev, self.own, parts, place)
             self._publish(number, place // UNIT << _LENGTH_BITS | units)
         except OSError as e:
             self._words[CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
@@ -405,12 +418,8 @@ class DecodedStore:
 
     def _free(self, place: int, nbytes: int) -> None:
         """Give back the memory of whole pages of a place that left the index; under the lock."""
-        first = -(-place // PAGE_NBYTES) * PAGE_NBYTES
-        end = (place + nbytes) // PAGE_NBYTES * PAGE_NBYTES
         with suppress(OSError):  # a file system without holes: the pages stay
-            if end > first:
-                punch_hole(self.own.fd, first, end - first)
-                self._words[USED] -= end - first
+            self._words[USED] -= self.own.give_back(place, place + nbytes)
         if self._words[CLOSED_NS] == _FOREVER_NS:
             self._words[CLOSED_NS] = 0
 
@@ -468,6 +477,14 @@ class DecodedStore:
         begins = np.append(True, first[1:] != end[:-1])  # of a run without gaps
         for at, to in zip(first[begins], end[np.append(begins[1:], True)], strict=True):
             self._free(int(at), int(to - at))
+
+
+def _end(opened_by: int, own: Extent, words: Words) -> None:
+    """Give back the memory of a store that is deleted, but for its words."""
+    if os.getpid() == opened_by:
+        words[_REFUSED] = 1
+        with suppress(OSError):
+            own.give_back(WORDS_NBYTES, words[END] + PAGE_NBYTES)
 
 
 def places_of(words: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

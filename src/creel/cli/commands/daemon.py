@@ -86,6 +86,9 @@ def warm(
     TARGET is a path, an address, or MODULE:DATASET of your program. A folder is loaded for
     creel.ImageFolder, FileDataset or TarDataset; for a dataset of your own, name it. A daemon is
     started if none runs. It stays for an hour after its last client.
+
+    The samples of a dataset that opens its files itself are read once, to know which files these
+    are: training below creel.wrap finds them in memory from its second epoch on.
     """
     from creel.cli import warm
     from creel.units import parse_seconds

@@ -24,8 +24,12 @@ from creel.cli.commands.options import (
 def doctor(context: click.Context, path: str, nodes: str, port: int, *, as_json: bool) -> int:
     """Check this machine for what would slow creel down.
 
-    With PATH also the storage of the dataset there; with --nodes, run by srun on all nodes of a
-    job, the network between them.
+    Kernel, limits, versions, two daemons, what others may read, and the jobs that a daemon serves;
+    a remedy for each.
+    With PATH (a folder, a file or an address) also the storage of the dataset there: time to look
+    at a file, stripes on Lustre, keys and region of S3, a disk tier slower than it. With --nodes
+    auto, run by srun on all nodes of a job, the network between them. Exits with 1 if something
+    does not work.
     """
     from creel.cli import doctor
 

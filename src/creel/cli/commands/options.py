@@ -48,7 +48,7 @@ json_option = click.option(
     is_flag=True,
     is_eager=True,
     callback=_remember_json,
-    help="Print JSON (docs/cli.md has the schema).",
+    help="Print JSON (docs/json.md has the schema).",
 )
 
 

@@ -65,7 +65,11 @@ def simulate(
 ) -> None:
     """Replay the epochs of a job on a hypothetical cluster.
 
-    Shows source reads, transfers, memory and time. Speeds that are not given are unlimited.
+    Shows where samples come from, epoch by epoch, and how long an epoch takes. --memory is per
+    node, --batch and --window are per rank, --link and --source are bytes per second; speeds that
+    are not given are unlimited. handed on: the share of samples that go to a third node because
+    none that has them has room. slowest: source reads of the slowest rank within a window, divided
+    by the mean. occupancy: the most first copies that a node held, divided by its memory.
     """
     from creel.cli import simulate
     from creel.policies.cluster.simulate import Scenario
@@ -104,7 +108,8 @@ def verify(
 
     TARGET is a SCRIPT (with ARGUMENTS), or MODULE:LOADER: a DataLoader or a function that returns
     one. Options come before it. Both sides run from equal seeds. Reports the first difference
-    and exits with 1.
+    and exits with 1, and whether torch's own batches are the same in a second run: if not, the
+    dataset differs, not the loader.
     """
     if target.endswith(".py") and not Path(target).is_file():  # before seconds of importing torch
         raise ConfigError(f"there is no script {target}")
@@ -152,7 +157,14 @@ def explain(
     By workers and by memory, from a few of its steps. Runs SCRIPT (with ARGUMENTS) with creel's
     DataLoader in the place of torch's and a daemon of its own, and ends it after these steps;
     with --ranks as many of it, as torchrun on one node does.
-    Options come before SCRIPT.
+    Options come before SCRIPT, whose output goes to standard error.
+
+    Prints what a step and a batch take, by stage; the time of a step and an epoch for each number
+    of workers, and for parts of the dataset in memory; the least part with which nothing waits;
+    and what keep_decoded would bring. Of a dataset that reads its files by itself, by whichever
+    library: how long it waits for them, one of them, the line that serves them, and an epoch with
+    that. Files in the page cache are read at its speed, not that of the storage. For several nodes
+    take the figures to `creel simulate`.
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")

@@ -29,7 +29,18 @@ from creel.cli.commands.options import (
 def stats(
     context: click.Context, /, *, watch: bool, why: bool, bad: bool, run: bool, **how: Any
 ) -> None:
-    """Show hits, source reads, evictions, and stalls by cause."""
+    """Show hits, source reads, evictions, and stalls by cause.
+
+    Of each open stream of batches: its step, the steps ready ahead and how long they will last
+    (lead), what was delivered, what was read past the daemon (direct), how long batches were ready
+    before use (mean lead), the share of recent time that training did not wait (fed), how long
+    workers were busy, by stage, and on a processor (cpu), and how long training waited (stall), by
+    cause. A narrow terminal leaves columns out.
+
+    --why instead prints a sentence for each stream: what training waited for, and how many times
+    as fast steps would come with more workers, with keep_decoded, and with all in memory. A run
+    begins when a job opens its first stream of batches and no other has any open.
+    """
     from creel.cli.watching import stats as show
 
     if watch + why + bad > 1:
@@ -59,7 +70,14 @@ def stats(
 @interval_option
 @click.pass_context
 def top(context: click.Context, interval: float) -> None:
-    """Show live statistics; quit with q or Ctrl-C."""
+    """Show live statistics; quit with q or Ctrl-C.
+
+    As `creel stats`, with rates over the last 10 seconds: stall is the share of that time that
+    training waited, mostly its largest cause, wait what each next step will wait for, busy the
+    share that workers worked (200 %: two all the time). Above it are processor time and memory of
+    the daemon, the trainers and the workers, and for each job what its next steps will take, and
+    which rank is late and why. About 190 columns show each cause's share.
+    """
     from creel.cli.watching import top
 
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
@@ -78,7 +96,10 @@ def top(context: click.Context, interval: float) -> None:
 def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) -> None:
     """Write the last batches as a timeline for Perfetto or Chrome.
 
-    OUT is the file to write. The batches are those of all ranks of this node.
+    OUT is the file to write, which ui.perfetto.dev opens. The batches are those of all ranks of
+    this node: the last 959 of each stream are always recorded. A process is a rank, or the daemon.
+    A rank's thread "training" shows when it trained and when it waited; each worker has a thread
+    with the stages of each batch.
     """
     from creel.cli.watching import trace
 
@@ -115,7 +136,11 @@ def plot(recorded: str, out: str, *, job: str | None, as_json: bool) -> None:
 def stream(
     path: str, *, watch: bool, end: bool, forget: str | None, interval: float, as_json: bool
 ) -> None:
-    """Show a stream's chunks, its rate, and how far its readers are."""
+    """Show a stream's chunks, its rate, and how far its readers are.
+
+    PATH is its folder, or redis://host/key. Of each reader: where it is, how many records it has
+    yet to read (lag), and how old the next of them is. Needs no daemon.
+    """
     from creel.cli.watching import stream as show
 
     if end:

@@ -35,7 +35,7 @@ _HARDLY = 1.02  # of a slowdown that is none
 
 
 def plot(recorded: str, out: str, job: str | None = None) -> dict[str, Any]:
-    """Draw what a file of `creel trace` has; return the keys in docs/cli.md.
+    """Draw what a file of `creel trace` has; return the keys in docs/json.md.
 
     Raises:
         ConfigError: there is no such recording or job, matplotlib is not installed, `out` ends in

@@ -61,7 +61,7 @@ def verify(target: str, arguments: Sequence[str], steps: int | None) -> Report:
 
     Returns:
         equal, batches, loaders, torch_s, creel_s, difference, torch_repeats, raised: see
-        docs/cli.md.
+        docs/json.md.
 
     Raises:
         ConfigError: no such script, module or loader, or it produced no batch.

@@ -40,7 +40,7 @@ def forget(path: str, name: str) -> None:
 
 
 def state(path: str) -> dict[str, Any]:
-    """Return the state of a stream, as docs/cli.md has it.
+    """Return the state of a stream, as docs/json.md has it.
 
     Raises:
         NotFoundError: there is none (yet).

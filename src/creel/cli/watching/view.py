@@ -15,7 +15,7 @@ import click
 from creel.counters import CAUSES, OF_RANKS, Counter
 from creel.units import format_size
 
-#: An answer of the daemon: plain values (docs/cli.md has the schema).
+#: An answer of the daemon: plain values (docs/json.md has the schema).
 Values: TypeAlias = Mapping[str, Any]
 
 _SCHEMA = 1

@@ -32,7 +32,7 @@ from creel.units import format_size
 #: A change that makes steps less than this many times as fast is not named.
 _GAIN = 1.05
 #: Seconds for a copy of a kept sample, and bytes a second beyond: one of 196 KB takes 0.12 ms, of
-#: 562 KB 0.27 (docs/measured.md).
+#: 562 KB 0.27 (docs/measured/decoding.md).
 _COPY_S, _COPY_BPS = 40e-6, 2.4e9
 
 

@@ -16,6 +16,9 @@ _HARDLY = 0.02
 _FULL = 0.85
 #: Share of misses above which a full memory is too small.
 _MISSED = 0.02
+#: Share of requests answered by "slow down" above which a store sets the pace. Its client halves
+#: its requests in flight at each, and then adds one after the other: at 32, one for some 400.
+_THROTTLED = 0.002
 
 _BY_CAUSE = {
     "decode": (
@@ -80,6 +83,8 @@ def _of_source(rank: Values, node: Values) -> str:
             "storage, for files that creel does not serve so far: from the second epoch on"
             " creel.wrap(dataset) or creel.kept(dataset, size) would"
         )
+    if throttled := _throttled(rank, node):
+        return throttled
     usable = memory["budget_nbytes"] - memory.get("withheld_nbytes", 0)
     full = memory["used_nbytes"] >= _FULL * usable
     if full and misses > _MISSED * (hits + misses):
@@ -91,6 +96,21 @@ def _of_source(rank: Values, node: Values) -> str:
     return (
         "storage, whose objects were read for the first time: later epochs find them in memory;"
         " `creel warm` before the training, or faster storage, would help the first epoch"
+    )
+
+
+def _throttled(rank: Values, node: Values) -> str:
+    """Return how often the store of a rank's dataset asked for fewer requests, "" if hardly."""
+    sources, dataset = node.get("sources", ()), rank.get("dataset")
+    mine = [one for one in sources if dataset in (None, one.get("dataset"))]
+    asked = sum(sum(one.get("requests", {}).values()) for one in mine)
+    throttles = sum(one.get("throttles", 0) for one in mine)
+    if throttles <= _THROTTLED * asked:
+        return ""
+    return (
+        f"storage, throttled by the store: {format_count(throttles)} of {format_count(asked)}"
+        ' requests were answered by "slow down"; fewer and larger objects (creel.TarDataset), a'
+        " larger memory.budget, or a higher limit of the store would help"
     )
 
 

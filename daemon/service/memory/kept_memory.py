@@ -138,7 +138,7 @@ def take(
         os.ftruncate(stored.fd, 0)
         if not data:  # that daemon, or one since, has begun to change the arena
             return None
-        index = msgspec.msgpack.decode(data, type=StoredIndex)
+        index = msgspec.msgpack.Decoder(StoredIndex).decode(data)
         if not _sound(arena, index) or not _same_size(index, memory, total_nbytes):
             log.info("the memory of the last daemon is not used: another size, or another version")
             return None

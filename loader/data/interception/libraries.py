@@ -31,6 +31,17 @@ Call = Callable[..., Any]
 T = TypeVar("T")
 
 
+def announced(original: Call) -> Call:
+    """Replace a function that maps the file in its first argument, such as torch.from_file."""
+
+    @wraps(original)
+    def opening(*args: Any, **more: Any) -> Any:
+        announce(args[0] if args else more.get("filename"))
+        return original(*args, **more)
+
+    return opening
+
+
 def torchvision_read_file(original: Call) -> Call:
     """Replace torchvision.io.read_file, which read_image and decode_image call too."""
     import torch

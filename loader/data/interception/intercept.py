@@ -25,7 +25,9 @@ from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from creel.cache.storage.stores.store import read_ahead
+from creel.loader.data.interception import libraries
 from creel.loader.data.reading.file_objects import in_memory, memory_file
+from creel.loader.data.reading.inputs import records
 from creel.loader.data.reading.observer import (
     Intercepting,
     copy_at,
@@ -34,13 +36,13 @@ from creel.loader.data.reading.observer import (
 )
 from creel.loader.data.reading.opened import (
     NO_FILES,
+    QUICK_OPEN_NS,
+    SMALL,
     local_address,
     look,
     observed_file,
 )
 from creel.loader.data.reading.this_thread import AT_CWD, this_thread
-from creel.loader.data.tracing import libraries
-from creel.loader.data.tracing.observed import QUICK_OPEN_NS, SMALL
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
@@ -197,11 +199,10 @@ def _stat_over(original: Callable[..., T], *, follows: bool = True) -> Callable[
 
     @wraps(original)
     def asking(path: Any, *args: Any, **more: Any) -> T:
-        observed = this_thread.observed if this_thread.intercepts else None
-        if observed is not None:
+        for one in records():
             with suppress(Exception):  # the original then raises what is wrong
                 links = more.get("follow_symlinks", True) and follows
-                observed.looks_for(path, more.get("dir_fd"), follows=links)
+                one.looks_for(path, more.get("dir_fd"), follows=links)
         return original(path, *args, **more)
 
     known = os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks
@@ -233,6 +234,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("os", "stat", _stat_over),
     ("os", "lstat", _lstat_over),
     ("os", "access", _stat_over),
+    ("os", "readlink", _lstat_over),
     ("tarfile", "bltn_open", _open_over),
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
@@ -240,6 +242,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("numpy.lib.format", "isfileobj", libraries.numpy_isfileobj),
     ("numpy.lib._format_impl", "isfileobj", libraries.numpy_isfileobj),  # from numpy 2.3 on
     ("cv2", "imread", libraries.reads_whole),
+    ("torch", "from_file", libraries.announced),
     ("torchvision.io", "read_file", libraries.torchvision_read_file),
     ("torchvision.io.image", "read_file", libraries.torchvision_read_file),
     ("pyarrow", "memory_map", libraries.maps),

@@ -1,0 +1,1 @@
+"""Files that samples map into memory: which of their bytes each sample reads."""

@@ -1,0 +1,175 @@
+"""What a script reads from storage, and how long it waits for it, as the kernel says.
+
+For `creel explain`: no code of the script's is changed, so any library's reads count. A thread
+looks at the script's processes some hundred times a second (`kernel_waits`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from creel.loader.making.workers.kernel_waits import awaited
+
+#: Seconds between two looks, and between two lists of the processes.
+_EVERY_S, _TREE_S = 0.01, 0.25
+#: A file is a container of many samples if this part of all waits is for it.
+_CONTAINER = 0.2
+#: Of databases, whose own code reads parts of a file.
+_DATABASES = (".db", ".sqlite", ".sqlite3", ".mdb", ".lmdb", ".lance")
+_RECORDS = (".npy", ".bin", ".dat", ".raw")
+
+
+class Reads(NamedTuple):
+    """What some processes read for samples while they were looked at.
+
+    Attributes:
+        share: for how much of the time one of them waited for storage, summed over them.
+        files: how many looks saw a wait for each file, by path and whether it is mapped.
+        nbytes: read by system calls, or from disks by faults.
+        seconds: how long they were looked at.
+    """
+
+    share: float
+    files: dict[tuple[str, bool], int]
+    nbytes: int
+    seconds: float
+
+    @property
+    def mapped(self) -> bool:
+        """Whether most waits are for pages of mapped files."""
+        waits: Counter[bool] = Counter()
+        for (_, mapped), count in self.files.items():
+            waits[mapped] += count
+        return waits[True] > waits[False]
+
+    @property
+    def container(self) -> str:
+        """The path of a file that many samples read; "" if there is none."""
+        known = {path: count for (path, _), count in self.files.items() if path}
+        most = max(known, key=lambda path: known[path], default="")
+        return most if known and known[most] >= max(_CONTAINER * sum(known.values()), 3) else ""
+
+    def line(self, *, ahead: bool) -> str:
+        """Return what to write for the dataset, so that training waits less.
+
+        ahead: whether mapped pages are read ahead as it is.
+        """
+        container = self.container
+        if container.endswith(_DATABASES) or (ahead and self.mapped):
+            return "creel.kept(dataset, size)"
+        if container.endswith(_RECORDS):
+            return "creel.RecordDataset(path, dtype, shape)"
+        if self.mapped:
+            return "a method ranges(index), or creel.kept(dataset, size)"
+        return "creel.wrap(dataset)"
+
+
+class _Process:
+    """What is known of one process."""
+
+    def __init__(self, pid: int) -> None:
+        self.waits = 0
+        self.files: Counter[tuple[str, bool]] = Counter()
+        self.first = self.last = _read_nbytes(pid)
+
+
+class Looks:
+    """A thread that looks at the processes of a script from `begin` on."""
+
+    def __init__(self, roots: Sequence[int]) -> None:
+        self._roots = roots
+        self._known: dict[int, _Process] = {}
+        self._parents: dict[int, int] = {}
+        self._looks = 0
+        self._began = self._looked = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="creel-looks", daemon=True)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has looked."""
+        return self._looked - self._began
+
+    def begin(self) -> None:
+        """Begin to look, at the first call."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def of(self, trainer: int, *, workers: bool) -> Reads:
+        """Return what the workers of a trainer have read; without workers, what it has itself."""
+        readers = [
+            process
+            for pid, process in self._known.items()
+            if (self._is_below(pid, trainer) if workers else pid == trainer)
+        ]
+        files: Counter[tuple[str, bool]] = Counter()
+        for one in readers:
+            files.update(one.files)
+        waits = sum(one.waits for one in readers)
+        return Reads(
+            waits / max(self._looks, 1),
+            dict(files),
+            sum(one.last - one.first for one in readers),
+            self.seconds,
+        )
+
+    def _is_below(self, pid: int, trainer: int) -> bool:
+        while pid in self._parents:
+            pid = self._parents[pid]
+            if pid == trainer:
+                return True
+        return False
+
+    def _run(self) -> None:
+        every = round(_TREE_S / _EVERY_S)
+        self._began = self._looked = time.monotonic()
+        while not self._stop.wait(_EVERY_S):
+            if self._looks % every == 0:
+                self._list()
+            self._looks += 1
+            for pid, process in self._known.items():
+                self._look(pid, process)
+            self._looked = time.monotonic()
+
+    def _list(self) -> None:
+        """Add the processes that the script has started since."""
+        for root in self._roots:
+            with suppress(psutil.Error):
+                below = psutil.Process(root).children(recursive=True)
+                self._parents |= {one.pid: one.ppid() for one in below if one.is_running()}
+                for pid in {root, *self._parents} - self._known.keys():
+                    self._known[pid] = _Process(pid)
+        for pid, process in self._known.items():
+            process.last = max(process.last, _read_nbytes(pid))
+
+    def _look(self, pid: int, process: _Process) -> None:
+        try:
+            threads = [int(one.name) for one in Path(f"/proc/{pid}/task").iterdir()]
+        except OSError:  # it has ended
+            return
+        waits = [wait for wait in (awaited(pid, thread) for thread in threads) if wait.storage]
+        process.waits += bool(waits)
+        process.files.update({(one.path, one.mapped) for one in waits})
+
+
+def _read_nbytes(pid: int) -> int:
+    """Return the bytes that a process has read so far; 0 if we may not know."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    count: dict[str, Any] = dict(line.split(": ") for line in lines)
+    return max(int(count.get("rchar", 0)), int(count.get("read_bytes", 0)))
