@@ -265,9 +265,11 @@ class LoaderState:
         """Set in the meter what the stores of decoded samples have; tell them what was read."""
         stores = [one.store for one in self._keepings if one.store is not None]
         mine = [store for store in stores if store.counted_by(self)]
-        meter, by = self.meter, "busy" if self.meter["busy_decode_ns"] else "stall"
-        hits, worked = meter["decoded_hits"], meter[f"{by}_decode_ns"] + meter[f"{by}_collate_ns"]
+        meter = self.meter
+        by = "busy" if meter["busy_decode_ns"] else "stall"  # without workers training waits
+        worked = meter[f"{by}_decode_ns"] + meter[f"{by}_collate_ns"]
         for store in mine:
+            hits = meter["decoded_hits"]
             read = hits + meter["decoded_misses"]
             store.read(read, hits, meter[f"{by}_source_ns"], worked)
         self.meter["decoded_samples"] = sum(store.kept for store in mine)
