@@ -25,7 +25,7 @@ from creel.cache.storage.version import UNKNOWN
 from creel.loader.data.binding.adapters import Addressed
 from creel.loader.data.binding.bind import bound
 from creel.loader.data.datasets.base import CreelDataset, fetch_many
-from creel.loader.data.reading.file_objects import in_memory
+from creel.loader.data.files.file_objects import in_memory
 from creel.loader.data.reading.lease import block_name
 from creel.loader.data.tracing.journal import (
     EndOfTrace,

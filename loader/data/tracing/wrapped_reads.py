@@ -373,7 +373,7 @@ class WrappedReads:
                 self._forget_binding()
 
     def _may_link(self) -> bool:
-        """Whether a link may request files; of those that are supposed to be read not all may be."""
+        """Whether a link may request files: not all that are supposed to be read may be."""
         if self._supposed is not None:
             with self._lock:
                 self._bind()

@@ -73,11 +73,11 @@ class Batches(Lender, BaseDataLoaderIter):
         self._here = place if isinstance(place, Here) else None
         self._tag = place.tag
         if self._here is None:
-            run.statistics.made_by(place.makers(), place.new_counts, place.readers())
+            run.statistics.made_by(place)
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
         if pinning is not None and not place.pins:
-            place.pinner = Pinner(place, pinning)
+            place.pinner = Pinner(place.receive, pinning)
 
     def _begin(self, loader: DataLoader[Any], before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.data.binding.fetch_limit import FetchLimit
-from creel.loader.data.reading.opened import SMALL
+from creel.loader.data.files.opened import SMALL
 from creel.loader.data.reading.storage import Options
 from creel.loader.data.tracing.journal import (
     ALL,
