@@ -23,11 +23,14 @@ class Looks(Protocol):
 
     Attributes:
         next_at: when to look next (`time.monotonic`).
-        over: whether to look no more.
     """
 
     next_at: float
-    over: bool
+
+    @property
+    def over(self) -> bool:
+        """Whether to look no more."""
+        ...
 
     def look(self) -> None:
         """Look once, and set `next_at`; called by the thread."""
