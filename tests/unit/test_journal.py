@@ -37,7 +37,7 @@ addresses = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_s
 items = st.one_of(
     addresses,
     st.tuples(st.integers(0, 3), st.integers(0, 1 << 40)),
-    st.tuples(addresses, st.integers(0, 1 << 40), st.integers(1, 1 << 40)),
+    st.tuples(addresses, st.integers(0, 3), st.integers(1, 4), st.integers(7 << 16, 1 << 40)),
 )
 versions = st.integers(-2, (1 << 62) - 1)
 samples = st.tuples(st.integers(0, 1 << 40), st.lists(st.tuples(items, versions), max_size=3))
@@ -63,10 +63,10 @@ def test_reads_of_samples_are_told_as_they_were(batches: list[Batch]) -> None:
     recorded = joined(reads)
     told: list[tuple[Item, int]] = []
     names = iter(recorded.addresses)
-    for part, number, nbytes, version, _ in recorded.items.tolist():
+    for part, number, blocks, nbytes, version, _ in recorded.items.tolist():
         if part == FILE:
             name = next(names)
-            told.append((name if number == ALL else (name, number, nbytes), version))
+            told.append((name if number == ALL else (name, number, blocks, nbytes), version))
         else:
             told.append(((part, number), UNKNOWN))
     every = [one for batch in batches for one in batch]
@@ -79,7 +79,7 @@ def test_reads_of_samples_are_told_as_they_were(batches: list[Batch]) -> None:
     ]
 
 
-SOUND = record_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9), 6)])])
+SOUND = record_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9, 12 << 16), 6)])])
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,9 @@ SOUND = record_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9), 6)])])
         {"counts": np.array([4, -1], "<i8").tobytes()},
         {"counts": np.array([2**62, 3 - 2**62], "<i8").tobytes()},
         {"items": SOUND.items[:-8]},
-        {"items": SOUND.items[:40]},
+        {"items": SOUND.items[:48]},
+        {"items": SOUND.items.replace(np.int64(9).tobytes(), np.int64(10).tobytes())},
+        {"items": SOUND.items.replace(np.int64(9).tobytes(), np.int64(0).tobytes())},
         {"items": SOUND.items.replace(np.int64(2).tobytes(), np.int64(-1).tobytes())},
         {"items": SOUND.items.replace(np.int64(FILE).tobytes(), np.int64(-2).tobytes())},
         {"addresses": "/a"},

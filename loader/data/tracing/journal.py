@@ -26,20 +26,22 @@ from numpy.typing import NDArray
 from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
+from creel.loader.data.reading.lease import block_count
 from creel.system.forks import at_fork, forget_in_child
 
 #: One read of a sample: an address; (number of a part of the dataset, number of the object in it);
-#: or a small part of a file as (address, bytes that were read, bytes of the file).
-Item = str | tuple[int, int] | tuple[str, int, int]
+#: or blocks of a file as (address, first block, number of blocks, bytes of the file), see BLOCKS.
+Item = str | tuple[int, int] | tuple[str, int, int, int]
 
 #: The name of the memfd.
 JOURNAL = "creel-trace"
 #: The columns of items. PART: `FILE`, or the number of a part of the dataset. NUMBER: of an object
-#: in that part; for a file, the bytes that were read, or `ALL` if it is cached in any case. NBYTES:
-#: of a file that was read in part. VERSION: of a file, UNKNOWN if not given. DIGEST: of the item.
-PART, NUMBER, NBYTES, VERSION, DIGEST = range(5)
+#: in that part; for a file, the first block, or `ALL` of it. BLOCKS: how many (negative if an
+#: earlier sample had opened the file), and NBYTES: of the file, unless it is ALL. VERSION: of a
+#: file, UNKNOWN if not given. DIGEST: of the item.
+PART, NUMBER, BLOCKS, NBYTES, VERSION, DIGEST = range(6)
 FILE, ALL = -1, -1
-_COLUMNS = 5
+_COLUMNS = 6
 _BETWEEN = "\0"  # separates addresses: no path contains it
 _PIECE_NBYTES = 1 << 20  # bytes of the file read at a time
 #: Precedes each record: a mark, the number of its journal, its length and xxh32. A record that was
@@ -72,6 +74,7 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
         # Lists: for the few samples of a batch numpy takes longer.
         samples, counts, rows = (np.frombuffer(column, "<i8").tolist() for column in columns)
         part, number = rows[PART::_COLUMNS], rows[NUMBER::_COLUMNS]
+        blocks, nbytes = rows[BLOCKS::_COLUMNS], rows[NBYTES::_COLUMNS]
         addresses = self.addresses.count(_BETWEEN) + 1 if self.addresses else 0
         return (
             len(samples) == len(counts)
@@ -82,6 +85,10 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
             and all(
                 n >= (ALL if p == FILE else 0) and p >= FILE
                 for p, n in zip(part, number, strict=True)
+            )
+            and all(
+                p != FILE or n == ALL or 0 < abs(some) <= block_count(size) - n
+                for p, n, some, size in zip(part, number, blocks, nbytes, strict=True)
             )
         )
 
@@ -109,7 +116,7 @@ class RecordedReads(NamedTuple):
 
     samples: (n,) int64.
     counts: (n,) int64, the number of items of each.
-    items: (k, 5) int64; columns PART, NUMBER, NBYTES, VERSION and DIGEST.
+    items: (k, 6) int64; columns PART, NUMBER, BLOCKS, NBYTES, VERSION and DIGEST.
     addresses: (f,) of the items that are files.
     """
 
@@ -154,13 +161,13 @@ def record_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again:
         counts.append(len(items))
         for item, version in items:
             if isinstance(item, str):
-                rows += FILE, ALL, 0, version, _digest(item)
+                rows += FILE, ALL, 0, 0, version, _digest(item)
                 addresses.append(item)
-            elif len(item) == 3:
-                rows += FILE, item[1], item[2], version, _digest(item[0])
+            elif len(item) == 4:
+                rows += FILE, *item[1:], version, _digest(item[0])
                 addresses.append(item[0])
             else:
-                rows += item[0], item[1], 0, UNKNOWN, _digest(f"{item[0]} {item[1]}")
+                rows += item[0], item[1], 0, 0, UNKNOWN, _digest(f"{item[0]} {item[1]}")
     columns = [np.array(column, "<i8").tobytes() for column in (samples, counts, rows)]
     return Reads(again, columns[0], columns[1], columns[2], _BETWEEN.join(addresses))
 

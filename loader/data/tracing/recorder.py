@@ -187,7 +187,7 @@ class AccessRecorder:
         """
         if isinstance(read, str):
             return read if _is_utf8(read) else None
-        if len(read) == 3:
+        if len(read) == 4:
             return read if _is_utf8(read[0]) else None
         part = self._number.get(read[0])
         return None if part is None else (part, read[1])
