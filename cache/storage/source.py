@@ -160,7 +160,7 @@ class Source:
                 retried(
                     *(self._settings, ask, uris[0]),
                     on_retry=self.counters.count_retry,
-                    reached=self.counters.reads > 0,
+                    reached=self._reached,
                 )
         return found
 
@@ -334,6 +334,14 @@ class Source:
         self.counters.count(1, run[1], time.monotonic() - began, 1)
         return filled.version
 
+    @property
+    def _reached(self) -> bool:
+        """Whether the storage has answered, perhaps to the daemon of which this process is served.
+
+        A daemon that never got an answer gives up soon, as its clients read directly then.
+        """
+        return self.counters.reads > 0 or self.grants is None
+
     def _stored_files(self, rows: Ints) -> tuple[list[StoredFile], list[bool]]:
         """Return the files of some rows, and whether each is remote."""
         uris, ids = self.manifest.addresses(rows), rows.tolist()
@@ -368,7 +376,7 @@ class Source:
                 error=error,
                 began=began,
                 on_retry=self.counters.count_retry,
-                reached=self.counters.reads > 0,
+                reached=self._reached,
             )
         except Exception as e:  # noqa: BLE001  stores raise what they like
             options = self._options(stored.uri, stored.row)[1] if is_remote(stored.uri) else None

@@ -189,6 +189,8 @@ class EpochRun:
         now_ns = time.monotonic_ns()
         if stream is not None:
             meter.record(stream.session.words.log, made.times, made.worker, now_ns)
+        if self.serving.supposed:
+            self.serving.follow_lists(now_ns)
         since = now_ns / 1e9 - COUNT_S
         due = since >= self.statistics.counted_at
         if due:

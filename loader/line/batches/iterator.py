@@ -94,7 +94,11 @@ class Batches(Lender, BaseDataLoaderIter):
 
     def _join(self) -> None:
         """Let the workers read through the session that serves this epoch, if there is one."""
-        reads = self._reads = self._run.serving.reads
+        serving = self._run.serving
+        reads = self._reads = serving.reads
+        if reads is not None and serving.digest is not None:
+            self._place.bind(serving.digest)
+            serving.digest = None
         if reads is not None:
             self._place.join(reads.ticket)
 
@@ -250,7 +254,7 @@ class Batches(Lender, BaseDataLoaderIter):
         idx, run = self._send_idx, self._run
         task = run.task(idx, index, self._tag)
         if run.serving.reads is not self._reads:
-            self._join()  # another session, after a daemon was lost
+            self._join()  # another session
         self._place.task(worker, task)
         self._task_info[idx] = (worker,)
         self._workers_num_tasks[worker] += 1
@@ -426,13 +430,12 @@ class WorkerIter(Batches, MultiProcessingDataLoaderIter):
             if place.pinner is not None:
                 place.pinner.lend(False)
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
-        late = None if first_iter else self._run.serving.bind_late(loader)
+        if not first_iter:
+            self._run.serving.bind_late(loader)
         self._begin(loader, self._moment)
         if not first_iter:
             self._tag = place.again(self._state.tolerance.known)
             self._raise_if_dead()
-        if late is not None:
-            place.bind(late)
         self._join()
         for _ in range(self._ahead):
             self._request()

@@ -57,6 +57,8 @@ _MEMORY_SHARE = 0.5
 
 #: Batches of which it is looked at whether their samples are rows that the dataset holds.
 _PULLED = 16
+#: After so many batches nothing is found out any more: the dataset holds no such rows.
+_LAST_ASK = 64
 _warned: set[str] = set()  # kinds of datasets of which nothing is read ahead
 _told: set[str] = set()  # kinds of datasets whose files are larger than memory
 
@@ -194,7 +196,7 @@ class MappedPages:
             shown = ranges and count and proved(ranges, read, count, self._files.resident)
         except Exception:  # noqa: BLE001  the person's object, or a library of another version
             shown = False
-        if shown is None:
+        if shown is None and self._done < _LAST_ASK:
             return
         self.unknown = None
         if shown:
