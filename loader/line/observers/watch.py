@@ -18,7 +18,7 @@ from creel.system.forks import forget_in_child, join, pause_before_fork
 _log = logging.getLogger("creel.loader")
 
 
-class Looks(Protocol):
+class Watched(Protocol):
     """What is looked at.
 
     Attributes:
@@ -48,12 +48,12 @@ class Watch:
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
-        self._looks: list[weakref.ref[Looks]] = []
+        self._looks: list[weakref.ref[Watched]] = []
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._paused = False
 
-    def add(self, look: Looks) -> bool:
+    def add(self, look: Watched) -> bool:
         """Look at this until it is `over`; return whether the thread runs."""
         with self._lock:
             new = all(one() is not look for one in self._looks)
@@ -100,7 +100,7 @@ class Watch:
             with suppress(queue.Empty):
                 self._wakeups.get(timeout=left_s)
 
-    def _due(self) -> Looks | None:
+    def _due(self) -> Watched | None:
         """Return what is to be looked at next; None, which ends the thread, if there is nothing."""
         with self._lock:
             looks = [look for one in self._looks if (look := one()) is not None and not look.over]
