@@ -104,15 +104,17 @@ def obstore() -> Callable[[str], bytes]:
 
 def litdata_raw(**how: Any) -> Iterable[int]:
     from litdata import StreamingRawDataset
+    from litdata.streaming import downloader
 
-    data = StreamingRawDataset(f"s3://{BUCKET}/raw", storage_options=options_of_boto3())
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001  it has no way for it
+    data = StreamingRawDataset(f"s3://{BUCKET}/raw", storage_options=endpoint())
     return DataLoader(data, **how)
 
 
 def litdata_chunks(folder: str, **how: Any) -> Iterable[int]:
     from litdata import StreamingDataLoader, StreamingDataset
 
-    given: Any = {"storage_options": options_of_boto3(), "cache_dir": folder}
+    given: Any = {"storage_options": endpoint(), "cache_dir": folder}
     data = StreamingDataset(f"s3://{BUCKET}/chunks", shuffle=True, **given)
     return StreamingDataLoader(data, **{k: v for k, v in how.items() if k != "shuffle"})
 
@@ -135,11 +137,11 @@ def webdataset(shards: list[str], **how: Any) -> Iterable[int]:
 def s3_client() -> Any:
     import boto3
 
-    return boto3.client("s3", **options_of_boto3())
+    return boto3.client("s3", **endpoint())
 
 
-def options_of_boto3() -> dict[str, str]:
-    return {"region_name": "us-east-1", "endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+def endpoint() -> dict[str, str]:
+    return {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
 
 
 class Read(Dataset[bytes]):
@@ -303,10 +305,11 @@ def main() -> None:
     parser.add_argument("--memory", type=float, nargs="+", default=[1.1, 0.5])
     parser.add_argument("--endpoint", default="", help="of a store on this machine")
     args = parser.parse_args()
-    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
     if not args.endpoint:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             del os.environ[name]
+    os.environ["AWS_EC2_METADATA_DISABLED"] = os.environ["AWS_ALLOW_HTTP"] = "true"
+    os.environ["AWS_REGION"] = os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as args.cache:
         chunks = bool(args.endpoint) and installed("litdata")
         shards = write(Path(root) / BUCKET, args.samples, args.nbytes, chunks=chunks)

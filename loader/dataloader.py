@@ -22,7 +22,7 @@ from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.client.cluster.ranks import rank_and_world, ranks_here
 from creel.loader.client.log_lines import with_rank
-from creel.loader.data.reading.bad_samples import OnError, Tolerance
+from creel.loader.data.reading.bad_samples import OnError
 from creel.loader.data.rehearsed import Rehearsed, length_of
 from creel.loader.data.user_code.protected import attribute
 from creel.loader.data.user_code.values import check_choice, shown, whole, wrong
@@ -40,7 +40,7 @@ from creel.loader.line.options.loader_args import (
     take_name,
     without_taken,
 )
-from creel.loader.line.order.epoch_order import Progress, not_begun, rehearsed_batches
+from creel.loader.line.order.epoch_order import Progress, may_repeat, not_begun, rehearsed_batches
 from creel.loader.line.order.rehearsing import RehearsedBatches
 from creel.loader.notebook import cell
 from creel.loader.torch_private import MISSING
@@ -49,18 +49,16 @@ from creel.system.limits import cores
 
 if MISSING is None:  # else none of these is used, and importing them may fail
     from creel.loader.line.batches.epoch_run import EpochRun
-    from creel.loader.line.batches.gather_iter import GatherIter
-    from creel.loader.line.batches.inline_iter import InlineIter
-    from creel.loader.line.batches.state import LoaderState, config_of, prepare_resume
-    from creel.loader.line.batches.torch_iterators import (
+    from creel.loader.line.batches.iterator import InlineIter, WorkerIter
+    from creel.loader.line.batches.state import LoaderState, config_of
+    from creel.loader.making.groups.exchange import distributed_sampler
+    from creel.loader.making.groups.replicate import check as check_replicate
+    from creel.loader.making.groups.replicate import place_of
+    from creel.loader.making.seeding.torch_iterators import (
         initialised_view,
         seeded_iterator,
         seeded_view,
     )
-    from creel.loader.line.batches.worker_iter import WorkerIter
-    from creel.loader.making.groups.exchange import distributed_sampler
-    from creel.loader.making.groups.replicate import check as check_replicate
-    from creel.loader.making.groups.replicate import place_of
     from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:
@@ -232,7 +230,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
             begun: LoaderState | None = self.__dict__.get("_creel_state")
-            if begun is not None and begun.needed_by_ranks:
+            if begun is not None and begun.groups.needed:
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )
@@ -242,19 +240,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             if args_of(self).seeding is None:
                 view = initialised_view(self)
                 return recording_iterator(view, super(DataLoader, view)._get_iterator, returned)
-            view = seeded_view(self, self._index_sampler)
+            view = seeded_view(self, repeats=may_repeat(self._index_sampler))
             return recording_iterator(view, partial(seeded_iterator, view), returned)
         loader_state = _state_of(self)
-        role = loader_state.role(self)
+        loader_state.role(self)  # waits for the other ranks
         if self.num_workers == 0:
             return InlineIter(self, loader_state)
         self.check_worker_number_rationality()
         run = EpochRun(loader_state, self)
-        kind = (
-            GatherIter if role is None and GatherIter.can(self, loader_state, run) else WorkerIter
-        )
         try:
-            return kind(self, loader_state, run)
+            return WorkerIter(self, loader_state, run)
         except BaseException:
             run.leave()
             raise
@@ -311,10 +306,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             warnings.warn(with_rank(f"{_TORCHS}: this state_dict restarts the epoch"), stacklevel=2)
             return not_begun()
-        loader_state = _state_of(self)
-        if loader_state.resume is not None:
-            return loader_state.resume
-        return not_begun() if loader_state.run is None else loader_state.run.progress(used)
+        position = _state_of(self).position
+        if position.resume is not None:
+            return position.resume
+        return not_begun() if position.run is None else position.run.progress(used)
 
     def load_state_dict(self, state: Progress, *, leave_out: Iterable[int] = ()) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
@@ -337,7 +332,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             warnings.warn(with_rank(f"{_TORCHS}: the epoch restarts"), stacklevel=2)
             return
-        prepare_resume(_state_of(self), self, state, leave_out)
+        _state_of(self).position.take_up(self, state, leave_out)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
@@ -385,7 +380,7 @@ def _numbers_of(loader: DataLoader[Any]) -> NDArray[np.int64]:
 def _counters_of(loader: DataLoader[Any]) -> dict[str, object]:
     begun: LoaderState | None = vars(loader).get("_creel_state")
     here = begun is not None and begun.belongs_to(loader)
-    return (begun.meter if begun is not None and here else Meter()).stats()
+    return (begun.observers.meter if begun is not None and here else Meter()).stats()
 
 
 def _with_rows(dataset: Any, batch_sampler: Any, memory: Rehearsal | None) -> tuple[Any, Any]:
@@ -423,7 +418,7 @@ def checked(args: LoaderArgs, dataset: object) -> LoaderArgs:
     check_choice("remap", args.remap, ("global-batch", None))
     check_choice("seeding", args.seeding, ("sample", None))
     check_choice("workers", args.workers, ("own", "shared"))
-    Tolerance(args.on_error, args.max_bad_samples).check(dataset)
+    args.tolerance().check(dataset)
     iterable = isinstance(dataset, IterableDataset)
     if args.remap is not None and iterable:
         raise ConfigError(

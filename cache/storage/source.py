@@ -55,6 +55,8 @@ log = logging.getLogger("creel.source")
 
 #: Most objects of one read: half the buffers of a system call, as an object may have several.
 _MAX_JOINED = IOV_MAX // 2
+#: Bytes that are read at once although a part of them would be enough (`Source.neighbours`).
+_JOINED_NBYTES = 1 << 20
 #: Errors of open without a free descriptor.
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 
@@ -93,6 +95,7 @@ class Source:
         self._access_rows = [row for row, _ in manifest.access]
         self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
+        self._one_a_file = bool(self._single.all())
 
     def close(self) -> None:
         """Close kept descriptors; later reads open the files again."""
@@ -111,6 +114,24 @@ class Source:
         data = self._with_retries(stored, lambda store: store.read(stored, offset, length))[0]
         self.counters.count(1, len(data), time.perf_counter() - start, 1)
         return data
+
+    def neighbours(self, ids: NDArray[np.integer], length: Ints) -> int:
+        """Return how many of (k,) objects after the first continue it in its file.
+
+        length: (k,) bytes of each; those that are counted have at most a megabyte.
+
+        >>> from creel.cache.storage.manifest import Manifest
+        >>> rows = np.array([0]), np.array([1 << 18]), np.array([9])
+        >>> Source(Manifest.of_runs(["a"], *rows)).neighbours(np.arange(2, 9), np.full(7, 1 << 18))
+        3
+        """
+        if self._one_a_file or len(ids) < 2 or ids[1] != ids[0] + 1:
+            return 0
+        ids, length = ids[:_MAX_JOINED], length[:_MAX_JOINED]
+        files = self.manifest.file_of(ids)
+        joined = (np.diff(ids) == 1) & (files[1:] == files[0])
+        joined &= np.cumsum(length)[1:] <= _JOINED_NBYTES
+        return int(np.logical_and.accumulate(joined).sum())
 
     def versions(self, files: NDArray[np.integer]) -> Ints:
         """Ask the storage for the current version of each file.
@@ -139,7 +160,7 @@ class Source:
                 retried(
                     *(self._settings, ask, uris[0]),
                     on_retry=self.counters.count_retry,
-                    reached=self.counters.reads > 0,
+                    reached=self._reached,
                 )
         return found
 
@@ -313,6 +334,14 @@ class Source:
         self.counters.count(1, run[1], time.monotonic() - began, 1)
         return filled.version
 
+    @property
+    def _reached(self) -> bool:
+        """Whether the storage has answered, perhaps to the daemon of which this process is served.
+
+        A daemon that never got an answer gives up soon, as its clients read directly then.
+        """
+        return self.counters.reads > 0 or self.grants is None
+
     def _stored_files(self, rows: Ints) -> tuple[list[StoredFile], list[bool]]:
         """Return the files of some rows, and whether each is remote."""
         uris, ids = self.manifest.addresses(rows), rows.tolist()
@@ -347,7 +376,7 @@ class Source:
                 error=error,
                 began=began,
                 on_retry=self.counters.count_retry,
-                reached=self.counters.reads > 0,
+                reached=self._reached,
             )
         except Exception as e:  # noqa: BLE001  stores raise what they like
             options = self._options(stored.uri, stored.row)[1] if is_remote(stored.uri) else None

@@ -87,7 +87,13 @@ SAMPLES = 1 << 18
 
 
 class Session:
-    """One stream of steps. The trainer extends and completes it; its workers only read."""
+    """One stream of steps. The trainer extends and completes it; its workers only read.
+
+    Attributes:
+        lost: whether no step will become ready any more, and nothing is sent.
+        truncating: whether READY may mean an old plan, until `settle`.
+        gone: whether the daemon was seen to have ended.
+    """
 
     def __init__(
         self,
@@ -104,8 +110,7 @@ class Session:
         self.token = client.token  # a worker needs it, and `id`, to attach
         self._trainer = trainer
         self._closed = False
-        self._lost = False
-        self.gone = False  # whether the daemon was seen to have ended
+        self.lost = self.gone = self.truncating = False
         self._among: SampleObjects | None = None  # what the daemon knows of the samples
         self._epoch, self._sent = -1, 0  # epoch of the last plan; its objects sent so far
         self._truncates = 0
@@ -118,7 +123,7 @@ class Session:
     @property
     def ended(self) -> bool:
         """Whether it was closed or lost: no step will become ready, and nothing is sent."""
-        return self._closed or self._lost
+        return self._closed or self.lost
 
     @property
     def alive(self) -> bool:
@@ -172,7 +177,7 @@ class Session:
             message = messages.Extend(self.token, self.id, epoch, step + first, unplanned)
             piece = objects[start : int(ends[last - 1])]
             if not self._send(message, piece, ends[first:last] - start):
-                self._lost |= first > 0  # the daemon has an incomplete plan
+                self.lost |= first > 0  # the daemon has an incomplete plan
                 return False
             if self._truncates != truncates:
                 return False
@@ -189,9 +194,10 @@ class Session:
         """
         self._void_from = step if self._settled() else min(step, self._void_from)
         self._truncates += 1
+        self.truncating = True
         self.words[WANTED] = min(self.words[WANTED], step)  # it belonged to the cancelled plan
         if not self._send(messages.Truncate(self.token, self.id, step)):
-            self._lost = True  # READY would still mean the old plan
+            self.lost = True  # READY would still mean the old plan
             return False
         return True
 
@@ -201,15 +207,15 @@ class Session:
         If the daemon is found lost here, the session ends, since READY could mean either plan.
         """
         if self._void_from == _NEVER:
-            return not self._lost
+            return not self.lost
         waits = pauses(2e-5, 0.001)
         while not self._settled():
             if self._dead():
-                self._lost = True
+                self.lost = True
                 return False
             time.sleep(next(waits))
-        self._void_from = _NEVER
-        return not self._lost
+        self._void_from, self.truncating = _NEVER, False
+        return not self.lost
 
     def _settled(self) -> bool:
         return self._truncates == 0 or self.words[TRUNCATED] >= self._truncates
@@ -223,19 +229,27 @@ class Session:
 
         The stamp counts how often READY was revoked: bytes copied while it changes may be torn.
         """
-        stamp = self.words.cells[REVOKED]  # must precede the read of READY
+        cells = self.words.cells
+        stamp = cells[REVOKED]  # must precede the read of READY
+        # What `ready` says, mostly: who trains asks this for each batch.
+        settled = step < self._void_from and not (self._closed or self.lost)
+        if settled and cells[READY] > step >= cells[DONE]:
+            return stamp
         return stamp if self.ready(step) else -1
 
     def held(self, step: int, stamp: int) -> bool:
         """Whether the bytes copied under `stamp` are intact."""
-        return self.ready(step) and self.words.cells[REVOKED] == stamp
+        cells = self.words.cells
+        settled = step < self._void_from and not (self._closed or self.lost)
+        ready = (settled and cells[READY] > step >= cells[DONE]) or self.ready(step)
+        return ready and cells[REVOKED] == stamp  # in this order: see `hold`
 
     def ready(self, step: int) -> bool:
         """Whether the objects of `step` can be read from the arena (or have failed) now.
 
         They are pinned from then on, until the step is done.
         """
-        if self._closed or self._lost or (step >= self._void_from and not self._settled()):
+        if self._closed or self.lost or (step >= self._void_from and not self._settled()):
             return False
         words = self.words.cells
         if step < words[DONE]:
@@ -280,7 +294,7 @@ class Session:
                 return True
             waited = time.monotonic() - began
             left = timeout_s - waited
-            self._lost |= waited > ARRIVAL_S and self.words[KNOWN] <= step
+            self.lost |= waited > ARRIVAL_S and self.words[KNOWN] <= step
             over = step < self.words[DONE]  # its iterator has begun anew meanwhile
             if left <= 0 or over or self._dead() or client.refused(call):
                 return self.ready(step)
@@ -289,7 +303,7 @@ class Session:
     def done(self, step: int) -> None:
         """Raise DONE (never lower it): all steps < `step` were read, and may be evicted."""
         cells = self.words.cells
-        if not (self._closed or self._lost) and step > cells[DONE]:
+        if not (self._closed or self.lost) and step > cells[DONE]:
             cells[DONE] = step
 
     def deal(self, epoch: int, deal: JobOrder) -> None:
@@ -322,7 +336,7 @@ class Session:
 
     def forget(self) -> None:
         """Stop using the session in a forked child: its shared words belong to the parent."""
-        self._lost = True
+        self.lost = True
 
     def pieces(self, ids: NDArray[np.integer]) -> dict[int, list[memoryview]]:
         """Return the bytes of those of (k,) objects that are in the arena, read-only and in order.
@@ -382,6 +396,6 @@ class Session:
             _log.debug("the daemon did not receive a message", exc_info=True)
             return False
         except BaseException:  # Ctrl-C: it may have been sent or not
-            self._lost = True
+            self.lost = True
             raise
         return True

@@ -16,7 +16,7 @@ from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
 from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import SampleInputs, still
 from creel.loader.data.reading.this_thread import this_thread
-from creel.loader.data.tracing.likeness import likeness
+from creel.loader.data.user_code.likeness import likeness
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -61,8 +61,7 @@ class SampleKeeping(KeepingSamples):
             began = time.monotonic_ns()
             sample = owner.dataset[index]
             ns = time.monotonic_ns() - began
-            if draws.any():
-                self.refuse(store)
+            if self.drew(store, draws):
                 return sample
             if not opened.doubt and not self.same_again(
                 store, number, sample, lambda: owner.dataset[index]

@@ -2,8 +2,7 @@
 
 One maker serves one thread: the trainer's, one that copies rows, or a worker's. A batch is built
 from rows of the arena if that needs no user code, else sample by sample, from the arena or
-directly. What is done besides stands in stages around the dataset and its collation: seeds per
-sample, bad samples, times.
+directly. What options ask for besides is done by stages around the dataset and its collation.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.loader.data.binding.gather import Gatherer, StepReader
+from creel.loader.data.binding.gather import Gatherer
 from creel.loader.data.decoded import worth
-from creel.loader.data.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.data.reading.lease import Lease
-from creel.loader.making.seeding.by_sample import Seeded
+from creel.loader.making.stage import Stage
 from creel.loader.making.stages import COLLATING, READING, WAITING, BatchTimes, busy
-from creel.loader.making.task import WHOLE, Made, Task
+from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import Collate
 from creel.loader.torch_private import DatasetKind
 
@@ -37,6 +35,8 @@ class StageClock:
 
     An object of its own: a maker whose collation referred to the maker would not be freed at once.
     """
+
+    shows = False  # whether `enter` shows the stage to others
 
     def __init__(self) -> None:
         self.began = self.ready = self.collating = 0
@@ -60,7 +60,7 @@ class Waits:
         """Learn from a batch that was read under this lease."""
 
 
-class BatchMaker(StepReader):
+class BatchMaker:
     """Makes batches of one dataset for one thread.
 
     Attributes:
@@ -76,14 +76,14 @@ class BatchMaker(StepReader):
         collate: Collate,
         *,
         torch_flags: tuple[bool, bool],
-        tolerance: Tolerance,
-        seeded: Seeded | None,
+        stages: Sequence[Stage],
         binding: Binding | None,
         plain: bool,
         live: bool,
         memory: Callable[[int], torch.Tensor],
         waits: Waits,
         clock: StageClock | None = None,
+        into: Callable[[Collate], Collate] = lambda collate: collate,
     ) -> None:
         """Make a maker.
 
@@ -91,19 +91,18 @@ class BatchMaker(StepReader):
             dataset: the person's, or a copy of it.
             collate: the person's, or what does the same.
             torch_flags: whether batches are collated, and whether the last one may be short.
-            tolerance: what is done with bad samples.
-            seeded: seeds each sample by its number; None: nothing is seeded.
-            plain: a batch is default_collate of all its samples.
+            stages: what is done around these, the first one nearest to them.
+            plain: a batch is default_collate of its samples.
             live: the dataset is the person's own, who may change it between two batches.
             memory: returns (nbytes,) uint8 to build a batch in.
             waits: how long to wait for the daemon.
+            into: returns what collates into the maker's own memory.
         """
         self.clock = clock or StageClock()
         self.counts: dict[str, int] = {}
         self.binding = binding
-        self.seeded = seeded
-        self._torch_flags = torch_flags
-        self._tolerance = tolerance
+        self.stages = stages
+        self._torch_flags, self._into = torch_flags, into
         self._plain, self._live = plain, live
         self._memory, self._waits = memory, waits
         self._lost, self._direct_ns, self._as_list = False, 0, False
@@ -118,17 +117,14 @@ class BatchMaker(StepReader):
 
     def stage(self, dataset: Any, collate: Collate) -> None:
         """Put the stages around a dataset and its collation."""
-        auto_collation, drop_last = self._torch_flags
-        if self.seeded is not None:
-            self.seeded.dataset = dataset
-        collate = _timed(collate, self.clock)
-        if self._tolerance.wanted:
-            dataset = Tolerant(dataset, self._tolerance, reads=self.seeded)
-            collate = without_skipped(collate) if auto_collation else collate
-        elif self.seeded is not None:
-            dataset = self.seeded
+        own, (batched, drop_last) = dataset, self._torch_flags
+        for stage in self.stages:
+            dataset, collate = stage.inside(dataset, collate)
+        collate = _timed(self._into(collate), self.clock)
+        for stage in self.stages:
+            dataset, collate = stage.outside(own, dataset, collate, batched=batched)
         self.fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
-            DatasetKind.Map, dataset, auto_collation, collate, drop_last
+            DatasetKind.Map, dataset, batched, collate, drop_last
         )
         self.inspect()
 
@@ -141,10 +137,15 @@ class BatchMaker(StepReader):
         if self._live:
             self._labels = self.binding.labels()
         gather = self.binding.gather() if self._plain else None
-        if gather is None or not (gather.has_code and self.seeded is not None):
-            self._gather = gather  # else samples are seeded one by one
+        if gather is not None and all(stage.gathers(gather) for stage in self.stages):
+            self._gather = gather
         # Nobody changes a copy whose batches need no user code.
         self._fixed = not (self._live or (gather is not None and gather.has_code))
+
+    def bind(self, binding: Binding | None, waits: Waits | None = None) -> None:
+        """Read through another binding of the same dataset from now on; None: directly."""
+        self.binding, self._waits = binding, waits or self._waits
+        self.inspect()
 
     def make(self, task: Task, session: Session | None) -> Any:
         """Return a batch, or a part of one. Raises what the person's code raises.
@@ -153,35 +154,64 @@ class BatchMaker(StepReader):
             session: of the task's claim; None: there is none.
         """
         clock = self.clock
-        clock.began = clock.ready = clock.enter(READING)
+        clock.began = clock.ready = time.monotonic_ns()
+        if clock.shows:
+            clock.enter(READING)
         clock.collating = 0  # until collation begins: reading may fail before
         self._lost, self._direct_ns, self.counts = False, 0, {}
         self._as_list = task.as_list
-        if self.seeded is not None and task.seeds is not None:
-            self.seeded.begin(task.seeds, task.first)
+        if task.seeds is not None:
+            for stage in self.stages:
+                stage.begin(task)
         if self.builder is not None and (batch := self.builder.batch(task.index)) is not None:
             self.clock.ready = self.clock.collating = self.clock.enter(COLLATING)
             return batch
-        binding, index, (step, ids) = self.binding, task.index, task.claim
+        binding, index, step = self.binding, task.index, task.claim.step
         if binding is None:
             return self.fetcher.fetch(index.tolist() if task.as_list else index)
-        if session is None:
+        if session is None or step < 0:
             return self.fetch(index, Lease())
-        if step >= 0 and self._live and not binding.still(np.atleast_1d(np.asarray(index))):
-            step = -1
+        if self._live and not binding.still(np.atleast_1d(np.asarray(index))):
+            return self.fetch(index, Lease())
+        return self._read_step(binding, session, task)
+
+    def _read_step(self, binding: Binding, session: Session, task: Task) -> Any:
+        """Return a batch as rows of the arena, or read it sample by sample, there or directly."""
+        clock, index, (step, ids) = self.clock, task.index, task.claim
         gatherer = None
-        if step >= 0 and task.part == WHOLE:
+        if task.part == WHOLE:
             same = self._fixed and self._gatherer_session is session
             gatherer = self._gatherer if same else self._gatherer_of(binding, session)
-        return self.read_step(binding, session, step, ids, index, gatherer)
+        stamp = session.hold(step)
+        if stamp < 0 and self._wait_for(session, step, ids):
+            stamp = session.hold(step)
+        if stamp >= 0 and gatherer is not None:
+            if not gatherer.per_sample:  # copying rows counts as collation if they are the batch
+                clock.collating = time.monotonic_ns()
+                if clock.shows:
+                    clock.enter(COLLATING)
+            indices = np.asarray(index, np.int64)
+            rows = gatherer.rows(ids, indices)
+            held = session.held(step, stamp)
+            if held and rows is not None:
+                if gatherer.per_sample:
+                    return gatherer.decoded(rows, indices)
+                return gatherer.gather.collate(rows, indices, gatherer.memory)
+            clock.enter(READING)  # sample by sample
+            clock.collating = 0
+            stamp = stamp if held else -1
+        lease = Lease() if stamp < 0 else binding.reading(session, step, ids, stamp)
+        return self.fetch(index, lease)
 
-    def made(self, task: Task, session: Session | None) -> Made:
-        """Make a batch as a worker would, of whose processor time is counted, too."""
+    def counted(
+        self, task: Task, session: Session | None
+    ) -> tuple[Any, BatchTimes, dict[str, int]]:
+        """Return a batch, its times, and what a worker would have counted."""
         cpu_ns = time.thread_time_ns()
         data = self.make(task, session)
         times = self.times(time.monotonic_ns())
         spent = {"cpu_ns": time.thread_time_ns() - cpu_ns}
-        return Made(data, times, {**self.counts, **busy(times), **spent})
+        return data, times, {**self.counts, **busy(times), **spent}
 
     def times(self, packed: int) -> BatchTimes:
         """Return the times of the last batch, or of one that raised; `packed`: when it was done."""
@@ -209,7 +239,7 @@ class BatchMaker(StepReader):
             return True
         return not self._fixed and gather is not None and not binding.gathers(gather)
 
-    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
+    def _wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
         """Wait until a step's objects are pinned; on False the location table may be outdated."""
         self.clock.enter(WAITING)
         ready = self._waits.wait(session, step, ids)
@@ -232,16 +262,6 @@ class BatchMaker(StepReader):
                 **worth.counts(lease),
             }
             self._waits.saw(lease)
-
-    def copying(self, *, decodes: bool) -> None:
-        """Note that rows are being copied, which counts as collation if a batch is made of them."""
-        if not decodes:
-            self.clock.collating = self.clock.enter(COLLATING)
-
-    def not_copied(self) -> None:
-        """Note that copying gave no batch: samples are read one by one."""
-        self.clock.enter(READING)
-        self.clock.collating = 0
 
 
 def _timed(collate: Collate, clock: StageClock) -> Collate:

@@ -1,18 +1,30 @@
-"""Task and Made: what is asked of whoever makes a batch, and what comes back."""
+"""Task: what is asked of whoever makes a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from creel.loader.client.claim import Claim
-from creel.loader.making.seeding.by_sample import BatchSeeds
-from creel.loader.making.stages import BatchTimes
 
 #: In place of the number of a part: the whole batch.
 WHOLE = -1
+
+
+class BatchSeeds(NamedTuple):
+    """What the seeds of a batch's samples come from, beside their numbers.
+
+    Attributes:
+        epoch: seed of the epoch.
+        batch: its number in the epoch.
+        repeats: whether the epoch may read a sample twice, which then differs.
+    """
+
+    epoch: int
+    batch: int
+    repeats: bool
 
 
 class Task(NamedTuple):
@@ -52,17 +64,3 @@ class Task(NamedTuple):
         tag, batch, index, claim, *others = cast("tuple[Any, ...]", message[2:])
         task = cls(tag, batch, index, Claim(claim[0], np.frombuffer(claim[1], np.int32)), *others)
         return task._replace(index=np.frombuffer(index, np.int64)) if task.as_list else task
-
-
-class Made(NamedTuple):
-    """A batch that was made in this process.
-
-    Attributes:
-        data: the batch, or an ExceptionWrapper.
-        times: when its stages began.
-        counts: what was counted while it was made, by the names of `creel.counters`.
-    """
-
-    data: Any
-    times: BatchTimes
-    counts: Mapping[str, int]

@@ -141,7 +141,7 @@ def test_a_changed_order_gives_torchs_batches(
     paths: list[str], rows: Any, served: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:
     if seed % 2:  # threads gather rows, and pause between looking them up and copying them
-        monkeypatch.setattr("creel.loader.line.batches.gather_iter.INLINE_NBYTES", 0)
+        monkeypatch.setattr("creel.loader.line.batches.places.INLINE_NBYTES", 0)
         monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
         monkeypatch.setattr(BufferPool, "take", dawdling(BufferPool.take))
     data = rows if kind == "rows" else creel.FileDataset(paths)

@@ -216,3 +216,53 @@ def test_ready_steps_are_withdrawn_where_another_job_finds_a_change(
         plan(other, ids, BATCH)
         assert read_steps(other, manifest, ids, BATCH) == N
         assert read_steps(session, manifest, ids, BATCH) == N
+
+
+ROW = 100_000
+
+
+class Rows(Dataset[Any]):
+    """Sample i is a row of a file, which is opened for each or stays open."""
+
+    def __init__(self, path: Path, *, kept: bool) -> None:
+        self.path, self.kept = path, kept
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if not self.kept:
+            with open(self.path, "rb") as file:  # noqa: PTH123
+                return self.row(file, i)
+        self.file = self.file or open(self.path, "rb")  # noqa: PTH123, SIM115
+        return self.row(self.file, i)
+
+    def row(self, file: Any, i: int) -> torch.Tensor:
+        file.seek(i * 7 % N * ROW)  # no neighbours, which Python's buffer may have
+        return as_tensor(file.read(ROW))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("how", [overwritten, replaced, as_if_untouched])
+@pytest.mark.parametrize("kept", [False, True])
+def test_rows_of_a_file_that_changes_in_an_epoch_are_torchs_and_no_mixtures(
+    tmp_path: Path,
+    how: Callable[[Path, bytes], None],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    kept: bool,
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data/rows"
+    path.write_bytes(bytes(N * ROW))
+    ours = creel.DataLoader(creel.wrap(Rows(path, kept=kept)), BATCH)
+    theirs = torch.utils.data.DataLoader(Rows(path, kept=kept), BATCH)
+    for epoch in range(1, 8):
+        for i, (batch, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(batch, other)
+            assert (batch == batch[:, :1]).all()
+            if i == 2 and epoch in {3, 5}:
+                how(path, bytes([epoch]) * (N * ROW))

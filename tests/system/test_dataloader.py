@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.line.batches.worker_iter import WorkerIter
+from creel.loader.line.batches.iterator import WorkerIter
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]
 

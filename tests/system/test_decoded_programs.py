@@ -13,6 +13,7 @@ import pytest
 
 from creel.loader.data.reading.storage import version_at
 from kit import until
+from programs import Program
 from testbed.cgroups import Cgroups, limits_of
 from testbed.host import TestbedError
 
@@ -129,10 +130,7 @@ def test_tasks_of_a_step_share_samples_only_under_a_name(tmp_path: Path, shared_
     tasks, samples = [], []
     for number in range(2):
         env = {**os.environ, **step, "SLURM_JOB_ID": "7", "SLURM_PROCID": str(number)}
-        command = [sys.executable, "-c", _EXPERIMENT, shared_as, str(path)]
-        pipe = subprocess.PIPE
-        tasks.append(subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True))
-        assert tasks[-1].stdout is not None
+        tasks.append(Program(_EXPERIMENT, shared_as, str(path), env=env))
         samples.append(tasks[-1].stdout.readline().split())
     for task in tasks:
         task.communicate("\n")

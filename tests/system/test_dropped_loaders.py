@@ -73,7 +73,7 @@ def use(loader: Any, way: str, seen: list[weakref.ref[Any]]) -> None:
 
     def begin() -> Any:
         it = iter(loader)
-        parts = (getattr(it, name, None) for name in ("_pool", "_run", "_reader", "_threads"))
+        parts = (getattr(it, name, None) for name in ("_place", "_run"))
         seen.extend(weakref.ref(x) for x in (it, loader, loader._creel_state, *parts) if x)
         return it
 

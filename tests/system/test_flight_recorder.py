@@ -47,10 +47,10 @@ def files(tmp_path: Path) -> list[str]:
 
 def stream_of(loader: creel.DataLoader[Any]) -> Any:
     """Return the session of the loader's iterator."""
-    run: Any = loader._creel_state.run
+    run: Any = loader._creel_state.position.run
     assert run is not None
-    assert run.stream is not None
-    return run.stream.session
+    assert run.serving.stream is not None
+    return run.serving.stream.session
 
 
 def answer_of(node: Running) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_every_batch_has_its_row_and_waits_sum_to_the_stalls(
     workers: int, large: bool, files: list[str], daemon: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`large`: batches of bytes, which threads copy if there are workers."""
-    monkeypatch.setattr("creel.loader.line.batches.gather_iter.INLINE_NBYTES", 1)
+    monkeypatch.setattr("creel.loader.line.batches.places.INLINE_NBYTES", 1)
     kind: dict[str, Any] = {"nbytes": [NBYTES] * FILES} if large else {"decode": decode}
     dataset = creel.FileDataset(files, **kind)
     how: dict[str, Any] = {} if large else {"collate_fn": collate}
@@ -98,7 +98,8 @@ def test_every_batch_has_its_row_and_waits_sum_to_the_stalls(
         for row in rows:
             assert row.packed - row.collating >= 1e6
             assert row.collating - row.ready >= BATCH * 1e6
-    loader._creel_state.run._count()  # type: ignore[union-attr]
+    run: Any = loader._creel_state.position.run
+    run.statistics.count(run.serving.stream, run.delivered)
     stalls = sum(loader.stats()["stall_s"].values())  # type: ignore[attr-defined]
     waits = sum(row.taken - row.wait_began for row in rows)
     assert waits / 1e9 == pytest.approx(stalls, rel=0.01)

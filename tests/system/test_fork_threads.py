@@ -45,8 +45,8 @@ data = {
     "rows": lambda: creel.RecordDataset(paths, "uint8", 6000),
 }
 if kind == "mixed":  # without workers, by reader threads, and with workers, in turn
-    from creel.loader.line.batches import gather_iter
-    gather_iter.INLINE_NBYTES = 0
+    from creel.loader.line.batches import places
+    places.INLINE_NBYTES = 0
     rows = creel.DataLoader(data["rows"](), 4, num_workers=2, **direct)
     others = [creel.DataLoader(data["files"](), 4, **direct), rows]
     kind = "files"

@@ -1,7 +1,7 @@
 """Layouts that people train from: creel.wrap never reads more from the source than torch.
 
-Only to fill the cache it may read each file once more. (If memory lacks for all of them, a file of
-which samples read a part is read whole more often.)
+Only to fill the cache it may read each file once more. What Python opens, or a library that takes a
+file object, is then read no more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import creel
 from daemons import Running
+from testbed.http_server import Server
 from testbed.same import needs_fuse, same
 from testbed.slowfs import SlowFS
 
@@ -460,3 +461,54 @@ def test_nor_do_workers_or_torchs_own_loader(
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__DIRECT", direct)
     check(name, source, daemon, kind, workers)
+
+
+#: Those whose files C code, a mapping or a descriptor reads.
+UNSERVED = {
+    "Parquet, pyarrow.dataset",
+    "a descriptor, kept",
+    "pyarrow.OSFile, kept",
+}
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(
+    "name",  # SQLite has a cache of its own
+    [name for name, one in LAYOUTS.items() if not (one.mapped or "SQLite" in name)],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_python_opens_is_read_from_the_source_no_more_once_it_is_in_memory(
+    name: str, workers: int, source: SlowFS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
+    LAYOUTS[name].write(Path(source.mountpoint).parent / "data")
+    dataset = creel.wrap(Samples(source.mountpoint, LAYOUTS[name].read))
+    order = torch.Generator().manual_seed(5)
+    loader = creel.DataLoader(
+        dataset, 4, True, num_workers=workers, persistent_workers=workers > 0, generator=order
+    )
+    reads = []
+    for _ in range(4):
+        list(loader)
+        reads.append(sum(n for _, n, _ in requests(source).values()))
+    assert reads[0] > 0
+    assert (reads[2:] == [0, 0]) == (name not in UNSERVED)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_remote_file_is_read_in_blocks_by_whoever_takes_files_from_fsspec(tmp_path: Path) -> None:
+    fsspec, _ = library("fsspec"), library("aiohttp")
+    spec = "creel.loader.data.files.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
+    fsspec.register_implementation("creel", spec, clobber=True)
+    hdf5(tmp_path)
+
+    def opened(path: str) -> Any:
+        return library("h5py").File(fsspec.open(f"creel::{path}").open())
+
+    with Server(tmp_path) as server:
+        dataset = creel.wrap(Samples(server.url, lambda data, i: data.kept(opened)["x"][i]))
+        loader, gets = creel.DataLoader(dataset, None, creel={"loader.direct": "never"}), []
+        for _ in range(EPOCHS):
+            assert same(list(loader), [torch.from_numpy(row(i)) for i in range(N)])
+            gets.append(server.stats(reset=True)["gets"])
+        assert gets[2:] == [0, 0]

@@ -29,8 +29,8 @@ from torch.utils.data import (
 import creel
 from creel.loader.data.maps.arrow import spans_of
 from creel.loader.data.maps.mappings import Mappings
+from creel.loader.data.maps.page_files import BLOCK_NBYTES
 from creel.loader.line.steps import mapped_pages
-from creel.loader.line.steps.mapped_pages import BLOCK_NBYTES
 from creel.system import limits
 from creel.system.limits import MemoryLimits
 from kit import descriptors, until
@@ -208,6 +208,45 @@ def test_what_layouts_map_is_known(source: Path, tmp_path: Path, layout: str, wo
         del ours
 
 
+class Holder(Dataset[Any]):
+    """Sample i is row `of(i)` of an array that the dataset holds, and says nothing of."""
+
+    def __init__(self, folder: Path, of: Callable[[int], int] = int) -> None:
+        self.rows, self.of, self.name = _memmap(folder), of, "rows"
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.from_numpy(np.array(self.rows[self.of(i)]))
+
+
+@needs_fuse
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_a_dataset_holds_are_read_ahead_once_it_has_read_some(
+    slow: Any, source: Path, workers: int
+) -> None:
+    ours, theirs = Holder(Path(slow.mountpoint)), Holder(source.parent)
+    check_read_ahead(slow, ours, theirs, first=5, batch_size=1, num_workers=workers)
+    part = list(range(1, N))
+    check_read_ahead(slow, Subset(ours, part), Subset(theirs, part), batch_size=1)
+
+
+@needs_fuse
+def test_of_a_dataset_that_reads_other_rows_nothing_is_read_ahead(
+    source: Path, tmp_path: Path
+) -> None:
+    reads = []
+    for kind in DataLoader, creel.DataLoader:
+        with slow_pages(source.parent, tmp_path / "mount") as fs:
+            dataset = Holder(tmp_path / "mount", lambda i: (7 * i + 5) % N)
+            batches = list(kind(dataset, 1, sampler=shuffled(dataset)))
+            reads.append(fs.totals()["reads"])
+            del dataset
+    assert len(batches) == N
+    assert reads[0] == reads[1]
+
+
 VALUES: dict[str, Any] = {
     "int64": pa.array(range(40)),
     "bool": pa.array([i % 3 == 0 for i in range(40)]),
@@ -243,6 +282,7 @@ def test_spans_are_where_arrows_values_lie(tmp_path: Path, kind: str) -> None:
         everything = mapped.read_buffer(mapped.seek(0) or mapped.size())
         with (tmp_path / "mount/rows").open("rb") as f:
             fd = f.fileno()
+            os.pread(fd, everything.size, 0)  # Arrow has asked for some of it
             # From now on a read or fault reads no more than is asked for.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for advice in mmap.MADV_RANDOM, mmap.MADV_DONTNEED:

@@ -241,7 +241,7 @@ def read_hdf5_part(path: str) -> Any:
     [
         (read_directly, write_raw, True),
         (lambda path: library("h5py").File(path)["x"][:], write_large_hdf5, True),
-        (read_hdf5_part, write_large_hdf5, False),
+        (read_hdf5_part, write_large_hdf5, True),
     ],
     ids=["os.open", "h5py", "h5py, a part"],
 )

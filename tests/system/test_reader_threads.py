@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.loader.data.binding.gather import Gatherer
-from creel.loader.line.batches import gather_iter
+from creel.loader.line.batches import places
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120), pytest.mark.usefixtures("served")]
@@ -39,7 +39,7 @@ def rows(path: Path) -> creel.RecordDataset:
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0)
+    monkeypatch.setattr(places, "INLINE_NBYTES", 0)
 
 
 def threads() -> list[threading.Thread]:

@@ -19,9 +19,9 @@ from creel.loader.client import connections
 from creel.loader.data.binding.bind import bind
 from creel.loader.data.binding.gather import Gatherer
 from creel.loader.data.buffers import BufferPool
-from creel.loader.line.batches import epoch_run, gather_iter
-from creel.loader.line.batches.gather_iter import GatherIter
-from creel.loader.line.batches.worker_iter import WorkerIter
+from creel.loader.line.batches import epoch_run, places
+from creel.loader.making.places.processes import WorkerPool
+from creel.loader.making.places.threads import Threads
 from creel.loader.making.transport.batch_message import Outbox
 from daemons import Running, opened, plan
 from kit import until
@@ -109,7 +109,8 @@ def test_workers_make_large_batches_of_rows(
     more: Any = {"multiprocessing_context": "fork", "worker_init_fn": init}
     kept = loader(creel.DataLoader, num_workers=2, **more)
     iterator = iter(kept)
-    assert type(iterator) is (WorkerIter if kind == "process" else GatherIter)
+    place: type = WorkerPool if kind == "process" else Threads
+    assert type(iterator._place) is place  # type: ignore[attr-defined]
     ours = [*iterator, *kept]  # all are held while slots are reused
     assert len(ours) == len(theirs) == 6
     for mine, his in zip(ours, theirs, strict=True):
@@ -291,7 +292,7 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
 ) -> None:
     """Also large rows, which threads copy."""
     monkeypatch.setattr(connections, "RETRY_S", 0)
-    monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0 if kind == "large rows" else 1 << 20)
+    monkeypatch.setattr(places, "INLINE_NBYTES", 0 if kind == "large rows" else 1 << 20)
     monkeypatch.setattr(epoch_run, "COUNT_S", 0)  # check after each batch whether it is alive
     paths = [tmp_path / str(i) for i in range(N)]
     for i, path in enumerate(paths):
@@ -391,7 +392,7 @@ class Gate:
 
             return take
 
-        monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0)  # threads gather even small batches
+        monkeypatch.setattr(places, "INLINE_NBYTES", 0)  # threads gather even small batches
         monkeypatch.setattr(Gatherer, "rows", watched_rows)
         monkeypatch.setattr(Outbox, "memory", watched(Outbox.memory))
         monkeypatch.setattr(BufferPool, "take", watched(BufferPool.take))

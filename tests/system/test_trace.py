@@ -92,9 +92,9 @@ def test_a_trace_has_every_batch_of_a_running_job_and_its_waits_are_the_stalls(
             time.sleep(0.001)
     running = iter(loader)
     next(running)
-    run: Any = loader._creel_state.run
+    run: Any = loader._creel_state.position.run
     assert run is not None
-    run._count()  # the daemon's counters lag by 0.25 s
+    run.statistics.count(run.serving.stream, run.delivered)  # the daemon's counters lag by 0.25 s
     with daemon.client("cli") as client:
         (session,) = client.ask("stats")["sessions"]
     events = traced(daemon, tmp_path / "trace.json", "--seconds", "600")
@@ -127,7 +127,7 @@ def fed(events: Sequence[dict[str, Any]]) -> float:
 def test_bytes_that_threads_copy_are_traced_too(
     files: list[str], daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("creel.loader.line.batches.gather_iter.INLINE_NBYTES", 1)
+    monkeypatch.setattr("creel.loader.line.batches.places.INLINE_NBYTES", 1)
     loader = creel.DataLoader(
         creel.FileDataset(files, nbytes=[NBYTES] * FILES), BATCH, shuffle=True, num_workers=3
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import importlib
 import json
 import os
 import shutil
@@ -76,14 +78,26 @@ def test_the_wheel_has_the_files_that_people_look_for_and_none_of_ours(wheel: Pa
         "creel/py.typed",
         "creel/deploy/creeld.service",
         "creel/deploy/creeld@.service",
-        "creel/deploy/kubernetes.yaml",
+        *(f"creel/deploy/{n}.yaml" for n in ("kubernetes", "trainjob", "prometheus")),
+        "creel/deploy/grafana.json",
+        "creel/examples/SKILL.md",
         *(f"creel/deploy/slurm/{n}.sh" for n in ("prolog", "task-prolog", "epilog", "job")),
         "creel/deploy/pbs/hook.py",
         *(f"creel/examples/{n}.py" for n in EXAMPLES),
     }
     folders = {"/".join(name.split("/")[:2]) for name in texts if name.count("/") > 1}
     rooms = {
-        f"creel/{n}" for n in ("cache", "cli", "daemon", "loader", "policies", "streams", "system")
+        f"creel/{n}"
+        for n in (
+            "cache",
+            "cli",
+            "daemon",
+            "integrations",
+            "loader",
+            "policies",
+            "streams",
+            "system",
+        )
     }
     information = {f for f in folders if ".dist-info/" in f}
     assert folders - information == rooms | {"creel/deploy", "creel/examples"}
@@ -114,6 +128,15 @@ def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Pat
         "s3",
         "torch",
     }
+
+
+def test_fsspec_finds_the_file_system_that_is_named_creel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (n for n in opened.namelist() if n.endswith("/entry_points.txt"))
+        points = configparser.ConfigParser()
+        points.read_string(opened.read(name).decode())
+    module, _, kind = points["fsspec.specs"]["creel"].partition(":")
+    assert hasattr(importlib.import_module(module), kind)
 
 
 def test_shipped_files_are_written_out(installed: Path, tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from squares import Pids, Squares, pids
 
 import creel
 from creel.cache.memory.slots.reader import SlotReader
-from creel.loader.line.batches import worker_iter
+from creel.loader.line.batches import iterator as iterators
+from creel.loader.making.places.processes import WorkerPool
 from creel.loader.making.stages import StallWarning
-from creel.loader.making.workers.pool import WorkerPool
 from kit import descriptors, gone, stopped, until
 from programs import Program
 
@@ -227,7 +227,7 @@ def test_two_live_iterators_have_workers_of_their_own() -> None:
 def test_a_dead_worker_is_named_at_once(
     what: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_iter, "LOOK_S", 1000)  # no wait wakes up by itself
+    monkeypatch.setattr(iterators, "LOOK_S", 1000)  # no wait wakes up by itself
     loader = creel.DataLoader(Act(what), 2, num_workers=2)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited") as e:
         list(loader)
@@ -239,7 +239,7 @@ def test_a_dead_worker_is_named_at_once(
 def test_a_dead_worker_is_named_whose_child_lives_on(
     timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_iter, "LOOK_S", 0.5)
+    monkeypatch.setattr(iterators, "LOOK_S", 0.5)
     gate = tmp_path / "gate"
     loader = creel.DataLoader(Act("leave a child", gate), 2, num_workers=2, timeout=timeout)
     try:
@@ -283,7 +283,7 @@ def test_a_timeout_says_torchs_words_and_iteration_goes_on(tmp_path: Path) -> No
 
 
 def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_iter, "LOOK_S", 0.3)
+    monkeypatch.setattr(iterators, "LOOK_S", 0.3)
     options = {"loader.hung_s": 0.5}
     iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, creel=options))
     (worker,) = pids(iterator)
@@ -313,7 +313,7 @@ def woken_when(condition: Callable[[], bool], pid: int) -> Iterator[None]:
 
 
 def test_closing_kills_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("creel.loader.making.workers.pool.GRACE_S", 0.5)
+    monkeypatch.setattr("creel.loader.making.places.processes.GRACE_S", 0.5)
     iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, worker_init_fn=print_nothing))
     next(iterator)
     (worker,) = pids(iterator)

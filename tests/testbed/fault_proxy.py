@@ -96,8 +96,9 @@ class FaultyProxy:
         up, down = await asyncio.open_connection("127.0.0.1", self._upstream)
         try:
             while True:
-                down.write(await reader.readuntil(b"\r\n\r\n"))
-                if not await self._answer(up, writer):
+                request = await reader.readuntil(b"\r\n\r\n")
+                down.write(request)
+                if not await self._answer(up, writer, has_body=request[:4] != b"HEAD"):
                     return
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass  # the client has gone, or the proxy ends
@@ -105,12 +106,14 @@ class FaultyProxy:
             down.close()
             writer.close()
 
-    async def _answer(self, up: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _answer(
+        self, up: asyncio.StreamReader, writer: asyncio.StreamWriter, *, has_body: bool
+    ) -> bool:
         """Pass on an answer, or break it; return whether the connection goes on."""
         head = await up.readuntil(b"\r\n\r\n")
         begin = head.lower().index(b"content-length:") + len(b"content-length:")
         digits = head[begin : head.index(b"\r\n", begin)]
-        body = await up.readexactly(int(digits))
+        body = await up.readexactly(int(digits) if has_body else 0)
         good = head.split(b" ", 2)[1] in {b"200", b"206"} and self.count.total() < self._most
         if not (body and good and self._rng.random() < self._share):
             writer.write(head + body)

@@ -34,13 +34,16 @@ def all_read() -> bool:
     return "creel-pages" not in {thread.name for thread in threading.enumerate()}
 
 
-def check_read_ahead(fs: Any, ours: Any, theirs: Any, **more: Any) -> None:
-    """Compare a shuffled epoch with torch's, all of which is read while the first batch is used.
+def check_read_ahead(fs: Any, ours: Any, theirs: Any, first: int = 1, **more: Any) -> None:
+    """Compare a shuffled epoch with torch's, all of which is read while a batch is used.
 
-    ours: a dataset of files of `fs`. theirs: the same of files that are quick.
+    Args:
+        ours: a dataset of files of `fs`.
+        theirs: the same of files that are quick.
+        first: the number of that batch, from 1 on.
     """
     batches = iter(creel.DataLoader(ours, sampler=shuffled(ours), **more))
-    found = [next(batches)]
+    found = [next(batches) for _ in range(first)]
     until(all_read)
     reads = fs.totals()["reads"]
     found += batches

@@ -75,11 +75,11 @@ class _Link:
                 if method in {b"GET", b"HEAD", b"PUT"}:
                     self._count[method.decode()] += 1
                 loop.call_later(self._latency_s, down.write, data)
-        except ConnectionError:
-            pass  # the client has gone
-        await asyncio.sleep(self._latency_s)
+            await asyncio.sleep(self._latency_s)
+        except (ConnectionError, asyncio.CancelledError):
+            back.cancel()  # the client has gone, or the link ends
         down.close()
-        await back
+        await asyncio.wait([back])
 
     async def _answers(self, up: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

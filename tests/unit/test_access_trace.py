@@ -21,13 +21,12 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
 from creel.cache.memory.memfd import Descriptor
-from creel.config import Config
+from creel.cache.storage.version import UNKNOWN
 from creel.loader.data.binding.adapters import Addressed
 from creel.loader.data.binding.bind import bound
-from creel.loader.data.binding.wrapped import AS_IT_IS
 from creel.loader.data.datasets.base import CreelDataset, fetch_many
-from creel.loader.data.reading.file_objects import in_memory
-from creel.loader.data.reading.read_counts import PartialRead
+from creel.loader.data.files.file_objects import in_memory
+from creel.loader.data.reading.lease import block_name
 from creel.loader.data.tracing.journal import (
     EndOfTrace,
     JournalFile,
@@ -41,10 +40,10 @@ from creel.loader.data.tracing.journal import (
 )
 from creel.loader.data.tracing.observed import ObservedReads
 from creel.loader.data.tracing.recorder import AccessRecorder
-from creel.loader.data.tracing.recording import KeptTrace
 from creel.loader.data.tracing.trace import AccessTrace, parts_of
 
 ADDRESSES = ["/a", "/b", "/c"]
+LARGE = 200_000  # bytes: four blocks
 
 
 class Part(CreelDataset):
@@ -67,6 +66,7 @@ items = st.one_of(
     st.sampled_from(ADDRESSES),
     st.tuples(st.just(0), st.integers(0, 4)),
     st.tuples(st.just(1), st.integers(0, 6)),
+    st.sampled_from([("/c", 0, 2, LARGE), ("/d", 1, 2, LARGE), ("/d", 3, 1, LARGE)]),
 )
 
 
@@ -89,10 +89,17 @@ def test_each_sample_has_the_objects_that_were_heard_first(
             names += [(parts.index(leaf), i) for i in range(leaf.object_count)]
     ids, counts = binding.objects(np.array(indices, np.int64))
     assert len(names) == sum(leaf.object_count for leaf in binding.leaves)
-    expected = [known.get(i % 12, []) for i in indices]
-    assert [names[i] for i in ids] == [x for heard in expected for x in heard]
-    assert counts.tolist() == [len(heard) for heard in expected]
-    heard_of = {x[0] for heard in known.values() for x in heard if not isinstance(x, str)}
+    parted = {x[0] for _, items in heard for x in items if len(x) == 4}
+
+    def objects(item: Any) -> list[Any]:
+        if len(item) == 4:
+            return [block_name(item[0], item[1] + i) for i in range(item[2])]
+        return [block_name(item, i) for i in range(4)] if item in parted else [item]
+
+    expected = [[x for item in known.get(i % 12, []) for x in objects(item)] for i in indices]
+    assert [names[i] for i in ids] == [x for sample in expected for x in sample]
+    assert counts.tolist() == [len(sample) for sample in expected]
+    heard_of = {x[0] for heard in known.values() for x in heard if len(x) == 2 and x[0] in {0, 1}}
     assert {parts.index(leaf) for leaf in binding.leaves if leaf in parts} == heard_of
 
 
@@ -165,8 +172,12 @@ def test_files_are_worth_caching_by_the_share_that_is_read(tmp_path: Path) -> No
             pass
         with creel.open(tmp_path / "array") as f:
             assert len(np.fromfile(f, np.uint8)) == 1 << 20
-    worth = {Path(str(asked)).name for asked in listener.end_sample()}
-    assert worth == {"whole", "a quarter", "small", "twice", "all and a little", "array"}
+    asked = listener.end_sample()
+    whole = {Path(one).name for one in asked if isinstance(one, str)}
+    assert whole == {"whole", "a quarter", "small", "all and a little", "array"}
+    assert [one for one in asked if not isinstance(one, str)] == [
+        (str(tmp_path / name), 0, 2, 1 << 20) for name in ("little", "twice")
+    ]
 
 
 def test_absent_files_are_not_told_of(tmp_path: Path) -> None:
@@ -378,7 +389,7 @@ def test_files_read_beside_the_samples_make_no_other_dataset(tmp_path: Path) -> 
 
 
 class Pieces(Opening):
-    """Each sample also reads a 64th of a large file, which is not worth caching for 12 samples."""
+    """Each sample also reads a 64th of a large file."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
@@ -389,12 +400,6 @@ class Pieces(Opening):
             return super().__getitem__(i) + file.read(1 << 14)
 
 
-@pytest.fixture
-def slow_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record parts of files, as if the storage made each open wait."""
-    monkeypatch.setattr(PartialRead, "copied_sooner", True)
-
-
 def same_traces(dataset: Dataset[Any], recorders: Sequence[AccessRecorder]) -> bool:
     """Whether all have a trace, and workers and trainer bind the dataset by it in the same way."""
     traces = [recorder.trace() for recorder in recorders]
@@ -402,7 +407,6 @@ def same_traces(dataset: Dataset[Any], recorders: Sequence[AccessRecorder]) -> b
     return len({binding and binding.digest() for binding in bindings} | {None}) == 2
 
 
-@pytest.mark.usefixtures("slow_opens")
 @pytest.mark.parametrize("late", [False, True])
 def test_a_worker_and_its_trainer_have_one_trace_after_the_ranks_have_met(
     tmp_path: Path, *, late: bool
@@ -426,7 +430,6 @@ def test_a_worker_and_its_trainer_have_one_trace_after_the_ranks_have_met(
     assert same_traces(dataset, [worker, trainer, other])
 
 
-@pytest.mark.usefixtures("slow_opens")
 def test_a_sample_that_was_recorded_twice_counts_once(tmp_path: Path) -> None:
     dataset = Pieces(tmp_path)
     once, five_times = AccessRecorder(dataset), AccessRecorder(dataset, seals=False)
@@ -457,7 +460,7 @@ def test_a_record_of_another_version_ends_the_learning_and_nothing_else(tmp_path
 def test_samples_that_only_another_process_has_are_left_out(tmp_path: Path) -> None:
     dataset = Opening(tmp_path)
     recorder = AccessRecorder(dataset)
-    beyond = [(i, [(str(tmp_path / "00"), 7)]) for i in (12, 1 << 40)]
+    beyond = [(i, [(str(tmp_path / "00"), UNKNOWN)]) for i in (12, 1 << 40)]
     assert TraceJournal(recorder.place).append(record_of(beyond))
     for i in range(12):
         assert recorder[i] == dataset[i]
@@ -487,19 +490,3 @@ def test_a_journal_is_closed_where_nothing_can_be_recorded() -> None:
     with suppress(TypeError):
         AccessRecorder(object())  # type: ignore[arg-type]  # it has no length
     assert set(Path("/proc/self/fd").iterdir()) == before
-
-
-def test_one_rank_keeps_what_all_have_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    config = Config.load({"disk.path": str(tmp_path), "disk.keep_free": "0"})[0]
-    (tmp_path / "data").mkdir()
-    dataset = numbered(tmp_path / "data")
-    kept = []
-    for rank, recorder in reversed([*enumerate(pair(dataset, dataset))]):
-        monkeypatch.setenv("RANK", str(rank))
-        KeptTrace(dataset, config, AS_IT_IS).keep(recorder, "key")
-        kept.append(len(list(tmp_path.glob("creel-*/traces/*"))))
-    assert kept == [0, 1]

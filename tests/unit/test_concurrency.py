@@ -31,6 +31,17 @@ def test_no_more_threads_than_are_of_use(
         assert speed.more_threads(waiting=1 << 20, began=[9.9] * most, now=10.0) <= 0
 
 
+def test_a_far_source_has_as_many_threads_as_its_link_takes() -> None:
+    """Each answer takes .1 s, and more where the link gives 700 of them a second at most."""
+    speed = Concurrency(CORES, most=128)
+    reading = 32
+    for _ in range(3000):
+        speed.measured(1, max(0.1, reading / 700), 0.0005, 0.0002, reading)
+        reading += max(speed.more_threads(waiting=1 << 20, began=[9.9] * reading, now=10.0), -1)
+    assert 70 <= reading <= 115
+    assert Concurrency(CORES, most=8).more_threads(waiting=1 << 20, began=[], now=0.0) <= 8
+
+
 def test_threads_that_hang_are_replaced() -> None:
     speed = Concurrency(CORES)
     assert speed.more_threads(waiting=100, began=[9.9], now=10.0) <= 0

@@ -9,7 +9,7 @@ from test_what_if import BIG, FILES, answer, rows, session
 
 from creel.cli import explain
 from creel.cli.explain import Trial, foretold
-from creel.cli.reads import Reads
+from creel.cli.reads import OwnReads
 from creel.cli.watching.what_if import Machine
 
 
@@ -119,7 +119,7 @@ OPAQUE = session(dataset="nothing", batches=100, decoded_measured=0, pid=7)
 
 def told_of(files: dict[tuple[str, bool], int], share: float, **note: Any) -> dict[str, Any]:
     notes = [{"pid": 7, "samples": 640, "batches": 10, "ahead": False, **note}]
-    reads = [Reads(share, files, 32_000, 4.0)]
+    reads = [OwnReads(share, files, 32_000, 4.0)]
     trial = Trial(answer(OPAQUE), [(OPAQUE, rows(0.1, 0.0, 0.4))], notes, reads)
     return foretold(trial, BIG)
 

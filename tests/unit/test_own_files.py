@@ -12,6 +12,7 @@ import pytest
 
 from creel.loader.line.observers import own_files
 from creel.loader.line.observers.own_files import AwaitedFile, Looks, OwnFiles
+from creel.loader.line.observers.watch import watch
 from creel.loader.making.stages import READING
 from creel.loader.making.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
 from kit import until
@@ -101,11 +102,13 @@ def test_a_thread_that_runs_or_waits_for_another_one_waits_for_no_file() -> None
     assert awaited(os.getpid(), thread.native_id or 0) == NOTHING, "it has ended"
 
 
-def test_a_fork_ends_the_looks_before_their_time(waiting: tuple[threading.Thread, Path]) -> None:
+def test_looks_end_before_their_time_with_the_readers(
+    waiting: tuple[threading.Thread, Path],
+) -> None:
     looks = looks_at(waiting[0])
-    looks.pause()
+    looks.end()
     assert looks.over
-    assert not looks._thread.is_alive()
+    assert looks not in watch._looks
 
 
 class Sight(Looks):
@@ -166,10 +169,15 @@ def test_a_file_is_named_once_training_has_waited_long_for_storage(
     [
         (False, False, 1, "opens files itself (/data/1): creel.wrap(dataset) caches"),
         (False, True, 1, "reads /data/1 itself, and it is mapped into memory"),
-        (False, False, 5, "reads /data/1 itself, and many samples read parts of it, or keep it"),
+        (False, False, 5, "opens files itself (/data/1): creel.wrap(dataset) caches"),
         (True, False, 1, "creel.wrap cannot serve /data/1: a library in C"),
         (True, True, 1, "creel.wrap cannot serve /data/1: it is mapped into memory"),
-        (True, False, 5, "creel.wrap cannot serve /data/1: many samples read parts of it"),
+        (
+            True,
+            False,
+            5,
+            "creel.wrap cannot serve /data/1: a library in C, C++ or Rust reads it, or",
+        ),
     ],
 )
 def test_only_what_serves_a_file_is_named(
@@ -192,7 +200,7 @@ def test_only_what_serves_a_file_is_named(
     assert says in said
     assert "creel.kept(dataset, size)" in said
     assert ("creel.wrap(dataset)" in said) == ("creel.wrap(dataset)" in files.remedy)
-    assert ("creel.wrap(dataset)" in said) == (not wrapped and not mapped and batches == 1)
+    assert ("creel.wrap(dataset)" in said) == (not wrapped and not mapped)
 
 
 def test_waits_that_are_a_small_part_of_an_epoch_start_no_look(

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from creel.loader.client.claim import DIRECT
-from creel.loader.making.groups.follower import Follower, ReplicaPool
-from creel.loader.making.groups.leader import Leader, SentBatches
+from creel.loader.making.places.follower import Follower, ReplicaPool
+from creel.loader.making.places.leader import Leader, SentBatches
+from creel.loader.making.places.made import Loss, Made
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import Inbox, Outbox
 from creel.loader.making.transport.channel import Channel, pair
 from creel.loader.making.transport.unpacking import unpack
-from creel.loader.making.workers.events import BatchResult, LeaderLoss
 from kit import seeds
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
@@ -80,8 +80,8 @@ class Group:
         if self.taken[k] == self.made:
             return
         event = pool.next_event(10.0)
-        assert isinstance(event, BatchResult)
-        assert event.index == self.taken[k]
+        assert isinstance(event, Made)
+        assert event.batch == self.taken[k]
         self.ranks[1 + k].got(pool.open(event), self.taken[k])
         self.taken[k] += 1
 
@@ -149,7 +149,7 @@ def test_a_follower_that_takes_nothing_is_left_out(group: Callable[[int], Group]
         here.ranks[0].held.clear()
         here.ranks[1].held.clear()
     here.take(0)
-    while not isinstance(event := here.pools[1].next_event(10.0), LeaderLoss):
+    while not isinstance(event := here.pools[1].next_event(10.0), Loss):
         here.pools[1].discard(event)  # type: ignore[arg-type]
     assert "rank 0" in event.reason
 
@@ -160,6 +160,6 @@ def test_a_batch_of_other_samples_is_refused(group: Callable[[int], Group]) -> N
     pool = here.pools[0]
     pool.task(0, Task(0, 0, [7], DIRECT))
     event = pool.next_event(10.0)
-    assert isinstance(event, BatchResult)
+    assert isinstance(event, Made)
     with pytest.raises(RuntimeError, match="other samples"):
         pool.open(event)

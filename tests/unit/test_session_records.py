@@ -76,7 +76,7 @@ def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
     for call, step in enumerate((1, 3, 4, 70)):
         assert session.wait(b"who", call, step)
     assert session.set_ready(1, 0, early=(3, 4, 64)) == [(b"who", 1, 3), (b"who", 2, 4)]
-    reading = mock.Mock(words=session.words, _closed=False, _lost=False, _void_from=1000)
+    reading = mock.Mock(words=session.words, _closed=False, lost=False, _void_from=1000)
     ready = partial(Session.ready, reading)  # the trainer's view of the same words
     assert [step for step in range(200) if ready(step)] == [0, 3, 4, 64]
     stamp = session.words[shared_words.REVOKED]

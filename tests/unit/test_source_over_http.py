@@ -16,6 +16,7 @@ from source_rig import QUICK, read_into, whole
 
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
+from creel.cache.storage.stores.access import StorageOptions
 from creel.cache.storage.stores.store import StoredFile
 from creel.errors import SourceError
 
@@ -109,12 +110,17 @@ def test_a_busy_server_is_asked_again_and_a_missing_page_is_not() -> None:
         assert len(requests) == 4
 
 
-def test_a_dead_server_fails_soon_if_it_never_answered() -> None:
+def test_a_dead_server_fails_within_patience() -> None:
     pytest.importorskip("aiohttp")
     source = Source(Manifest.of_files(["http://127.0.0.1:9/a"]), QUICK)
     with pytest.raises(SourceError):
         source.read(0)
-    assert source.counters.snapshot().retries == 1
+    assert source.counters.snapshot().retries == 2
+    daemons = Source(Manifest.of_files(["http://127.0.0.1:9/a"]).reached(StorageOptions()), QUICK)
+    daemons.grants = daemons.manifest.grants()
+    with pytest.raises(SourceError):
+        daemons.read(0)
+    assert daemons.counters.snapshot().retries == 1, "its clients read directly"
 
 
 def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:

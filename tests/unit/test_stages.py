@@ -93,7 +93,7 @@ def test_a_wait_is_counted_once_whatever_was_said_of_it_before_its_end(
     run = Run(SimpleNamespace(words=words))
     wait, whole, before = Overdue(run.awaited), 0, 0
     for _ in range(50):
-        wait.begins()
+        wait.since = clock
         began = clock
         for _ in range(rng.randrange(4)):
             clock += rng.randrange(2 * 10**9)
@@ -125,7 +125,7 @@ def test_a_wait_of_less_than_a_second_is_not_told(
     run = Run(SimpleNamespace(words=words))
     wait = Overdue(run.awaited)
     wait.look()  # training computes
-    wait.begins()
+    wait.since = clock
     clock += 999_999_999
     wait.look()
     assert words.overdue() == (0, "", "")

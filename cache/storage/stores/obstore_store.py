@@ -290,14 +290,18 @@ class ObstoreStore:
     def _get_parts(
         self, stored: StoredFile, offset: int, nbytes: int, buffers: list[memoryview]
     ) -> _Body:
-        """Fill buffers with a large range in parts at a time, all of the version of the first."""
+        """Fill buffers with a large range in parts at a time, all of the version of the first.
+
+        Parts that fail are asked for again as long as others do not: else hardly any range of many
+        parts would ever be read from a store that throttles.
+        """
         parts: list[tuple[int, int, list[memoryview]]] = []
         for at in range(offset, offset + nbytes, _PART_NBYTES):
             length = min(_PART_NBYTES, offset + nbytes - at)
             part, buffers = cut(buffers, length)
             parts.append((at, length, part))
         loose = stored._replace(whole=False)
-        (at, length, part), *others = parts
+        (at, length, part), *left = parts
         first = self._get(loose, at, length, _into(part))
         check_size(stored, first.size, nbytes)
 
@@ -305,8 +309,12 @@ class ObstoreStore:
             at, length, part = other
             self._get(loose, at, length, _into(part), first)
 
-        for failed in filter(None, of_each(get, others, _PARTS_AT_ONCE)):
-            raise failed
+        while left:
+            answers = of_each(get, left, _PARTS_AT_ONCE)
+            failed = [(part, e) for part, e in zip(left, answers, strict=True) if e is not None]
+            if len(failed) == len(left):
+                raise failed[0][1]
+            left = [part for part, _ in failed]
         return first
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:

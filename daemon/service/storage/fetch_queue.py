@@ -195,9 +195,16 @@ class FetchQueue:
             return self._part()
 
     def _part(self) -> tuple[FetchJob, slice]:
-        """Take the next part of the most urgent job; the measured speed determines its size."""
+        """Take the next part of the most urgent job; the measured speed determines its size.
+
+        What lies after its last object in a file, and is wanted too, belongs to it: one read has
+        both.
+        """
         deadline, count, job, start = self._heap[0]
         stop = min(start + self.speed.part_objects(self._waiting), job.objects)
+        if isinstance(self.source, Source) and isinstance(job.action, FetchObjects):
+            ids, length = job.action.ids[stop - 1 :], job.action.length[stop - 1 :]
+            stop += self.source.neighbours(ids, length)
         if stop < job.objects:
             heapq.heapreplace(self._heap, (deadline, count, job, stop))
         else:

@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
+from itertools import compress
 from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
@@ -18,11 +19,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.version import UNKNOWN
 from creel.errors import ConfigError
+from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.datasets.columns import addresses
-from creel.loader.data.reading.opened import open_as_python
+from creel.loader.data.files.opened import open_as_python
+from creel.loader.data.reading.lease import block_count, block_name, block_nbytes
 from creel.loader.data.reading.storage import Options, absolute
 from creel.policies.arrays import Ids, Ints
 
@@ -65,11 +67,13 @@ def _warn_of_folder(why: str) -> None:
 class Addressed(CreelDataset):
     """Whole-file objects, found by address when user code reads them."""
 
-    volatile = (*CreelDataset.volatile, "_index")
+    volatile = (*CreelDataset.volatile, "_index", "limit")
     whole_files = True
-    #: (n,) the version of each file when it was recorded, UNKNOWN for remote ones. None: the files
-    #: were declared, or their versions are not to be checked.
-    versions: Ints | None = None
+    #: Whether a local file is served only in the version that it has when a sample opens it. Not if
+    #: the files were declared.
+    checked = False
+    #: How many of these files may be fetched ahead; None: all.
+    limit: FetchLimit | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
         self._uris = addresses(uris)
@@ -82,12 +86,6 @@ class Addressed(CreelDataset):
         """Return the addresses of (k,) objects, in the form of `absolute`."""
         return [self._uris[i].as_py() for i in ids.tolist()]  # `take` imports pyarrow.compute
 
-    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
-        """Return the versions in which (k,) files may be served; UNKNOWN: in any."""
-        if self.versions is None:
-            return [UNKNOWN] * len(ids)
-        return cast("list[int]", self.versions[ids].tolist())
-
     def find(self, address: str) -> int | None:
         """Return the object number of an address (in the form of `absolute`), or None."""
         return self._index.find(address)
@@ -98,6 +96,44 @@ class Addressed(CreelDataset):
 
     def _build_manifest(self) -> Manifest:
         return Manifest.of_files(self._uris)
+
+
+class Blocks(Addressed):
+    """Blocks of files, of `block_nbytes` each but the last of a file, found by `block_name`."""
+
+    whole_files = False
+
+    def __init__(self, uris: Sequence[str], nbytes: Ints) -> None:
+        """`nbytes`: (n,) of each file, not 0."""
+        super().__init__(uris)
+        self._nbytes = nbytes
+        #: (n + 1,) the first block of each file, and how many there are.
+        self.firsts: Ints = np.append(0, np.cumsum([block_count(n) for n in nbytes.tolist()]))
+
+    @property
+    def object_count(self) -> int:
+        return int(self.firsts[-1])
+
+    def _file_of(self, ids: NDArray[np.integer]) -> Ints:
+        return np.searchsorted(self.firsts, ids, side="right") - 1
+
+    def addresses(self, ids: NDArray[np.integer]) -> list[str]:
+        files = self._file_of(ids)
+        blocks = (ids - self.firsts[files]).tolist()
+        return list(map(block_name, super().addresses(files), blocks))
+
+    def _build_manifest(self) -> Manifest:
+        nbytes = self._nbytes
+        size = np.array([block_nbytes(n) for n in nbytes.tolist()], np.int64)
+        full, rest = np.divmod(nbytes, size)
+        offset = np.stack([np.zeros_like(full), full * size], 1).ravel()
+        length = np.stack([size, rest], 1).ravel()
+        count = np.stack([full, rest > 0], 1).ravel()
+        there = count > 0
+        uris = [uri for uri in self._uris.to_pylist() for _ in range(2)]
+        return Manifest.of_runs(
+            list(compress(uris, there.tolist())), offset[there], length[there], count[there]
+        )
 
 
 class _StringIndex:

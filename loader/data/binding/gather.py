@@ -1,4 +1,4 @@
-"""Read a session's batches: Gatherer copies plain bytes out of the arena, StepReader reads any."""
+"""Gatherer: copies batches of plain bytes out of the arena."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from creel.cache.memory.arena import Rows
 from creel.loader.data.buffers import BufferPool
 from creel.loader.data.datasets.base import Sample
 from creel.loader.data.datasets.batches import MAX_ROWS_NBYTES
-from creel.loader.data.reading.lease import Lease
 
 if TYPE_CHECKING:
     from creel.loader.client.session import Session
-    from creel.loader.data.binding.bind import Binding, Gather
+    from creel.loader.data.binding.bind import Gather
 
 
 class ReusedMemory:
@@ -55,7 +54,7 @@ class Gatherer:
         self._nbytes = gather.nbytes
         self._offset = session.table.offset
         self._rows = Rows(session.client.arena, gather.nbytes)
-        self._memory = memory
+        self.memory = memory
         # Memory for rows. Rows that are converted do not stay in the batch.
         self._raw = memory
         self._collate = collate
@@ -88,64 +87,6 @@ class Gatherer:
         self._rows.copy_rows(where, rows.numpy().reshape(n, nbytes))
         return rows
 
-    def batch(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:
-        """Batch these samples as default_collate would; runs the dataset's transform, if any."""
-        if not self.per_sample:
-            return self.gather.collate(rows, indices, self._memory)
+    def decoded(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:
+        """Batch these samples as default_collate would, each `per_sample` by the user's code."""
         return self.gather.labelled(self._collate(self.gather.samples(rows)), indices)
-
-
-class StepReader:
-    """Reads batches whose objects a session makes ready; the base class of a loader's readers.
-
-    A subclass defines how to wait, and how to take samples from the dataset.
-    """
-
-    def read_step(
-        self,
-        binding: Binding,
-        session: Session,
-        step: int,
-        ids: NDArray[np.int32],
-        index: Any,
-        gatherer: Gatherer | None = None,
-    ) -> Any:
-        """Read a batch: as rows of the arena, or sample by sample, from the arena or directly.
-
-        Args:
-            step: the step that reads the batch's objects; -1 to read directly.
-            ids: (k,) the objects.
-            index: what the sampler yielded.
-            gatherer: builds the batch from bytes, if no user code is needed.
-        """
-        stamp = session.hold(step) if step >= 0 else -1
-        if stamp < 0 and step >= 0 and self.wait_for(session, step, ids):
-            stamp = session.hold(step)
-        if stamp < 0:
-            return self.fetch(index, Lease())
-        if gatherer is not None:
-            self.copying(decodes=gatherer.per_sample)
-            indices = np.asarray(index, np.int64)
-            rows = gatherer.rows(ids, indices)
-            held = session.held(step, stamp)
-            batch = gatherer.batch(rows, indices) if held and rows is not None else None
-            if batch is not None:
-                return batch
-            self.not_copied()
-            if not held:
-                return self.fetch(index, Lease())
-        return self.fetch(index, binding.reading(session, step, ids, stamp))
-
-    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
-        """Wait until a step is ready; False to read it directly."""
-        raise NotImplementedError
-
-    def fetch(self, index: Any, lease: Lease) -> Any:
-        """Take the samples from the dataset inside the lease, and add the lease's counts."""
-        raise NotImplementedError
-
-    def copying(self, *, decodes: bool) -> None:
-        """Called before rows are copied; `decodes`: user code runs for each before collation."""
-
-    def not_copied(self) -> None:
-        """Called after rows could not be copied, or made no batch."""

@@ -14,9 +14,11 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 from creel.loader.data.binding.adapters import cacheable, leaf_of
 from creel.loader.data.binding.wrapped import Trace, Wrapped, is_wrapped, trace_of, unwrap
 from creel.loader.data.datasets.base import CreelDataset, Raw, Sample, Transformed, positions
+from creel.loader.data.datasets.records import RecordDataset
 from creel.loader.data.decoded.keeping import Keeping
 from creel.loader.data.decoded.kept import KeptDataset
 from creel.loader.data.rehearsed import KeptRows, RehearsedRows, placed
+from creel.loader.data.user_code.protected import attribute
 from creel.policies.arrays import Ids, Ints, unique
 
 D = TypeVar("D")
@@ -475,3 +477,16 @@ def _numbers(subset: Subset[Sample]) -> Ints | None:
     if indices.dtype.kind not in "iu" and indices.size:
         return None  # keys: the dataset is a mapping
     return indices.astype(np.int64)
+
+
+def reads_singly(dataset: object) -> bool:
+    """Whether `dataset[i]` for each sample is what torch's fetcher gets of a batch.
+
+    Not if the dataset has a `__getitems__` of its own. Those of torch and creel are known to be
+    the same.
+    """
+    below = None if unchanged(dataset, ConcatDataset) else inside(dataset)
+    if below is not None:
+        return all(map(reads_singly, below))
+    rows = isinstance(dataset, RecordDataset) and dataset.batch_transform is None
+    return rows or not attribute(dataset, "__getitems__")  # as torch: it may be None

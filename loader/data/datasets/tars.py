@@ -114,12 +114,12 @@ class TarDataset(CreelDataset):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
         self._keep_decoded(keep_decoded, shared_as)
         self.transform = transform
+        path = None if index is None else _index_path(index, self.shards)
         local = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
         status = each(lambda shard: status_of(shard, storage_options), self.shards)
         self._some_remote = any(map(scheme_of, self.shards))
         #: What tells that a shard was replaced since: the state of a local one, else a version.
         self._indexed = [state or pin for state, (_, pin) in zip(local, status, strict=True)]
-        path = None if index is None else _index_path(index, self.shards)
         sizes = [size for size, _ in status]
         table = _table(self.shards, sizes, self._indexed, path, storage_options)
         self._index = _index(table, extensions)

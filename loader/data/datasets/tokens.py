@@ -6,7 +6,6 @@ import errno
 import operator
 import os
 import struct
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from creel.cache.memory.memfd import Descriptor
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import position
 from creel.policies.arrays import Ints
@@ -27,7 +27,7 @@ _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 
 
-class _Index(NamedTuple):
+class _TokenIndex(NamedTuple):
     """What an `.idx` says: the type of tokens, and of each document its tokens and first byte."""
 
     dtype: np.dtype[Any]
@@ -58,7 +58,7 @@ class TokenDataset(Dataset[torch.Tensor]):
         NotFoundError: a file is missing.
     """
 
-    _fd: int | None = None
+    _file: Descriptor | None = None
 
     def __init__(
         self,
@@ -123,21 +123,21 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     def _read(self, offset: int, out: NDArray[Any]) -> None:
         """Fill `out` from the file; not from a mapping, in which an error ends the process."""
-        if self._fd is None:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._fd)
+        file = self._file
+        if file is None:
+            file = self._file = Descriptor(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
         memory = out.view(np.uint8).data
         while memory:
-            got = os.preadv(self._fd, [memory], offset)
+            got = os.preadv(file.fd, [memory], offset)
             if not got:
                 raise OSError(errno.EIO, "the file has been cut", self._path)
             memory, offset = memory[got:], offset + got
 
     def __getstate__(self) -> dict[str, object]:
-        return {k: v for k, v in self.__dict__.items() if k != "_fd"}
+        return {k: v for k, v in self.__dict__.items() if k != "_file"}
 
 
-def _read_index(path: Path, tokens: Path) -> _Index:
+def _read_index(path: Path, tokens: Path) -> _TokenIndex:
     """Read an `.idx`, and check that the `.bin` has all that it names."""
     try:
         with path.open("rb") as f:
@@ -158,4 +158,4 @@ def _read_index(path: Path, tokens: Path) -> _Index:
         raise ConfigError(f"{path} has negative numbers")
     if count and int((starts + lengths.astype(np.int64) * dtype.itemsize).max()) > nbytes:
         raise ConfigError(f"{tokens} has {nbytes} bytes, fewer than {path} says: is it cut?")
-    return _Index(dtype, lengths, starts)
+    return _TokenIndex(dtype, lengths, starts)

@@ -19,30 +19,40 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
 from stat import S_ISREG
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.utils.data import get_worker_info
+
 from creel.cache.storage.stores.store import read_ahead
+from creel.loader.data.files.file_objects import in_memory, memory_file
+from creel.loader.data.files.opened import (
+    NO_FILES,
+    SMALL,
+    local_address,
+    look,
+    observed_file,
+    open_in_blocks,
+)
 from creel.loader.data.interception import libraries
-from creel.loader.data.reading.file_objects import in_memory, memory_file
 from creel.loader.data.reading.inputs import records
 from creel.loader.data.reading.observer import (
     Intercepting,
     copy_at,
     open_source,
     passes_on,
+    timed,
 )
-from creel.loader.data.reading.opened import (
-    NO_FILES,
-    QUICK_OPEN_NS,
-    SMALL,
-    local_address,
-    look,
-    observed_file,
+from creel.loader.data.reading.this_thread import (
+    AT_CWD,
+    only_sample,
+    reads_for_nobody,
+    this_thread,
 )
-from creel.loader.data.reading.this_thread import AT_CWD, this_thread
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
@@ -78,7 +88,9 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         thread = this_thread
         if not thread.intercepts:
-            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+            args = file, mode, buffering, encoding, errors, newline, closefd, opener
+            sample = only_sample() if reads_for_nobody() and get_worker_info() else None
+            return original(*args) if sample is None else sample.copy().run(opening, *args)
         if (
             mode == "rb"
             and thread.observed is not None
@@ -90,7 +102,7 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
             return _open_recorded(original, file, thread.observed, thread.lease)
         more = mode, buffering, encoding, errors, newline
         if mode in _READING and passes_on():
-            return open_source(original, file, *more, closefd, opener)[0]
+            return open_source(original, file, *more, closefd, opener)
         address = local_address(file)
         if address is None or opener is not None or not closefd:
             return original(file, *more, closefd, opener)
@@ -124,7 +136,6 @@ def _open_recorded(
         lease.direct_ns += took
     if type(real) is not io.BufferedReader:  # the result of another library's `open` is left alone
         return real
-    waited_ns = took if took > QUICK_OPEN_NS and observed.waited(took) else 0
     fd = real.fileno()
     status = os.fstat(fd)
     if (
@@ -132,7 +143,7 @@ def _open_recorded(
         or not S_ISREG(status.st_mode)
         or address.startswith(NO_FILES)
     ):
-        return observed_file(real, address, waited_ns=waited_ns)
+        return observed_file(real, address)
     read_ahead(fd, SMALL, status.st_dev)  # the kernel reads while this is recorded
     this_thread.latest = address
     observed.opened(address, status, began)
@@ -146,24 +157,34 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
         if buffering == 0:
             return raw
         return io.BufferedReader(raw, io.DEFAULT_BUFFER_SIZE if buffering < 0 else buffering)
-    real, waited_ns = open_source(original, file, "rb", buffering)
+    opened = open_in_blocks(address, file, buffering)
+    if opened is not None:
+        return opened
+    real = open_source(original, file, "rb", buffering)
     if type(real) not in _PYTHONS:  # the result of another library's `open` is left alone
         return real
-    return observed_file(real, address, waited_ns=waited_ns, buffering=buffering)
+    return observed_file(real, address, buffering=buffering)
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
     data = copy_at(address, bytes)
-    if data is None:
-        real, waited_ns = open_source(original, file, mode, -1, *more)
+    binary: Any = open_in_blocks(address, file) if data is None else None
+    if data is not None:
+        binary = io.BufferedReader(in_memory(data, os.fspath(file)))
+    elif binary is None:
+        real = open_source(original, file, mode, -1, *more)
         if not isinstance(real, io.TextIOWrapper) or this_thread.observed is None:
             return real
-        binary: Any = observed_file(real.detach(), address, waited_ns=waited_ns)
-    else:
-        binary = io.BufferedReader(in_memory(data, os.fspath(file)))
+        binary = observed_file(real.detach(), address)
     text = io.TextIOWrapper(binary, *more)
     text.mode = mode  # type: ignore[misc]  # as Python does
     return text
+
+
+def _openers_over(original: dict[Any, Any]) -> dict[Any, Any]:
+    """Replace nibabel's table of functions that open files, by suffix; None is for any other."""
+    opening, *rest = original[None]
+    return {**original, None: (_open_over(opening), *rest)}
 
 
 def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
@@ -186,7 +207,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
             if data is not None:
                 with suppress(OSError):  # no memory for the copy
                     return memory_file(data)
-            fd, waited_ns = open_source(original, path, flags, mode)
+            fd, waited_ns = timed(lambda: open_source(original, path, flags, mode))
             libraries.read_in_c(look(fd), address, waited_ns=waited_ns)
             return fd
         return original(path, flags, mode)
@@ -239,6 +260,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
     ("pathlib", "_NormalAccessor.stat", _static(_stat_over)),
+    ("numpy", "fromfile", libraries.numpy_fromfile),
     ("numpy.lib.format", "isfileobj", libraries.numpy_isfileobj),
     ("numpy.lib._format_impl", "isfileobj", libraries.numpy_isfileobj),  # from numpy 2.3 on
     ("cv2", "imread", libraries.reads_whole),
@@ -248,6 +270,15 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("pyarrow", "memory_map", libraries.maps),
     ("pyarrow.parquet", "read_table", lambda original: libraries.parquet(original, 0)),
     ("pyarrow.parquet", "ParquetFile.__init__", lambda original: libraries.parquet(original, 1)),
+    ("av", "open", libraries.takes_file),
+    ("decord", "VideoReader.__init__", libraries.decord_reader),
+    ("soundfile", "SoundFile.__init__", partial(libraries.takes_file, path_as="_name")),
+    ("safetensors.torch", "load_file", libraries.loads_bytes),
+    ("safetensors.numpy", "load_file", libraries.loads_bytes),
+    ("pyarrow.dataset", "dataset", libraries.arrow_dataset),
+    ("nibabel.openers", "Opener.compress_ext_map", _openers_over),
+    ("nibabel.openers", "ImageOpener.compress_ext_map", _openers_over),
+    ("nibabel.arrayproxy", "array_from_file", libraries.without_mapping),
     ("h5py", "File.__init__", libraries.hdf5),
     ("h5py", "File.filename", libraries.hdf5_name),
 )
@@ -305,6 +336,27 @@ class _Name:
             setattr(self._owner, self._name, self._original)
 
 
+class _Imports(MetaPathFinder):
+    """Replaces the names of a library as soon as a sample has imported it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name not in _MODULES:
+            return None
+        others = (one for one in sys.meta_path if one is not self)
+        specs = (one.find_spec(name, path, target) for one in others)
+        spec = next((one for one in specs if one is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if isinstance(loader, (SourceFileLoader, ExtensionFileLoader)):
+            loader.exec_module = partial(self._exec, loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _exec(self, original: Callable[[Any], None], module: Any) -> None:
+        original(module)
+        look_again()
+
+
+_imports = _Imports()
+
 #: Replacements by (maker, id of the original, which stays referenced). Few; kept for good.
 _made: dict[tuple[Any, int], Any] = {}
 
@@ -327,6 +379,8 @@ class _Replacements:
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
+            if self._inside == 1:
+                sys.meta_path.insert(0, _imports)
             self._look(first=self._inside == 1)
 
     def look_again(self) -> None:
@@ -355,6 +409,8 @@ class _Replacements:
                 self._restore()
 
     def _restore(self) -> None:
+        with suppress(ValueError):
+            sys.meta_path.remove(_imports)
         for one in self._names.values():
             one.restore()
 

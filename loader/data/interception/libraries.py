@@ -6,25 +6,29 @@ form that the library accepts as a file. For other files it calls the original.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
-from creel.loader.data.reading.file_objects import memory_file, read_by_methods
-from creel.loader.data.reading.lease import Buffer
-from creel.loader.data.reading.observer import announce, copy_at, timed
-from creel.loader.data.reading.opened import (
+from creel.loader.data.files.block_files import read_by_methods
+from creel.loader.data.files.file_objects import in_memory, memory_file
+from creel.loader.data.files.opened import (
+    SMALL,
     Look,
     local_address,
     look,
-    open_for_library,
+    open_served,
     opened_part,
 )
+from creel.loader.data.page_cache import in_page_cache, local
+from creel.loader.data.reading.lease import Buffer
+from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
 from creel.loader.data.reading.this_thread import this_thread
 
 Call = Callable[..., Any]
@@ -86,6 +90,33 @@ def numpy_isfileobj(original: Call) -> Call:
     return wraps(original)(lambda file: not read_by_methods(file) and original(file))
 
 
+def numpy_fromfile(original: Call) -> Call:
+    """Replace numpy.fromfile, which reads by the descriptor of a file, where methods are served."""
+    import numpy as np
+
+    @wraps(original)
+    def reading(file: Any, *args: Any, **more: Any) -> Any:
+        names = dict(zip(("dtype", "count", "sep", "offset"), args, strict=False)) | more
+        binary = not names.get("sep") and not names.keys() - {"dtype", "count", "sep", "offset"}
+        dtype = np.dtype(names.get("dtype", float)) if binary else np.dtype(object)
+        if dtype.hasobject or not dtype.itemsize:
+            return original(file, *args, **more)
+        given = read_by_methods(file)
+        opened = file if given else _file_of(file)
+        if opened is None:
+            return original(file, *args, **more)
+        try:
+            opened.seek(names.get("offset", 0), os.SEEK_CUR)
+            count = names.get("count", -1)
+            data = opened.read(count * dtype.itemsize if count >= 0 else -1)
+            return np.frombuffer(bytearray(data), dtype, len(data) // dtype.itemsize)
+        finally:
+            if not given:
+                opened.close()
+
+    return reading
+
+
 def maps(original: Call) -> Call:
     """Replace pyarrow.memory_map. How much of the file is read is unknown."""
 
@@ -121,9 +152,9 @@ def parquet(original: Call, at: int) -> Call:
         data = copy_at(address, bytes)
         if data is not None:
             return original(*args[:at], pa.BufferReader(data), **more)
-        if this_thread.observed is None or not os.path.isfile(address):  # noqa: PTH113
+        file = open_served(address, buffering=1)
+        if file is None:
             return original(*args, **more)
-        file = open_for_library(address)  # it counts the bytes read
         if not at:
             with file:
                 return original(file, **more)
@@ -131,6 +162,103 @@ def parquet(original: Call, at: int) -> Call:
         return original(*args[:at], file, **more)
 
     return reading
+
+
+def takes_file(original: Call, path_as: str = "") -> Call:
+    """Replace av.open, or soundfile.SoundFile.__init__ (with `self`), which take a file object too.
+
+    path_as: the attribute of `self` that has the path.
+    """
+    method = bool(path_as)
+
+    @wraps(original)
+    def opening(*args: Any, **more: Any) -> Any:
+        path, mode = [*args[method:], None, None][:2]
+        reads = more.get("mode", mode) in {None, "r"}
+        file = _file_of(path) if reads and len(args) > method else None
+        if file is None:
+            return original(*args, **more)
+        made = original(*args[:method], file, *args[method + 1 :], **more)
+        if method:
+            setattr(args[0], path_as, path)
+        return made
+
+    return opening
+
+
+def decord_reader(original: Call) -> Call:
+    """Replace decord.VideoReader.__init__, which reads a file object whole, and a path in C."""
+
+    @wraps(original)
+    def opening(self: Any, uri: Any, *args: Any, **more: Any) -> None:
+        announce(uri)
+        address = local_address(uri) if this_thread.intercepts else None
+        data = None if address is None else copy_at(address, bytes)
+        if address is None or data is not None:
+            original(self, uri if data is None else io.BytesIO(data), *args, **more)
+            return
+        found = look(address)
+        _, waited_ns = timed(lambda: original(self, uri, *args, **more))
+        read_in_c(found, address, waited_ns=waited_ns)
+
+    return opening
+
+
+def loads_bytes(original: Call) -> Call:
+    """Replace load_file of safetensors.torch or safetensors.numpy, which map the file."""
+    load = sys.modules[original.__module__].load
+
+    @wraps(original)
+    def loading(filename: Any, *args: Any, **more: Any) -> Any:
+        file = None if args or more else _file_of(filename)
+        if file is None:
+            return original(filename, *args, **more)
+        with file:
+            return load(file.read())
+
+    return loading
+
+
+def arrow_dataset(original: Call) -> Call:
+    """Replace pyarrow.dataset.dataset, for a path on storage whose reads are slow."""
+
+    @wraps(original)
+    def opening(source: Any, *args: Any, **more: Any) -> Any:
+        announce(source)
+        address = local_address(source) if this_thread.intercepts and not passes_on() else None
+        if address == source and not args and more.get("filesystem") is None:
+            with suppress(ImportError):  # of fsspec
+                from creel.loader.data.files.chained import CreelFileSystem
+
+                if not local(os.path.dirname(source)):  # noqa: PTH120  text
+                    more["filesystem"] = CreelFileSystem()
+        return original(source, *args, **more)
+
+    return opening
+
+
+def without_mapping(original: Call) -> Call:
+    """Replace nibabel.arrayproxy.array_from_file, which maps files where it may."""
+
+    @wraps(original)
+    def reading(*args: Any, **more: Any) -> Any:
+        if this_thread.intercepts and "mmap" in more:
+            more["mmap"] = False
+        return original(*args, **more)
+
+    return reading
+
+
+def _file_of(path: Any) -> Any:
+    """Return a file object for a path that a library would open itself; None to let it do so."""
+    announce(path)
+    address = local_address(path) if this_thread.intercepts else None
+    if address is None:
+        return None
+    data = copy_at(address, bytes)
+    if data is not None:
+        return io.BufferedReader(in_memory(data, os.fspath(path)))
+    return open_served(address, buffering=1)
 
 
 #: Ends the path in the name of an HDF5 file in memory (see `hdf5`).
@@ -143,9 +271,10 @@ _images = itertools.count()
 def hdf5(original: Call) -> Call:
     """Replace h5py.File.__init__ for a path that is opened for reading without other options.
 
-    The file is an image in HDF5's memory. Its name begins with the path, because HDF5 looks for
-    linked files and virtual datasets in the folder of that path. The rest of the name makes it
-    differ from the file on disk and from every other image.
+    A file that is cached whole is an image in HDF5's memory; a large one HDF5 reads through a file
+    object. The name of both begins with the path, because HDF5 looks for linked files and virtual
+    datasets in the folder of that path. The rest of the name makes it differ from the file on disk
+    and from all others.
     """
 
     @wraps(original)
@@ -157,12 +286,17 @@ def hdf5(original: Call) -> Call:
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
             original(self, name, *args, **more)
             return
-        access = copy_at(address, _image)
+        access, found = copy_at(address, _image), None
+        if access is None:
+            found = look(address)
+            small = found is not None and found[0].st_size <= SMALL
+            # HDF5 itself reads a file in the page cache sooner.
+            by_itself = small or (found is not None and in_page_cache([address]))
+            access = None if by_itself else _in_blocks(address)
         image = None if access is None else _opened(access, name)
         if image is not None:
             original(self, image)
             return
-        found = look(address)
         _, waited_ns = timed(lambda: original(self, name, *args, **more))
         read_in_c(found, address, waited_ns=waited_ns)
 
@@ -184,13 +318,58 @@ def _image(data: Buffer) -> Any:
     return None
 
 
+def _in_blocks(address: str) -> Any:
+    """Return HDF5 access properties that read a large file through a file object; else None."""
+    h5py = sys.modules["h5py"]
+    file = open_served(address)
+    with suppress(Exception):  # as above
+        if file is not None:
+            access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+            access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
+            access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
+            _leave_file_objects()
+            return access
+    return None
+
+
 def _opened(access: Any, path: Any) -> Any:
-    """Open the bytes of an `_image` in HDF5; None if they are no HDF5 file."""
+    """Open an `_image`, or a file `_in_blocks`, in HDF5; None if it is no HDF5 file."""
     h5py = sys.modules["h5py"]
     name = f"{os.fsdecode(path)}{_IN_MEMORY}{next(_images)}".ljust(_LONGER, "\1")
     with suppress(Exception):  # reading the file itself then shows the error
         return h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, fapl=access)
     return None
+
+
+@cache
+def _leave_file_objects() -> None:
+    """Have HDF5 open what a file `_in_blocks` refers to by path, from now on.
+
+    It opens external links, and the sources of virtual datasets, as it has opened the file: it
+    would read the same file object. For all other files nothing changes.
+    """
+    h5py = sys.modules["h5py"]
+    shared: Any = next(kind for kind in h5py.Group.__mro__ if "_lapl" in vars(kind))
+    link, begin = shared._lapl.fget, h5py.Dataset.__init__  # noqa: SLF001
+    access = h5py.h5p.create(h5py.h5p.LINK_ACCESS)
+    access.set_elink_fapl(h5py.h5p.create(h5py.h5p.FILE_ACCESS))
+
+    def path_of(found: Any) -> bytes:
+        file = h5py.h5i.get_file_id(found)
+        if file.get_access_plist().get_driver() != h5py.h5fd.fileobj_driver:
+            return b""
+        path, ours, _ = h5py.h5f.get_name(file).partition(_IN_MEMORY.encode())
+        return path if ours else b""
+
+    def opening(self: Any, bind: Any, *args: Any, **more: Any) -> None:
+        plain = not isinstance(bind, h5py.h5d.DatasetID)
+        if not plain and bind.get_create_plist().get_layout() == h5py.h5d.VIRTUAL and path_of(bind):
+            file = h5py.h5f.open(path_of(bind), h5py.h5f.ACC_RDONLY)
+            bind = h5py.h5d.open(file, h5py.h5i.get_name(bind))
+        begin(self, bind, *args, **more)
+
+    shared._lapl = property(lambda self: access if path_of(self.id) else link(self))  # noqa: SLF001
+    h5py.Dataset.__init__ = wraps(begin)(opening)
 
 
 def hdf5_name(original: Any) -> property:
@@ -225,7 +404,7 @@ def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> None:
         waited_ns: how long the storage made the thread wait. If it did not, only a small file is
             worth caching: the library spends more on a copy of a large one than on the page cache.
     """
-    part, observed = opened_part(found, address, waited_ns), this_thread.observed
+    part, observed = opened_part(found, address), this_thread.observed
     if part is not None and observed is not None and waited_ns:
         part.count_thread(observed.thread)
 

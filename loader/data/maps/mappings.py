@@ -27,7 +27,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class _Mapping(NamedTuple):
+class _MappedFile(NamedTuple):
     """Addresses [start, end) are bytes of a file from `offset` on."""
 
     start: int
@@ -152,12 +152,12 @@ def _of_file(line: bytes) -> bool:
     return b"/" in line
 
 
-def _parsed(line: bytes) -> _Mapping:
+def _parsed(line: bytes) -> _MappedFile:
     """Parse a line of /proc/self/maps (`man 5 proc_pid_maps`).
 
     >>> _parsed(b"7f10-7f30 r--p 00002000 08:01 131      /data/a b.arrow")
-    _Mapping(start=32528, end=32560, offset=8192, path='/data/a b.arrow')
+    _MappedFile(start=32528, end=32560, offset=8192, path='/data/a b.arrow')
     """
     addresses, _, offset, _, _, path = line.split(None, 5)
     start, end = (int(text, 16) for text in addresses.split(b"-"))
-    return _Mapping(start, end, int(offset, 16), os.fsdecode(path))
+    return _MappedFile(start, end, int(offset, 16), os.fsdecode(path))

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,14 @@ RangesOf = Callable[[int], Iterable[list[MappedRange]]]
 _ARRAYS = {np.ndarray, np.memmap, torch.Tensor}
 #: Arrays of less than this need few reads: 8 blocks.
 _LEAST_NBYTES = 1 << 20
+#: Arrays that lie in no file: their addresses and bytes.
+_in_memory: set[tuple[int, int]] = set()
+_MOST_KNOWN = 1024
 
 
-def ranges_of(dataset: object) -> RangesOf | None:
+def ranges_of(
+    dataset: object, otherwise: Callable[[object], RangesOf | None] | None = None
+) -> RangesOf | None:
     """Return what tells the byte ranges of a sample; None if that is not known.
 
     A dataset says it by a method `ranges`. It is known of arrays and tensors, lists and
@@ -44,42 +49,41 @@ def ranges_of(dataset: object) -> RangesOf | None:
 
     Takes no longer for a longer dataset. What is returned raises whatever a person's code does, and
     ValueError or TypeError for something that is no list of ranges.
+
+    Args:
+        otherwise: is asked of each other dataset.
     """
     look_again()
-    return _ranges_of(dataset)
+    return _ranges_of(dataset, otherwise or (lambda _: None))
 
 
-def _ranges_of(dataset: Any) -> RangesOf | None:
+def _ranges_of(dataset: Any, otherwise: Callable[[object], RangesOf | None]) -> RangesOf | None:
     if is_wrapped(dataset):
-        return _ranges_of(unwrap(dataset))
+        return _ranges_of(unwrap(dataset), otherwise)
     if type(dataset) is Transformed:
-        return _ranges_of(dataset.dataset)
+        return _ranges_of(dataset.dataset, otherwise)
     if unchanged(dataset, Subset):
-        return _of_subset(dataset)
+        inner = _ranges_of(dataset.dataset, otherwise)
+        return None if inner is None else lambda index: inner(dataset.indices[index])
     if unchanged(dataset, ConcatDataset):
-        return _of_parts(dataset)
+        return _chained(dataset, [_ranges_of(part, otherwise) for part in dataset.datasets])
     if unchanged(dataset, StackDataset):
         parts = dataset.datasets
-        return _of_all(list(parts.values() if isinstance(parts, dict) else parts))
-    if callable(getattr(type(dataset), "ranges", None)) and not isinstance(dataset, CreelDataset):
+        each = parts.values() if isinstance(parts, dict) else parts
+        return joined([_ranges_of(part, otherwise) for part in each])
+    if isinstance(dataset, CreelDataset):
+        return None
+    if callable(getattr(type(dataset), "ranges", None)):
         return lambda index: [list(map(_checked, dataset.ranges(index)))]
     if unchanged(dataset, TensorDataset):
-        return _of_all(dataset.tensors)
-    if type(dataset) in _ARRAYS:
-        return _of_rows(dataset)
+        return joined([rows_in_file(tensor) for tensor in dataset.tensors])
     if type(dataset) in {list, tuple} and dataset and type(dataset[0]) in _ARRAYS:
         mapped = _in_file(layout_of(dataset[0]), len(dataset))
         return (lambda index: [mapped_ranges(dataset[index])]) if mapped else None
-    return rows_of(dataset) if is_hugging_face(dataset) else None
+    return rows_in_file(dataset) or otherwise(dataset)
 
 
-def _of_subset(dataset: Subset[object]) -> RangesOf | None:
-    inner = _ranges_of(dataset.dataset)
-    return None if inner is None else lambda index: inner(dataset.indices[index])
-
-
-def _of_parts(dataset: ConcatDataset[object]) -> RangesOf | None:
-    parts = [_ranges_of(part) for part in dataset.datasets]
+def _chained(dataset: ConcatDataset[object], parts: list[RangesOf | None]) -> RangesOf | None:
     ends = dataset.cumulative_sizes
 
     def ranges(index: int) -> Iterable[list[MappedRange]]:
@@ -90,15 +94,25 @@ def _of_parts(dataset: ConcatDataset[object]) -> RangesOf | None:
     return ranges if any(part is not None for part in parts) else None
 
 
-def _of_all(datasets: Sequence[object]) -> RangesOf | None:
+def joined(parts: Iterable[RangesOf | None]) -> RangesOf | None:
     """Return the ranges of samples that are made of one sample of each dataset."""
-    parts = [part for part in map(_ranges_of, datasets) if part is not None]
+    known = [part for part in parts if part is not None]
 
     def ranges(index: int) -> Iterator[list[MappedRange]]:
-        for part in parts:
+        for part in known:
             yield from part(index)
 
-    return ranges if parts else None
+    return ranges if known else None
+
+
+def rows_in_file(value: Any) -> RangesOf | None:
+    """Return the ranges of the rows of an array, a tensor or Hugging Face's dataset.
+
+    None if they lie in no file, and for anything else.
+    """
+    if type(value) in _ARRAYS:
+        return _of_rows(value)
+    return rows_of(value) if is_hugging_face(value) else None
 
 
 def _of_rows(array: np.ndarray[Any, Any] | torch.Tensor) -> RangesOf | None:
@@ -117,8 +131,16 @@ def _in_file(first: Layout, count: int) -> bool:
 
     To look takes a millisecond, which is long for an epoch of little data.
     """
-    large = math.prod(first.shape) * first.itemsize * count >= _LEAST_NBYTES
-    return large and bool(Mappings().ranges(first.spans()))
+    nbytes = math.prod(first.shape) * first.itemsize * count
+    known = first.address, nbytes
+    if nbytes < _LEAST_NBYTES or known in _in_memory:
+        return False
+    if Mappings().ranges(first.spans()):
+        return True
+    if len(_in_memory) >= _MOST_KNOWN:
+        _in_memory.clear()
+    _in_memory.add(known)
+    return False
 
 
 def _checked(given: tuple[str | os.PathLike[str], int, int]) -> MappedRange:

@@ -66,6 +66,11 @@ class Tolerance:
         """Whether bad samples are to be skipped or replaced."""
         return self.on_error != "raise"
 
+    @property
+    def remedy(self) -> str:
+        """What becomes of a bad sample, for the log."""
+        return "left out" if self.on_error == "skip" else "replaced"
+
     def check(self, dataset: object) -> None:
         """Raise ConfigError for invalid values, or a dataset whose samples nothing names."""
         check_choice("on_error", self.on_error, ("raise", "skip", "substitute"))
@@ -134,10 +139,9 @@ class Tolerance:
 class Tolerant(Dataset[Any]):
     """A dataset whose bad samples are left out or replaced."""
 
-    def __init__(self, dataset: Any, tolerance: Tolerance, reads: Any = None) -> None:
-        """`reads`: what samples are taken from, if it is a `Seeded` around the dataset."""
-        self._dataset = dataset
-        self._reads = dataset if reads is None else reads
+    def __init__(self, dataset: Any, tolerance: Tolerance, reads: Any) -> None:
+        """`reads`: what samples are taken from: the dataset, or a `Seeded` around it."""
+        self._dataset, self._reads = dataset, reads
         self._tolerance = tolerance
         self._good: Any = None  # the sample that was read last
 
@@ -192,9 +196,11 @@ class Tolerant(Dataset[Any]):
                 return self._reads[index]
             except Exception as e:  # noqa: BLE001  same as above
                 self._tolerance.found(key, e)
+        none = (
+            f"none of {tried} samples could be read" if tried else "no sample is known to be good"
+        )
         raise TooManyBadSamplesError(
-            f"none of {tried} samples could be read in the place of sample {bad}:"
-            f" {self._tolerance.known[bad]}"
+            f"{none} in the place of sample {bad}: {self._tolerance.known[bad]}"
         )
 
 

@@ -90,11 +90,21 @@ class SampleInputs:
         if self._outer is not None:
             self._outer.add_address(address, options)
 
+    @property
+    def sample(self) -> int:
+        return 0 if self._outer is None else self._outer.sample
+
     def opened(
-        self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
+        self, path: str, status: os.stat_result, now_ns: int, *, again: bool = False
     ) -> PartialRead | None:
         outer = self._outer
-        return None if outer is None else outer.opened(path, status, now_ns, waited_ns)
+        return None if outer is None else outer.opened(path, status, now_ns, again=again)
+
+    def opened_remote(
+        self, address: str, nbytes: int, options: Options, *, again: bool
+    ) -> PartialRead | None:
+        self._remote, outer = True, self._outer
+        return None if outer is None else outer.opened_remote(address, nbytes, options, again=again)
 
     def waited(self, took: int) -> bool:
         return self._outer is not None and self._outer.waited(took)
@@ -264,6 +274,12 @@ def _program(records: list[SampleInputs], *_: Any) -> None:
         one.doubt = "a program runs meanwhile, whose files are not seen"
 
 
+def _forked(records: list[SampleInputs], *_: Any) -> None:
+    """Only by the sample's own thread: others start workers of loaders."""
+    if records == [this_thread.observed]:
+        _program(records)
+
+
 _EVENTS: dict[str, Callable[..., None]] = {
     "open": _opened,
     "os.listdir": _listed,
@@ -275,7 +291,8 @@ _EVENTS: dict[str, Callable[..., None]] = {
     "os.rename": _named_anew,
     "os.symlink": _symlinked,
     "sqlite3.connect": _database,
-    **dict.fromkeys(("subprocess.Popen", "os.posix_spawn", "os.system", "os.fork"), _program),
+    **dict.fromkeys(("subprocess.Popen", "os.posix_spawn", "os.system"), _program),
+    "os.fork": _forked,
 }
 
 

@@ -1,9 +1,9 @@
 """Lease: serves the reads of one step in one thread from the arena of a session.
 
-A local file that a sample was recorded to read is served only while it still has the recorded
-version. The daemon has checked that version since, so the bytes in the arena belong to it. The
-check here is needed because the sample may have just rewritten the file, from C code, from another
-process or under another name.
+A local file that a person's own code opens is served only in the version that it has at this
+moment: the daemon publishes of which version the bytes in the arena are (`LocationTable`), and the
+file's status says which one the sample's own `open` would read. The sample may have just rewritten
+the file, from C code, from another process or under another name.
 
 Only objects of the lease's step are copied. The daemon keeps them pinned until the step is done, or
 until it revokes the step and changes the session's stamp. A step can be done early: an iterator
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.version import MISSING, stands_for
 from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import this_thread, thread_use
 from creel.policies.thread_use import NO_USE
@@ -32,6 +33,35 @@ Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
 Buffer = bytes | memoryview
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
+_NOTHING = None, None, None
+
+#: Stands between the address of a file and the number of a block of it; no path contains it.
+BLOCK = "\0"
+#: Bytes of a block: the least, and the most. A file has no more of the least than this.
+_BLOCK_NBYTES, _MAX_BLOCK_NBYTES = 64 << 10, 1 << 20
+_MAX_BLOCKS = 1 << 16
+
+
+def block_nbytes(nbytes: int) -> int:
+    """Return the bytes of each block of a file of `nbytes` bytes.
+
+    >>> [block_nbytes(n) >> 10 for n in (1, 1 << 32, 1 + (1 << 32), 1 << 50)]
+    [64, 64, 128, 1024]
+    """
+    size = _BLOCK_NBYTES
+    while size < _MAX_BLOCK_NBYTES and size * _MAX_BLOCKS < nbytes:
+        size *= 2
+    return size
+
+
+def block_count(nbytes: int) -> int:
+    """Return the number of blocks of a file of `nbytes` bytes."""
+    return -(-nbytes // block_nbytes(nbytes))
+
+
+def block_name(address: str, number: int) -> str:
+    """Return the name of a block of a file; number -1: of all."""
+    return f"{address}{BLOCK}{number}"
 
 
 class Leaf(Protocol):
@@ -48,7 +78,12 @@ class Leaf(Protocol):
 
 
 class Files(Leaf, Protocol):
-    """One whose objects are whole files (`creel.loader.data.binding.adapters`)."""
+    """One whose objects are whole files, or blocks of them (`data.binding.adapters`)."""
+
+    @property
+    def whole_files(self) -> bool:
+        """Whether they are whole files."""
+        ...
 
     @property
     def storage_options(self) -> Options:
@@ -56,11 +91,12 @@ class Files(Leaf, Protocol):
         ...
 
     def addresses(self, ids: NDArray[np.integer]) -> list[str]:
-        """Return the addresses of (k,) objects."""
+        """Return the addresses of (k,) objects, or their `block_name`s."""
         ...
 
-    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
-        """Return the versions in which (k,) files may be served; UNKNOWN: in any."""
+    @property
+    def checked(self) -> bool:
+        """Whether a local file is served only in the version that it has when it is opened."""
         ...
 
 
@@ -121,8 +157,8 @@ class Lease:
         self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        #: address -> (number, version, the leaf)
-        self._numbers: dict[str, tuple[int, int, Files | None]] | None = None
+        #: address -> (number, or None: of blocks of a file; the leaf)
+        self._numbers: dict[str, tuple[int | None, Files]] | None = None
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -160,17 +196,61 @@ class Lease:
     def find(self, address: str, options: Options = None) -> int | None:
         """Return the session's number of the step's object at an address.
 
-        None if there is no such object, if the file changed since it was recorded, or if the
+        None if there is no such object, if the file is not what the daemon has read, or if the
         object is read with other `options` of a remote store.
         """
+        number, version, _ = self._entry(address, options)
+        return number if version is None or stands_for(version, version_at(address)) else None
+
+    def in_blocks(self, address: str, options: Options = None) -> bool:
+        """Whether blocks of a file are objects of the step; `options` as for `find`."""
+        return self._entry(block_name(address, -1), options)[2] is not None
+
+    def copy_part(
+        self,
+        address: str,
+        at: int,
+        nbytes: int,
+        version: int,
+        out: memoryview,
+        options: Options = None,
+    ) -> int | None:
+        """Copy bytes of a file, from `at` on, from one object of the step.
+
+        Args:
+            nbytes: of the file.
+            version: that the file has now; its bytes in another version are not copied.
+            out: where to; filled as far as the object goes.
+            options: as for `find`.
+
+        Returns:
+            How many bytes were copied; None if no object of the step has the first one.
+        """
+        size = block_nbytes(nbytes)
+        for name, first in ((block_name(address, at // size), at // size * size), (address, 0)):
+            number, known, _ = self._entry(name, options)
+            if number is not None and (known is None or stands_for(known, version)):
+                copied = self.copy(number, partial(_fill, out, at - first))
+                if copied:
+                    return copied
+        return None
+
+    def _entry(self, name: str, options: Options) -> tuple[int | None, int | None, Files | None]:
+        """Return number, version and leaf of the step's object of this name, as far as known.
+
+        Version None: it is served in any.
+        """
         if self._session is None:
-            return None
+            return _NOTHING
         if self._numbers is None:
             self._numbers = self._by_address() if self._there(self._session) else {}
-        number, version, leaf = self._numbers.get(address, (None, UNKNOWN, None))
-        if leaf is not None and leaf.storage_options != options and not is_local(address):
-            return None
-        return number if version == UNKNOWN or version == version_at(address) > 0 else None
+        number, leaf = self._numbers.get(name, (None, None))
+        if leaf is None or (leaf.storage_options != options and not is_local(name)):
+            return _NOTHING
+        if number is None or not leaf.checked or not is_local(name):
+            return number, None, leaf
+        version = self._session.table.version
+        return number, MISSING if version is None else int(version[number]), leaf
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
         """Return the step's objects that are in the arena; all take little longer than one."""
@@ -179,13 +259,16 @@ class Lease:
             pieces = self._pieces = session.pieces(self._ids)
         return pieces
 
-    def _by_address(self) -> dict[str, tuple[int, int, Files | None]]:
-        numbers: dict[str, tuple[int, int, Files | None]] = {}
+    def _by_address(self) -> dict[str, tuple[int | None, Files]]:
+        numbers: dict[str, tuple[int | None, Files]] = {}
         for leaf in self._named:
             base = self._bases[id(leaf)]
             own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
-            found = zip(own.tolist(), leaf.versions_of(own - base), repeat(leaf))
-            numbers.update(zip(leaf.addresses(own - base), found, strict=True))
+            names = leaf.addresses(own - base)
+            numbers.update(zip(names, zip(own.tolist(), repeat(leaf)), strict=True))
+            if not leaf.whole_files:
+                files = {name.partition(BLOCK)[0] for name in names}
+                numbers.update((block_name(file, -1), (None, leaf)) for file in files)
         return numbers
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
@@ -195,7 +278,7 @@ class Lease:
             return copied
         began = time.monotonic_ns()
         data = kind(direct())
-        self._note(1, len(data), time.monotonic_ns() - began)
+        self.count_direct(1, len(data), time.monotonic_ns() - began)
         return data
 
     def copy(self, number: int, copying: Callable[[Buffer], T]) -> T | None:
@@ -230,7 +313,7 @@ class Lease:
             rest = np.empty((len(missing), out.shape[1]), np.uint8)
             direct(ids[missing], rest)
             out[missing] = rest
-        self._note(len(missing), len(missing) * out.shape[1], time.monotonic_ns() - began)
+        self.count_direct(len(missing), len(missing) * out.shape[1], time.monotonic_ns() - began)
 
     def _copy_rows(
         self, numbers: NDArray[np.int64], out: NDArray[np.uint8]
@@ -253,7 +336,15 @@ class Lease:
             copied[copied] = there
         return copied if session.held(self._step, self._stamp) else None
 
-    def _note(self, reads: int, nbytes: int, ns: int) -> None:
+    def count_direct(self, reads: int, nbytes: int, ns: int) -> None:
+        """Count reads that the lease could not serve."""
         self.direct_reads += reads
         self.direct_nbytes += nbytes
         self.direct_ns += ns
+
+
+def _fill(out: memoryview, skip: int, data: Buffer) -> int:
+    """Copy `data` from byte `skip` on to `out`, as far as both go; return how many bytes."""
+    part = memoryview(data)[skip : skip + len(out)]
+    out[: len(part)] = part
+    return len(part)

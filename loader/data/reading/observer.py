@@ -119,9 +119,13 @@ class Intercepting:
 
     def __enter__(self) -> None:
         self._outer, this_thread.intercepts = this_thread.intercepts, True
+        if not self._outer:
+            this_thread.begins()
 
     def __exit__(self, *_: object) -> None:
         this_thread.intercepts = self._outer
+        if not self._outer:
+            this_thread.ends()
 
 
 def by_creel(read: Callable[[], T]) -> T:
@@ -145,11 +149,8 @@ def announce(path: object) -> None:
         one.opens_in_c(path)
 
 
-def open_source(original: Callable[..., T], *args: object) -> tuple[T, int]:
-    """Open a file at the source; the lease counts the open, but no later reads of the file.
-
-    Returns the file, and how long the storage made this thread wait (see `timed`).
-    """
+def open_source(original: Callable[..., T], *args: object) -> T:
+    """Open a file at the source; the lease counts the open, but no later reads of the file."""
     began = time.monotonic_ns()
     opened = original(*args)
     took = time.monotonic_ns() - began
@@ -157,7 +158,7 @@ def open_source(original: Callable[..., T], *args: object) -> tuple[T, int]:
     if lease is not None:
         lease.direct_reads += 1
         lease.direct_ns += took
-    return opened, _waited_ns(took)
+    return opened
 
 
 def timed(opening: Callable[[], T]) -> tuple[T, int]:
@@ -167,9 +168,5 @@ def timed(opening: Callable[[], T]) -> tuple[T, int]:
     """
     began = time.monotonic_ns()
     opened = opening()
-    return opened, _waited_ns(time.monotonic_ns() - began)
-
-
-def _waited_ns(took: int) -> int:
-    observed = this_thread.observed
-    return took if observed is not None and observed.waited(took) else 0
+    took, observed = time.monotonic_ns() - began, this_thread.observed
+    return opened, took if observed is not None and observed.waited(took) else 0

@@ -1,4 +1,4 @@
-"""Counts of the bytes that a sample reads of a file."""
+"""What a sample reads of a file."""
 
 from __future__ import annotations
 
@@ -10,20 +10,40 @@ os_open, os_stat = os.open, os.stat
 
 
 class PartialRead:
-    """Counts how much of a file one sample has read through file objects."""
+    """Which parts of a file one sample has read through file objects."""
 
-    def __init__(self, nbytes: int, waited_ns: int = 0) -> None:
-        """`nbytes`: size of the file; `waited_ns`: as below."""
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes`: size of the file."""
         self.nbytes = nbytes
+        self.opened = False  # whether this sample has opened the file
         self._thread: ThreadReads | None = None  # the thread whose system calls count too
         self._since = 0  # what that thread had read when `count_thread` was called
-        self._read = 0
-        #: How long the storage made the thread wait for the open, in ns.
-        self.waited_ns = waited_ns
+        self._parts: list[tuple[int, int]] = []
 
-    def count(self, nbytes: int) -> None:
-        """Count bytes that were read through a file object."""
-        self._read += nbytes
+    def add(self, start: int, stop: int) -> None:
+        """Add the bytes from `start` on, up to `stop`."""
+        parts = self._parts
+        if parts and parts[-1][0] <= start <= parts[-1][1]:
+            parts[-1] = parts[-1][0], max(parts[-1][1], stop)
+        elif start < stop:
+            parts.append((start, stop))
+
+    def parts(self, unit: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of all parts, in units of so many bytes: in order, and disjoint.
+
+        >>> read = PartialRead(1000)
+        >>> for part in [(0, 10), (90, 95), (10, 12), (30, 31)]:
+        ...     read.add(*part)
+        >>> read.parts(10)
+        [(0, 4), (9, 10)]
+        """
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted((a // unit, -(-b // unit)) for a, b in self._parts):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+            else:
+                merged.append((start, stop))
+        return merged
 
     def count_thread(self, thread: ThreadReads) -> None:
         """Count all bytes a thread reads from now on, since its reads of the file are not seen."""
@@ -32,12 +52,7 @@ class PartialRead:
     def got(self) -> int:
         """Return the bytes read; called at the end of the sample."""
         unseen = 0 if self._thread is None else self._thread.nbytes() - self._since
-        return self._read + unseen
-
-    @property
-    def copied_sooner(self) -> bool:
-        """Whether copying the file, at 1 GB/s, takes less time than its open took."""
-        return self.nbytes <= self.waited_ns
+        return sum(stop - start for start, stop in self.parts(1)) + unseen
 
 
 class ThreadReads:

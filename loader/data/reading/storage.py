@@ -250,10 +250,12 @@ def _store(address: str, given: Options, objects: bool) -> Store:
 def _with_retries(
     address: str, job: Callable[[Store], R], options: Options, *, objects: bool = False
 ) -> R:
+    # What a sample reads may have come from a daemon so far; what is asked before there is a
+    # dataset may have a wrong address.
     storage = store_key(address)[:2]
     answer = retried(
         *(settings(), lambda: job(_store(address, options, objects)), address),
-        reached=storage in _reached,
+        reached=objects or storage in _reached,
     )
     _reached.add(storage)
     return answer

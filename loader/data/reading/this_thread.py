@@ -1,13 +1,21 @@
-"""Per-thread state of reads, and the system resources that a thread has used."""
+"""Whose read it is, and the system resources that a thread has used.
+
+What belongs to a sample is in context variables, which threads have too that asyncio starts for it
+(`asyncio.to_thread`, an event loop). A thread without any, as of a library in C, reads for the only
+sample that this process is reading (`reader`).
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Protocol
 
 from creel.policies.thread_use import ThreadUse
+from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
     import os
@@ -18,9 +26,10 @@ if TYPE_CHECKING:
     from creel.loader.data.reading.storage import Options
 
 
-#: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or a small
-#: part of a file as (address, bytes that were read, bytes of the file).
-Asked = str | tuple[int, int] | tuple[str, int, int]
+#: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or blocks of
+#: a file as (address, first block, number of blocks, bytes of the file), where the number of blocks
+#: is negative if an earlier sample had opened the file.
+Asked = str | tuple[int, int] | tuple[str, int, int, int]
 #: In place of a folder's descriptor: relative to the working directory (AT_FDCWD of Linux).
 AT_CWD = -100
 
@@ -29,6 +38,11 @@ class ReadRecord(Protocol):
     """What records a thread's reads (`tracing/observed` for `creel.wrap`, `reading/inputs`)."""
 
     thread: ThreadReads
+
+    @property
+    def sample(self) -> int:
+        """A number that differs from sample to sample; 0: no parts of files are recorded."""
+        ...
 
     def add(self, asked: Asked, /) -> None:
         """Record a successful read."""
@@ -60,9 +74,18 @@ class ReadRecord(Protocol):
         ...
 
     def opened(
-        self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
+        self, path: str, status: os.stat_result, now_ns: int, *, again: bool = False
     ) -> PartialRead | None:
-        """Record an opened file; return where its reads are counted, None if nowhere."""
+        """Record an opened file; return where its reads are recorded, None if nowhere.
+
+        again: an earlier sample has opened it.
+        """
+        ...
+
+    def opened_remote(
+        self, address: str, nbytes: int, options: Options, /, *, again: bool
+    ) -> PartialRead | None:
+        """`opened`, for a file of `nbytes` bytes that is read with these options of its store."""
         ...
 
     def waited(self, took: int) -> bool:
@@ -70,18 +93,82 @@ class ReadRecord(Protocol):
         ...
 
 
-class ThisThread(threading.local):
-    """State of each thread."""
+_lease: ContextVar[Lease | None] = ContextVar("creel_lease", default=None)
+_observed: ContextVar[ReadRecord | None] = ContextVar("creel_observed", default=None)
+_intercepts: ContextVar[bool] = ContextVar("creel_intercepts", default=False)
+#: The contexts of the samples of users' datasets that are being read, by thread.
+_reading: dict[int, Context] = {}
 
-    lease: Lease | None = None
-    observed: ReadRecord | None = None
-    intercepts = False  # whether opens by code other than creel's are intercepted
+
+class ThisThread(threading.local):
+    """State of each thread, and of the sample that it reads."""
+
     latest = ""  # address that the present sample opened last, cached or not, if it is recorded
     #: The folder's descriptor (or `AT_CWD`) of the `os.open` that is running; None outside.
     folder_fd: int | None = None
 
+    @property
+    def lease(self) -> Lease | None:
+        """What serves the thread's reads."""
+        return _lease.get()
+
+    @lease.setter
+    def lease(self, lease: Lease | None) -> None:
+        _lease.set(lease)
+
+    @property
+    def observed(self) -> ReadRecord | None:
+        """What records the thread's reads."""
+        return _observed.get()
+
+    @observed.setter
+    def observed(self, observed: ReadRecord | None) -> None:
+        _observed.set(observed)
+        if threading.get_ident() in _reading:
+            self.begins()
+
+    @property
+    def intercepts(self) -> bool:
+        """Whether opens by code other than creel's are intercepted."""
+        return _intercepts.get()
+
+    @intercepts.setter
+    def intercepts(self, intercepts: bool) -> None:
+        _intercepts.set(intercepts)
+
+    def begins(self) -> None:
+        """Note that this thread reads samples of a user's dataset."""
+        _reading[threading.get_ident()] = copy_context()
+
+    def ends(self) -> None:
+        _reading.pop(threading.get_ident(), None)
+
 
 this_thread = ThisThread()
+
+
+def only_sample() -> Context | None:
+    """Return the context of the only sample that is being read, by another thread; else None."""
+    with suppress(RuntimeError, ValueError):  # another thread begins or ends one
+        ((thread, sample),) = _reading.items()
+        return None if thread == threading.get_ident() else sample
+    return None
+
+
+def reads_for_nobody() -> bool:
+    """Whether this thread has been started neither for a sample nor by creel to read one."""
+    return _lease.get() is None and _observed.get() is None
+
+
+def reader() -> tuple[Lease | None, ReadRecord | None]:
+    """Return lease and record of the sample that this thread reads a file for."""
+    sample = only_sample() if reads_for_nobody() else None
+    if sample is not None:
+        return sample.get(_lease), sample.get(_observed)
+    return _lease.get(), _observed.get()
+
+
+at_fork(after_in_child=_reading.clear)
 
 
 def usage() -> struct_rusage:

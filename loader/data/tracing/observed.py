@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
-from creel.loader.data.reading.bad_samples import note_path
-from creel.loader.data.reading.inputs import ITSELF
-from creel.loader.data.reading.opened import (
+from creel.loader.data.files.opened import (
     QUICK_OPEN_NS,
     SMALL,
     cacheable,
     local_address,
     look,
 )
+from creel.loader.data.reading.bad_samples import note_path
+from creel.loader.data.reading.inputs import ITSELF
+from creel.loader.data.reading.lease import block_nbytes
 from creel.loader.data.reading.read_counts import PartialRead, ThreadReads
 from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import Asked, this_thread, usage
@@ -24,8 +26,10 @@ from creel.loader.data.reading.this_thread import Asked, this_thread, usage
 if TYPE_CHECKING:
     from creel.loader.data.reading.this_thread import ReadRecord
 
-#: An opened file is worth caching if at least 1/4 of it was read, or it is `SMALL`.
+#: A file is cached whole if a sample read at least 1/4 of it, or it is `SMALL`; else in the blocks
+#: that samples read.
 WORTH = 4
+_samples = itertools.count(1)
 
 
 class FoundVersions:
@@ -88,6 +92,7 @@ class ObservedReads:
         self._sleeps = usage().ru_nvcsw  # of this thread at the last call of `waited`
         self._outer: ReadRecord | None = None
         self.thread = ThreadReads()  # counts while this record is active
+        self.sample = next(_samples)
 
     def waited(self, took: int) -> bool:
         """Whether the storage made this thread wait in an open of `took` ns.
@@ -100,19 +105,18 @@ class ObservedReads:
         return self._sleeps > before
 
     def end_sample(self) -> list[Asked]:
-        """Return what the sample read, each once and in order, and begin the next sample.
-
-        Parts of files are included only if copying the whole file saves time.
-        """
+        """Return what the sample read, each once and in order, and begin the next sample."""
         asked, self._asked = self._asked, {}
+        self.sample = next(_samples)
         this_thread.latest = ""
         found: list[Asked] = []
         for what, part in asked.items():
-            got = -1 if self._whole or part is None else part.got()
-            if part is None or got < 0 or got * WORTH >= part.nbytes:
+            if part is None or self._whole or part.got() * WORTH >= part.nbytes:
                 found.append(what)
-            elif part.copied_sooner and isinstance(what, str):
-                found.append((what, got, part.nbytes))
+            elif isinstance(what, str):
+                blocks = part.parts(block_nbytes(part.nbytes))
+                sign = 1 if part.opened else -1
+                found += [(what, a, sign * (b - a), part.nbytes) for a, b in blocks]
         return found
 
     def add(self, asked: Asked) -> None:
@@ -124,26 +128,40 @@ class ObservedReads:
                 self._versions.enter(asked, version_at(asked))
 
     def opened(
-        self, path: str, status: os.stat_result, now_ns: int, waited_ns: int = 0
+        self, path: str, status: os.stat_result, now_ns: int, *, again: bool = False
     ) -> PartialRead | None:
-        """Record an opened file.
+        """Record a file that the sample has opened, or reads though an earlier one has opened it.
 
         Args:
             status, now_ns: as for `of_stat`.
-            waited_ns: how long the storage made the thread wait for the open.
+            again: whether an earlier one has.
 
         Returns:
-            Where reads of the file are counted, the same for all its file objects; None if it is
+            Where reads of the file are recorded, the same for all its file objects; None if it is
                 worth caching however few bytes are read.
         """
         self._versions.statuses.append((path, status, now_ns))
         if status.st_size <= SMALL:
             self._asked[path] = None
             return None
-        part = self._asked.setdefault(path, PartialRead(status.st_size))
+        return self._part_of(path, status.st_size, again=again)
+
+    def _part_of(self, address: str, nbytes: int, *, again: bool) -> PartialRead | None:
+        part = self._asked.setdefault(address, PartialRead(nbytes))
         if part is not None:
-            part.waited_ns = max(part.waited_ns, waited_ns)
+            part.opened |= not again
         return part
+
+    def opened_remote(
+        self, address: str, nbytes: int, options: Options, *, again: bool
+    ) -> PartialRead | None:
+        """`opened`, if the file is read with this record's options."""
+        if self.options != options:
+            return None
+        if nbytes <= SMALL:
+            self._asked[address] = None
+            return None
+        return self._part_of(address, nbytes, again=again)
 
     def add_address(self, address: str, options: Options) -> None:
         """`add`, if it was read with this record's options."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from itertools import compress
 
@@ -11,46 +10,41 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
-from creel.loader.data.binding.adapters import Addressed
+from creel.loader.data.binding.adapters import Addressed, Blocks
+from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.binding.tree import inside, stretches, unchanged
 from creel.loader.data.binding.wrapped import is_wrapped, unwrap
 from creel.loader.data.datasets.base import CreelDataset
-from creel.loader.data.reading.storage import Options, is_local, version_at
+from creel.loader.data.reading.storage import Options
 from creel.loader.data.tracing.journal import (
     ALL,
+    BLOCKS,
     DIGEST,
-    FILE,
     NBYTES,
     NUMBER,
     PART,
     VERSION,
     RecordedReads,
 )
-from creel.loader.data.tracing.observed import WORTH
 from creel.policies.arrays import Ids, Ints
 
 #: Most values examined in search of parts; also the longest list or dict searched.
 _MAX_PARTS = 10_000
-#: A file that was just written usually has a version after this time (`version.of_stat`).
-_SETTLED_S = 0.022
-#: Most files whose versions are looked up once more.
-_MAX_CHANGING = 1000
-#: Files that `outdated` checks: it asks the storage for each, in the trainer's thread.
-_LOOKED_AT = 16
 
 
 class AccessTrace:
     """What each sample of a dataset reads, as far as it was recorded.
 
-    A file is left out if samples read only small parts of it that add up to a small share. A local
-    file is also left out if it has no single version, because it was written while it was being
-    recorded.
+    A file of which samples read parts is served in blocks. A local file is left out if it had
+    several versions, because it was written while it was being recorded: samples may write it in
+    each epoch.
 
     Args:
         size: number of samples of the dataset; others are left out.
         recorded: the recorded reads; the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
         options: with which the dataset reads remote addresses.
+        limit: as in `Addressed`.
     """
 
     def __init__(
@@ -59,57 +53,55 @@ class AccessTrace:
         recorded: RecordedReads,
         parts: list[CreelDataset],
         options: Options = None,
+        *,
+        limit: FetchLimit | None = None,
     ) -> None:
-        items, files = recorded.items, recorded.files
         which, first = np.unique(recorded.samples, return_index=True)
         which, first = which[which < size], first[which < size]
-        names, name_of = _numbered(recorded.addresses, items[files, DIGEST])
-        versions = _versions(names, name_of, items[files, VERSION])
-        counted = np.zeros(len(recorded.samples), np.bool_)
-        counted[first] = True
-        counted = np.repeat(counted, recorded.counts)[files]
-        kept = _worth_caching(name_of[counted], items[files][counted], len(names))
-        for i in np.flatnonzero(kept & (versions <= 0)).tolist():
-            kept[i] = not is_local(names[i])
-        wanted = np.ones(len(items), np.bool_)
-        wanted[files] = kept[name_of]
-        recorded, place = recorded.only(wanted), (kept.cumsum() - 1)[name_of[kept[name_of]]]
-        part, number = recorded.items[:, PART].copy(), recorded.items[:, NUMBER].copy()
-        files = part == FILE
-        part[files], number[files] = len(parts), place  # the files form one more part
-        counts = recorded.counts
-        self.counts = np.zeros(size, np.int64)
-        self.counts[which] = counts[first]
-        at = stretches((counts.cumsum() - counts)[first], counts[first])
-        read, self._leaf = np.unique(part[at], return_inverse=True)
-        self._object = number[at]
-        traced = Addressed(list(compress(names, kept.tolist())))
-        traced.versions, traced.storage_options = versions[kept], options
-        everything = [*parts, traced]
+        names, name_of = _numbered(recorded.addresses, recorded.items[recorded.files, DIGEST])
+        kept = ~_rewritten(len(names), name_of, recorded.items[recorded.files, VERSION])
+        wanted = np.ones(len(recorded.items), np.bool_)
+        wanted[recorded.files] = kept[name_of]
+        recorded, name_of = recorded.only(wanted), (kept.cumsum() - 1)[name_of[kept[name_of]]]
+        names = list(compress(names, kept.tolist()))
+        items, files = recorded.items, recorded.files
+        nbytes = np.zeros(len(names), np.int64)  # of the files that are served in blocks
+        np.maximum.at(nbytes, name_of, items[files, NBYTES])
+        parted = nbytes > 0
+        whole = Addressed(list(compress(names, (~parted).tolist())))
+        blocks = Blocks(list(compress(names, parted.tolist())), nbytes[parted])
+        self._files = whole, blocks
+        whole.checked = blocks.checked = True
+        whole.limit = limit
+        whole.storage_options = blocks.storage_options = options
+        part, number = items[:, PART].copy(), items[:, NUMBER].copy()
+        many = np.ones_like(part)
+        part[files] = len(parts) + parted[name_of]  # the files form two more parts
+        number[files], many[files] = _objects_of(items[files], name_of, nbytes, blocks.firsts)
+        entry = np.repeat(np.arange(len(recorded.samples)), recorded.counts)
+        more = _read_at_opening(items[files], name_of, entry[files], number[files], many[files])
+        at = np.full(len(recorded.samples), size)  # entries that do not count go to no sample
+        at[first] = which
+        sample = np.concatenate([at[more[0]], np.repeat(at[entry], many)])
+        part = np.concatenate([np.full(len(more[0]), len(parts) + 1), np.repeat(part, many)])
+        number = np.concatenate([more[1], stretches(number, many)])
+        order = np.argsort(sample, kind="stable")[: np.count_nonzero(sample < size)]
+        self.counts = np.bincount(sample[order], minlength=size)
+        read, self._leaf = np.unique(part[order], return_inverse=True)
+        self._object = number[order]
+        everything = [*parts, whole, blocks]
         self.leaves = [everything[i] for i in read.tolist()]
 
-    def ignore_versions(self) -> None:
+    def unchecked(self) -> None:
         """Let the files be served in any version."""
-        for leaf in self.leaves:
-            if isinstance(leaf, Addressed):
-                leaf.versions = None
-
-    def outdated(self) -> bool:
-        """Whether files have changed since they were recorded, judged by a few of them."""
-        for leaf in self.leaves:
-            if isinstance(leaf, Addressed) and leaf.versions is not None:
-                some = np.unique(np.linspace(0, leaf.object_count - 1, _LOOKED_AT).astype(np.int64))
-                were = zip(leaf.addresses(some), leaf.versions_of(some), strict=True)
-                if any(of not in {UNKNOWN, version_at(address)} for address, of in were):
-                    return True
-        return False
+        for leaf in self._files:
+            leaf.checked = False
 
     def same(self, other: AccessTrace) -> bool:
-        """Whether both traces have the same reads of each sample, in the same file versions."""
+        """Whether both traces have the same reads of each sample."""
         return (
             [leaf.manifest.key for leaf in self.leaves]
             == [leaf.manifest.key for leaf in other.leaves]
-            and all(map(_same_versions, self.leaves, other.leaves))
             and np.array_equal(self.counts, other.counts)
             and np.array_equal(self._leaf, other._leaf)
             and np.array_equal(self._object, other._object)
@@ -118,14 +110,6 @@ class AccessTrace:
     def numbers(self, bases: Ints) -> Ids:
         """Return the ids of all samples' objects; see `creel.loader.data.binding.wrapped.Trace`."""
         return (bases[self._leaf] + self._object).astype(np.int32)
-
-
-def _same_versions(one: CreelDataset, other: CreelDataset) -> bool:
-    if not (isinstance(one, Addressed) and isinstance(other, Addressed)):
-        return True
-    if one.versions is None or other.versions is None:
-        return one.versions is other.versions
-    return np.array_equal(one.versions, other.versions)
 
 
 def _numbered(addresses: list[str], digests: Ints) -> tuple[list[str], Ints]:
@@ -138,52 +122,74 @@ def _numbered(addresses: list[str], digests: Ints) -> tuple[list[str], Ints]:
     return [addresses[i] for i in first.tolist()], name_of
 
 
-def _worth_caching(name_of: Ints, items: Ints, names: int) -> NDArray[np.bool_]:
-    """Return (names,) whether samples read a file whole, or together enough of it.
+def _objects_of(items: Ints, name_of: Ints, nbytes: Ints, firsts: Ints) -> tuple[Ints, Ints]:
+    """Return (f,) the first object in their leaf of items that are files, and (f,) how many.
 
-    name_of, items: (f,) file of each item, and (f, 5) the items.
+    Args:
+        items: (f, 6).
+        name_of: (f,) their files.
+        nbytes: (names,) of files that are served in blocks, 0 of the others.
+        firsts: of the leaf of blocks.
 
-    >>> items = np.array([[FILE, 10, 100, 0, 0]] * 3 + [[FILE, ALL, 0, 0, 0]])
-    >>> _worth_caching(np.array([0, 1, 1, 2]), items, 3).tolist()
-    [False, False, True]
+    >>> items = np.array([[FILE, 2, 1, 1 << 18, 0, 0], [FILE, ALL, 0, 0, 0, 0]])
+    >>> _objects_of(items, np.array([1, 1]), np.array([0, 1 << 18, 0]), np.array([0, 4]))
+    (array([2, 0]), array([1, 4]))
     """
-    got, nbytes = items[:, NUMBER], items[:, NBYTES]
-    part = got != ALL
-    whole = np.bincount(name_of[~part], minlength=names) > 0
-    read = np.bincount(name_of[part], got[part], names)
-    size = np.zeros(names, np.int64)
-    size[name_of[part]] = nbytes[part]
-    return whole | (read * WORTH >= np.maximum(size, 1))
+    in_blocks = nbytes[name_of] > 0
+    place = np.where(nbytes > 0, np.cumsum(nbytes > 0), np.cumsum(nbytes == 0)) - 1
+    first = place[name_of]
+    number, many = items[in_blocks, NUMBER], items[in_blocks, BLOCKS]
+    base, everything = firsts[:-1][first[in_blocks]], np.diff(firsts)[first[in_blocks]]
+    first[in_blocks] = base + np.where(number == ALL, 0, number)
+    count = np.ones_like(first)
+    count[in_blocks] = np.where(number == ALL, everything, np.abs(many))
+    return first, count
 
 
-def _versions(names: list[str], name_of: Ints, of: Ints) -> Ints:
-    """Return (names,) the version in which samples found each file; MISSING for several versions.
+def _read_at_opening(
+    items: Ints, name_of: Ints, entry: Ints, number: Ints, many: Ints
+) -> tuple[Ints, Ints]:
+    """Find the blocks that all samples that opened a file have read of it, such as a directory.
 
-    name_of, of: (f,) file and version of each item. UNKNOWN if no item has a version. Files that
-    had changed just before they were read are looked up once more.
+    In another epoch another sample may open it, in a new worker.
 
-    >>> name_of, of = np.array([0, 0, 0, 1, 1, 2]), np.array([CHANGING, 5, 0, 5, 6, 0])
-    >>> _versions(["/a", "/b", "/c"], name_of, of).tolist() == [5, MISSING, UNKNOWN]
-    True
+    Args:
+        items, name_of: as for `_objects_of`; number, many: its result.
+        entry: (f,) which sample's items they are.
+
+    Returns:
+        (k,) samples for which an earlier one had opened a file; (k,) such blocks of it.
     """
-    lowest = np.full(len(names), np.iinfo(np.int64).max)
-    highest = np.full(len(names), np.iinfo(np.int64).min)
+    samples, objects = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    order = np.argsort(name_of, kind="stable")
+    for of in np.split(order, np.flatnonzero(np.diff(name_of[order])) + 1):
+        again = items[of, BLOCKS] < 0
+        opened = of[(items[of, BLOCKS] > 0)]
+        if again.any() and len(opened):
+            found, times = np.unique(stretches(number[opened], many[opened]), return_counts=True)
+            common = found[times == len(np.unique(entry[opened]))]
+            readers = np.unique(entry[of[again]])
+            samples.append(np.repeat(readers, len(common)))
+            objects.append(np.tile(common, len(readers)))
+    return np.concatenate(samples), np.concatenate(objects)
+
+
+def _rewritten(names: int, name_of: Ints, of: Ints) -> NDArray[np.bool_]:
+    """Return (names,) whether samples found a file in several versions, or it is gone.
+
+    name_of, of: (f,) file and version of each item.
+
+    >>> name_of, of = np.array([0, 0, 0, 1, 1, 2]), np.array([CHANGING, 5, 0, 5, 6, MISSING])
+    >>> _rewritten(3, name_of, of).tolist()
+    [False, True, True]
+    """
+    lowest = np.full(names, np.iinfo(np.int64).max)
+    highest = np.full(names, np.iinfo(np.int64).min)
     settled = (of != UNKNOWN) & (of != CHANGING)
     np.minimum.at(lowest, name_of[settled], of[settled])
     np.maximum.at(highest, name_of[settled], of[settled])
-    found = np.where(lowest == highest, lowest, np.where(lowest < highest, MISSING, UNKNOWN))
-    changing = np.zeros(len(names), np.bool_)
-    changing[name_of[of == CHANGING]] = True
-    changing &= found == UNKNOWN
-    found[changing] = CHANGING
-    left = np.flatnonzero(changing)[:_MAX_CHANGING].tolist()
-    for pause in (0.0, _SETTLED_S):
-        if left:
-            time.sleep(pause)
-        for i in left:
-            found[i] = version_at(names[i])
-        left = [i for i in left if found[i] == CHANGING]
-    return found
+    several: NDArray[np.bool_] = (lowest < highest) | (lowest == MISSING)
+    return several
 
 
 def by_sample(dataset: object) -> bool:

@@ -31,7 +31,7 @@ class StreamSearch:
     """Finds or starts a daemon in a thread. That takes 0.5 s.
 
     Training goes on meanwhile, or waits a moment where other nodes hold what it would read
-    (`EpochRun.await_daemon`).
+    (`IteratorSession.reattach`).
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from creel.errors import ConfigError
 
 if TYPE_CHECKING:  # a torch without it has no such iterator: see `MISSING`
+    from creel.loader.data.reading.bad_samples import Tolerance
     from creel.loader.torch_private import BaseDataLoaderIter
 
 
@@ -51,6 +52,27 @@ class Returned:
         if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
             raise ConfigError(f"the samples of the last batch have no numbers: {found.dtype}")
         return found.astype(np.int64)
+
+
+class PulledIndices:
+    """What the sampler yielded for an iterator's batches until they are returned.
+
+    Attributes:
+        by_batch: by the number of the batch after those skipped.
+        batched: whether a batch is made of several samples.
+        returned: the loader's.
+    """
+
+    def __init__(self, loader: Any, tolerance: Tolerance) -> None:
+        """`tolerance`: it knows which samples are left out of their batches, or replaced."""
+        self.by_batch: dict[int, Any] = {}
+        self.batched = True
+        self.returned = Returned.of(loader)
+        self._dataset, self._tolerance = loader.dataset, tolerance
+
+    def good(self, index: Any) -> Any:
+        """Return the samples that a batch has, of what the sampler yielded for it."""
+        return self._tolerance.delivered(index, self._dataset, many=self.batched)
 
 
 # --- torch's own iterators ----------------------------------------------------------------------

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from creel.counters import CAUSES, OF_RANKS, OF_WORKERS, report
-from creel.loader.making.stages import BATCH_CAUSES, CAUSE_OF, BatchTimes, divide
+from creel.loader.making.stages import BATCH_CAUSES, CAUSE_OF, BatchTimes, divide, recorded_moments
+
+if TYPE_CHECKING:
+    from creel.cache.memory.batch_log import BatchLog
 
 _OWN = (word for c in OF_RANKS if c.writer == "meter" for word in c.words)
 _stalls = itemgetter(*(f"stall_{cause}_ns" for cause in CAUSES))
@@ -46,31 +49,31 @@ class Meter(dict[str, int]):
         """Count a wait of `ns` for a worker in `stage` that ended without a batch."""
         self[f"stall_{CAUSE_OF.get(stage, 'daemon')}_ns"] += ns
 
-    def direct(self, reads: int, nbytes: int) -> None:
-        self["direct_reads"] += reads
-        self["direct_nbytes"] += nbytes
-
     def add(self, counts: Mapping[str, int]) -> None:
         """Add what workers have counted, by name."""
         for name, more in counts.items():
             self[name] += more
 
-    def decoded(self, hits: int, misses: int) -> None:
-        self["decoded_hits"] += hits
-        self["decoded_misses"] += misses
+    def record(self, log: BatchLog, times: BatchTimes, worker: int, delivered_ns: int) -> None:
+        """Write a batch into a session's flight recorder, with the waits since the last one.
 
-    def new_stalls(self) -> tuple[int, int, int, int, int]:
-        """Return the ns waited since the last call, by cause in the order of `CAUSES`."""
-        source, decode, collate, daemon, sampler = self._stalls
-        self._stalls = now = _stalls(self)
+        Args:
+            times: of the batch.
+            worker: who made it, see `BatchRow`.
+            delivered_ns: when training got it.
+        """
+        before, self._stalls = self._stalls, _stalls(self)
         # No loop: this is done once a batch, when copies have emptied the processor's caches.
-        return (
-            now[0] - source,
-            now[1] - decode,
-            now[2] - collate,
-            now[3] - daemon,
-            now[4] - sampler,
-        )
+        source, decode, collate, daemon, sampler = self._stalls
+        collate -= before[2]
+        waited = source - before[0] + decode - before[1] + collate + daemon - before[3]
+        wait_began = delivered_ns - waited - sampler + before[4]
+        if worker < 0:  # all that the trainer did for it counts as waiting, without gaps
+            collating = delivered_ns - collate
+            ready, began = collating - decode + before[1], delivered_ns - waited
+            log.add(began, ready, collating, delivered_ns, wait_began, delivered_ns, worker)
+        else:
+            log.add(*recorded_moments(times), wait_began, delivered_ns, worker)
 
     @property
     def waited_s(self) -> float:

@@ -1,14 +1,12 @@
 """Overdue: a wait for a batch that has not ended, told to the daemon from its first second on.
 
 A wait is counted when it is over. While storage hangs, none is: `creel top`, `creel stats` and
-Prometheus would say that all is well. So one thread of this process looks twice a second at its
-iterators. It counts what one of them has waited so far, and says for what. The thread that waits
-cannot: with `num_workers=0` it is inside `dataset[i]`.
+Prometheus would say that all is well. So a thread (`watch`) looks twice a second at each iterator.
+It counts what the iterator has waited so far, and says for what.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -21,12 +19,9 @@ from creel.loader.data.reading.bad_samples import printable
 from creel.loader.line.steps.batch_stream import BatchStream
 from creel.loader.making.stages import CAUSE_OF, IDLE, READING
 from creel.loader.making.workers.kernel_waits import Reader
-from creel.system.forks import forget_in_child, join, pause_before_fork
 
-_log = logging.getLogger("creel.loader")
-
-#: From so many ns on a batch is overdue; seconds between two looks.
-_OVERDUE_NS, _LOOK_S = 1_000_000_000, 0.5
+#: From so many ns on a batch is overdue.
+_OVERDUE_NS = 1_000_000_000
 #: A daemon that has not beaten for so long does not answer; it beats every 0.1 s.
 _SILENT_NS = 500_000_000
 
@@ -64,33 +59,36 @@ class Awaited(NamedTuple):
 
 
 class Overdue:
-    """The present wait of one iterator; its thread calls all but `look`."""
+    """The present wait of one iterator; its thread calls all but `look`.
+
+    Attributes:
+        since: when it began, monotonic ns; 0: the iterator does not wait.
+        told: which session knows of it; None: none does. If one does, the wait ends with `ends`.
+    """
+
+    every_s = 0.5
 
     def __init__(self, awaited: Callable[[], Awaited]) -> None:
         """`awaited`: a method of the iterator's run, which this does not keep alive."""
         self._awaited = weakref.WeakMethod(awaited)
-        self._since = 0  # ns; 0: it does not wait
-        self._told: BatchStream | None = None  # which session knows of the present wait
+        self.since = 0
+        self.told: BatchStream | None = None
         self._counted = 0  # until when it was counted, ns
         #: ns by cause that were counted before the wait was over.
         self._ahead = dict.fromkeys(CAUSES, 0)
         self._lock = threading.Lock()
 
-    def begins(self) -> None:
-        """Begin a wait for the next batch."""
-        self._since = time.monotonic_ns()
-
     def ends(self) -> None:
         """End the wait: the batch is there, or will not come."""
-        self._since = 0
-        if self._told is not None:
+        self.since = 0
+        if self.told is not None:
             with self._lock:
-                self._told.session.words.set_overdue(0)
-                self._told = None
+                self.told.session.words.set_overdue(0)
+                self.told = None
 
     def look(self) -> None:
         """Count a wait that is too long, and tell the daemon of it; called by the thread."""
-        since, now = self._since, time.monotonic_ns()
+        since, now = self.since, time.monotonic_ns()
         if not since or now - since < _OVERDUE_NS:
             return
         ask = self._awaited()
@@ -102,9 +100,9 @@ class Overdue:
             return  # the wait may be for the daemon itself, which tells nobody of it now
         cause, path = awaited.cause()
         with self._lock:
-            self._told = stream
-            if self._since != since:  # it has just ended
-                self._told = None
+            self.told = stream
+            if self.since != since:  # it has just ended
+                self.told = None
                 return
             words = stream.session.words
             words.set_overdue(since, cause, path)
@@ -133,65 +131,3 @@ class Overdue:
                     self._ahead[cause] -= paid
                     counts[word] -= paid
         return {name: n for name, n in counts.items() if n}
-
-
-class _Watch:
-    """The thread of this process that looks at all waits. It exists while there are iterators."""
-
-    def __init__(self) -> None:
-        self.forget()
-        forget_in_child(self)
-        pause_before_fork(self)
-
-    def forget(self) -> None:
-        """Create the state that belongs to one process."""
-        self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
-        self._waits: weakref.WeakSet[Overdue] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-
-    def add(self, wait: Overdue) -> None:
-        """Look at an iterator's waits from now on, until `discard`."""
-        with self._lock:
-            self._waits.add(wait)
-            if self._thread is not None:
-                return
-            self._stop = threading.Event()
-            name, args = "creel-waits", (self._stop,)
-            thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
-            try:
-                thread.start()
-                self._thread = thread
-            except RuntimeError:  # no thread available: only what is over is counted
-                _log.debug("no thread to look at waits", exc_info=True)
-
-    def discard(self, wait: Overdue) -> None:
-        """Look no more at an iterator's waits."""
-        with self._lock:
-            self._waits.discard(wait)
-
-    def pause(self) -> None:
-        """End the thread before a fork; the next epoch or count starts it again."""
-        thread, self._thread = self._thread, None
-        self._stop.set()
-        join(thread)
-
-    def _run(self, stop: threading.Event) -> None:
-        while not stop.wait(_LOOK_S) and self._looked():
-            pass
-
-    def _looked(self) -> bool:
-        """Look at all waits; False if there are no iterators, and the thread is to end."""
-        with self._lock:
-            waits = list(self._waits)
-            if not waits:
-                self._thread = None
-        for one in waits:
-            try:
-                one.look()
-            except Exception:  # noqa: BLE001, PERF203  the iterator goes on meanwhile
-                _log.debug("a wait was not looked at", exc_info=True)
-        return bool(waits)
-
-
-watch = _Watch()

@@ -1,34 +1,33 @@
 """OwnFiles: notices that a loader waits for files that its dataset reads itself, past creel.
 
-Nothing is asked while batches come in time. Once training has waited long, a thread looks for a
-second or two at what the readers of the dataset wait for (`kernel_waits`). One line then names a
-file, and what would keep training from waiting for it.
+Nothing is asked while batches come in time. Once training has waited long, a thread (`watch`) looks
+for a second or two at what the readers of the dataset wait for (`kernel_waits`). One line then
+names a file, and what would keep training from waiting for it.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from creel.loader.client.cluster.ranks import speaks
 from creel.loader.data.reading.bad_samples import printable
+from creel.loader.line.observers.watch import watch
 from creel.loader.making.stages import READING
 from creel.loader.making.workers.kernel_waits import Reader
-from creel.system.forks import join, pause_before_fork
 
 _log = logging.getLogger("creel.loader")
 
 #: Waits that are worth a word: a part of an epoch, so many seconds at most, and at least.
 _PART, _MOST_S, _LEAST_S = 0.1, 30.0, 1.0
-_LOOKS, _EVERY_S = 150, 0.01
+_LOOKS = 150
 #: After looks that found nothing, waits must have grown by this factor before the next ones.
 _AGAIN = 2.0
 
 _KEPT = "creel.kept(dataset, size) below the random transforms keeps its samples"
-_WRAP = f"creel.wrap(dataset) caches files that Python code opens for each sample; {_KEPT}"
+_WRAP = f"creel.wrap(dataset) caches what Python code, h5py or pyarrow opens; {_KEPT}"
 
 _said: set[str] = set()
 
@@ -42,12 +41,14 @@ class AwaitedFile(NamedTuple):
 
 
 class Looks:
-    """A thread that looks at some readers, until it was done `_LOOKS` times.
+    """Looks at some readers, `_LOOKS` times.
 
     Attributes:
         over: whether all looks are done.
         file: one that was waited for; None: none was seen.
     """
+
+    every_s = 0.01
 
     def __init__(self, readers: Sequence[Reader], serves: Callable[[str], bool]) -> None:
         """`serves`: whether creel serves a file, so that it needs no word."""
@@ -55,33 +56,26 @@ class Looks:
         self.file: AwaitedFile | None = None
         self._readers, self._serves = readers, serves
         self._seen: dict[tuple[str, bool], set[int]] = {}
-        self._looked = self._waits = 0
-        self._stop = threading.Event()
-        pause_before_fork(self)
-        self._thread = threading.Thread(target=self._run, name="creel-looks", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no thread available
-            self.over = True
+        self._looks = self._looked = self._waits = 0
+        watch.add(self)
 
     @property
     def share(self) -> float:
         """The share of looks at readers amid a batch that found them waiting for storage."""
         return self._waits / max(self._looked, 1)
 
-    def pause(self) -> None:
-        """End the looks; called before a fork."""
-        self._stop.set()
-        join(self._thread)
+    def look(self) -> None:
+        for reader in self._readers:
+            stage, batch = reader.stage()
+            if stage == READING:
+                self._look_at(reader, batch)
+        self._looks += 1
+        if self._looks >= _LOOKS:
+            self.end()
 
-    def _run(self) -> None:
-        for _ in range(_LOOKS):
-            if self._stop.wait(_EVERY_S):
-                break
-            for reader in self._readers:
-                stage, batch = reader.stage()
-                if stage == READING:
-                    self._look(reader, batch)
+    def end(self) -> None:
+        """Look no more, and say which file was waited for."""
+        watch.discard(self)
         # The file of most batches: a container that many samples read, if there is one.
         for (path, mapped), batches in sorted(self._seen.items(), key=lambda one: -len(one[1])):
             if not path or not self._serves(path):
@@ -89,7 +83,7 @@ class Looks:
                 break
         self.over = True
 
-    def _look(self, reader: Reader, batch: int) -> None:
+    def _look_at(self, reader: Reader, batch: int) -> None:
         wait = reader.waits()
         self._looked += 1
         if wait.storage:
@@ -158,7 +152,7 @@ class OwnFiles:
     def ends(self) -> None:
         """End the looks with the readers."""
         if self._looks is not None:
-            self._looks.pause()
+            self._looks.end()
 
     def _long_s(self, batches: int) -> float:
         """Return how many seconds of waiting in this epoch are long."""
@@ -172,7 +166,7 @@ class OwnFiles:
         reason, self.remedy = _reason(file), _KEPT
         if self._wrapped:
             text = f"creel.wrap cannot serve {self.path}: {reason}; {_KEPT}"
-        elif file.mapped or len(file.batches) > 1:
+        elif file.mapped:
             text = f"this dataset reads {self.path} itself, and {reason}; {_KEPT}"
         else:
             self.remedy = _WRAP
@@ -192,5 +186,5 @@ def _reason(file: AwaitedFile) -> str:
     if file.mapped:
         return "it is mapped into memory: a method ranges(index) can say what is read, and when"
     if len(file.batches) > 1:
-        return "many samples read parts of it, or keep it open"
-    return "a library in C, C++ or Rust opens it, or a thread, or it is kept open"
+        return "a library in C, C++ or Rust reads it, or it was open before the first sample"
+    return "a library in C, C++ or Rust opens it, or a thread"

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from creel.loader.data.reading.bad_samples import OnError, Tolerance
 from creel.loader.data.user_code.values import wrong
+from creel.loader.making.seeding.by_sample import EpochSeeds, Seeding
+from creel.loader.making.stage import Stage, Tolerating
 
 if TYPE_CHECKING:
-    from creel.loader.data.reading.bad_samples import OnError
     from creel.loader.extras.rehearsal.memory import Rehearsal
 
 
@@ -28,6 +30,19 @@ class LoaderArgs(NamedTuple):
     rehearsal: Rehearsal | None = None
     seeding: Literal["sample"] | None = None
     workers: Literal["own", "shared"] = "own"
+
+    def tolerance(self) -> Tolerance:
+        """Return what a loader does with bad samples; none are known yet."""
+        return Tolerance(self.on_error, self.max_bad_samples)
+
+    def stages(self, tolerance: Tolerance) -> tuple[Stage, ...]:
+        """Return the stages around a maker of batches, for one maker, the innermost first."""
+        seeding = () if self.seeding is None else (Seeding(),)
+        return (*seeding, Tolerating(tolerance)) if tolerance.wanted else seeding
+
+    def seeds(self) -> EpochSeeds | None:
+        """Return the seeds of an iterator's epochs; None: torch's."""
+        return None if self.seeding is None else EpochSeeds()
 
 
 DEFAULTS = LoaderArgs()

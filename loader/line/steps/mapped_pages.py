@@ -21,24 +21,25 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
-import stat
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.client.cluster.ranks import speaks
+from creel.loader.data.datasets.base import CreelDataset
+from creel.loader.data.maps.held import held_ranges, proved
 from creel.loader.data.maps.mappings import MappedRange
+from creel.loader.data.maps.page_files import BLOCK_NBYTES, FileBlock, PageFiles
 from creel.loader.data.maps.ranges import RangesOf, ranges_of
+from creel.loader.data.user_code.protected import length
 from creel.loader.line.order.epoch_order import EpochOrder
 from creel.loader.line.order.epoch_plan import EpochPlan, same_batch
-from creel.loader.line.steps.batch_stream import try_predict
+from creel.loader.line.steps.batch_stream import samples_of, try_predict
 from creel.settings import WindowSettings
 from creel.system import limits
 from creel.system.forks import forget_in_child, join, pause_before_fork
@@ -46,21 +47,18 @@ from creel.units import format_size
 
 _log = logging.getLogger("creel.loader")
 
-#: Files are read in whole blocks of this size, as a fault reads them: it is the kernel's readahead
-#: by default, to which it cuts what it is asked for (`mm/readahead.c`, `force_page_cache_ra`).
-BLOCK_NBYTES = 1 << 17
 #: Blocks that are asked for before the first of them is awaited.
 _IN_FLIGHT = 128
-#: Descriptors that are open at once.
-_MAX_FILES = 64
 #: After so many samples in a row that needed no read, one in `_EVERY` is looked at.
 _WARM, _EVERY = 64, 16
 #: Share of the available memory that may be read ahead: pages of which the kernel drops some before
 #: they are used would be read twice.
 _MEMORY_SHARE = 0.5
 
-#: What is read is written here by all threads, and read by none.
-_scratch = bytearray(BLOCK_NBYTES)
+#: Batches of which it is looked at whether their samples are rows that the dataset holds.
+_PULLED = 16
+#: After so many batches nothing is found out any more: the dataset holds no such rows.
+_LAST_ASK = 64
 _warned: set[str] = set()  # kinds of datasets of which nothing is read ahead
 _told: set[str] = set()  # kinds of datasets whose files are larger than memory
 
@@ -82,22 +80,19 @@ class Lookup(NamedTuple):
     parts: Iterator[list[MappedRange]]
 
 
-class Block(NamedTuple):
-    """The bytes from number * BLOCK_NBYTES on of a file, as many or as far as it has them."""
-
-    path: str
-    number: int
-
-
 class MappedPages:
     """The pages of an iterator's coming batches. The trainer calls its public methods.
 
     The thread alone writes `_next`, `_warm` and `_seen`. Both write `_nbytes_ahead`, with the lock.
+
+    Attributes:
+        over: whether no further batches of the epoch are looked at.
+        ahead: batches that were looked at, and that training is not known to have.
     """
 
     def __init__(self, window: WindowSettings) -> None:
         self._window = window
-        self._files = _PageFiles()
+        self._files = PageFiles()
         self.forget()
         forget_in_child(self)
         pause_before_fork(self)
@@ -106,7 +101,7 @@ class MappedPages:
     def forget(self) -> None:
         """Read nothing ahead, as after a fork in the child."""
         self._files.close()  # which the child has inherited
-        self._files = _PageFiles()
+        self._files = PageFiles()
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -114,13 +109,17 @@ class MappedPages:
         self._plan: EpochPlan | None = None
         self._kind = ""
         self._ranges: RangesOf | None = None
-        self._begun, self._over = False, True
+        self._begun, self.over = False, True
         self._nbytes = 0  # of the window; less than the setting where memory is short
         self._next = self._done = 0  # the batch to look at next; batches that training has
         self._planned: dict[int, NDArray[np.integer[Any]]] = {}
-        self._ahead: deque[MappedBatch] = deque()
+        self.ahead: deque[MappedBatch] = deque()
         self._nbytes_ahead = 0
         self._warm = self._seen = 0
+        #: The dataset, while it is to be found out what its samples map.
+        self.unknown: Any = None
+        self._pulled: list[tuple[int, list[int]]] = []  # the first batches, and their samples
+        self._asks_at = 1  # when to find that out: at so many batches
 
     def pause(self) -> None:
         """End the thread before a fork; after the next batch there is another one."""
@@ -130,10 +129,10 @@ class MappedPages:
 
     def stop(self) -> None:
         """Read nothing more in this epoch."""
-        self._over = True
+        self.over = True
         self.pause()
         if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
-            self._files = _PageFiles()
+            self._files = PageFiles()
         self._files.close()
 
     def begin(self, dataset: object, order: EpochOrder) -> None:
@@ -145,11 +144,14 @@ class MappedPages:
         self._kind = type(dataset).__name__
         try:
             self._ranges = ranges_of(dataset)
+            known = self._ranges is not None
+            maps = known or held_ranges(dataset) is not None
         except Exception as e:  # noqa: BLE001  the person's object, or a library of another version
             _warn(self._kind, repr(e))
-        if self._ranges is not None:
-            self._order, self._plan = order, try_predict(order, 0)
-            self._over = False
+            return
+        self._order, self._plan = order, try_predict(order, 0) if maps else None
+        asks = not known and not isinstance(dataset, CreelDataset)  # which maps nothing by itself
+        self.unknown, self.over = dataset if asks else None, not known
 
     def claimed(self, batch: int, index: object) -> None:
         """Begin with the epoch's first batch; stop if the order is not the one foreseen.
@@ -157,12 +159,15 @@ class MappedPages:
         A plan made now knows the draws that torch's samplers make when the first batch is pulled.
         There is none if the loader itself is gone: the earlier one foresaw these draws.
         """
-        if self._over:
+        if self.over:
+            if self.unknown is not None and len(self._pulled) < _PULLED:
+                samples = samples_of(index)
+                self._pulled.append((batch, [] if samples is None else samples.tolist()))
             return
         if not self._begun and self._order is not None:
             self._begun, self._next = True, batch
             self._plan = try_predict(self._order, 0) or self._plan
-            self._over = self._plan is None
+            self.over = self._plan is None
             self._start()
         planned = self._planned.get(batch)
         if planned is not None and not same_batch(planned, index):
@@ -171,20 +176,39 @@ class MappedPages:
     def done(self, batch: int) -> None:
         """Note that training has all batches below `batch`."""
         self._done = batch
-        while self._ahead and self._ahead[0].number < batch:
+        if self.unknown is not None and batch >= self._asks_at:
+            self._find_out()
+        while self.ahead and self.ahead[0].number < batch:
             with self._lock:
-                read = self._ahead.popleft()
+                read = self.ahead.popleft()
                 read.passed = True
                 self._nbytes_ahead -= read.nbytes
             self._planned.pop(read.number, None)
-        if self._begun and not self._over and self._has_room(0.5):
+        if self._begun and not self.over and self._has_room(0.5):
             self._start()
+
+    def _find_out(self) -> None:
+        """Read rows of a mapped file that the dataset holds ahead, once they are what it reads."""
+        dataset, self._asks_at = self.unknown, 4 * self._done
+        try:
+            ranges, count = held_ranges(dataset), length(dataset)
+            read = [i for batch, samples in self._pulled if batch < self._done for i in samples]
+            shown = ranges and count and proved(ranges, read, count, self._files.resident)
+        except Exception:  # noqa: BLE001  the person's object, or a library of another version
+            shown = False
+        if shown is None and self._done < _LAST_ASK:
+            return
+        self.unknown = None
+        if shown:
+            self._ranges, self.over = ranges, False
+        else:
+            self._files.close()
 
     # --- the thread ---------------------------------------------------------------------------
 
     def _start(self) -> None:
         with self._lock:
-            if self._over or self._thread is not None or not self._has_room():
+            if self.over or self._thread is not None or not self._has_room():
                 return
             available = limits.memory(active=True).available
             ahead = int(available * _MEMORY_SHARE)
@@ -199,21 +223,21 @@ class MappedPages:
             try:
                 self._thread.start()
             except RuntimeError:  # no thread available
-                self._thread, self._over = None, True
+                self._thread, self.over = None, True
 
     def _has_room(self, share: float = 1.0) -> bool:
         """Whether less than this share of the window is full; any batch may be read if none is."""
         steps = self._window.max_steps * share
-        fits = self._nbytes_ahead < self._nbytes * share and len(self._ahead) < steps
-        return not self._ahead or fits
+        fits = self._nbytes_ahead < self._nbytes * share and len(self.ahead) < steps
+        return not self.ahead or fits
 
     def _run(self, stop: threading.Event, available: int) -> None:
-        files, flight, due = self._files, deque[Block | Lookup](), deque[Lookup]()
+        files, flight, due = self._files, deque[FileBlock | Lookup](), deque[Lookup]()
         try:
             while self._goes_on(stop):
                 if due:
                     self._ask(due.popleft(), flight, due, stop)
-                elif self._has_room() and not self._over:
+                elif self._has_room() and not self.over:
                     due += self._batch()
                 elif flight:
                     self._land(flight, due)
@@ -223,9 +247,9 @@ class MappedPages:
                     _tell_of_memory(self._kind, files.nbytes, available)
         except Exception:  # noqa: BLE001  a sampler that raises does so again when pulled
             _log.debug("no pages are read ahead", exc_info=True)
-            self._over = True
+            self.over = True
         finally:
-            if self._over or files is not self._files:
+            if self.over or files is not self._files:
                 files.close()
             self._ends(stop)
 
@@ -236,7 +260,7 @@ class MappedPages:
     def _ends(self, stop: threading.Event) -> bool:
         """Whether there is nothing to read for now, so that the thread ends."""
         with self._lock:
-            ends = self._over or not self._goes_on(stop) or not self._has_room()
+            ends = self.over or not self._goes_on(stop) or not self._has_room()
             if ends and self._stop is stop:
                 self._thread = None
             return ends
@@ -245,16 +269,16 @@ class MappedPages:
         """Count the next batch as ahead, and return its samples; none at the end of the plan."""
         plan, ranges, number = self._plan, self._ranges, max(self._next, self._done)
         if plan is None or ranges is None:
-            self._over = True
+            self.over = True
             return []
         plan.draw()
         if number >= plan.steps:
-            self._over = True
+            self.over = True
             return []
         indices, _ = plan.cut(number, number + 1)
         self._next, self._planned[number] = number + 1, indices
         batch = MappedBatch(number)
-        self._ahead.append(batch)
+        self.ahead.append(batch)
         first, self._seen = self._seen, self._seen + len(indices)
         every = _EVERY if self._warm >= _WARM else 1
         looked_at = indices[-first % every :: every].tolist()
@@ -263,7 +287,7 @@ class MappedPages:
     def _ask(
         self,
         lookup: Lookup,
-        flight: deque[Block | Lookup],
+        flight: deque[FileBlock | Lookup],
         due: deque[Lookup],
         stop: threading.Event,
     ) -> None:
@@ -272,7 +296,7 @@ class MappedPages:
         try:
             ranges = next(lookup.parts, None)
         except Exception as e:  # noqa: BLE001  the person's code
-            self._over = True
+            self.over = True
             _warn(self._kind, f"ranges({lookup.sample}) raised {e!r}")
             return
         if ranges is None:
@@ -295,7 +319,7 @@ class MappedPages:
         self._warm = 0 if read else self._warm + 1
         flight.append(lookup)
 
-    def _land(self, flight: deque[Block | Lookup], due: deque[Lookup]) -> None:
+    def _land(self, flight: deque[FileBlock | Lookup], due: deque[Lookup]) -> None:
         """Wait until memory has the block that was asked for first."""
         first = flight.popleft()
         if isinstance(first, Lookup):
@@ -306,100 +330,6 @@ class MappedPages:
 
 def _parts(ranges: RangesOf, index: int) -> Iterator[list[MappedRange]]:
     yield from ranges(index)
-
-
-class _PageFiles:
-    """Files of which pages are read, opened as needed; those that cannot be opened are empty."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0  # of all files so far
-        self.recent = 0  # how many of the blocks asked for last are taken to be there still
-        self._opened: dict[str, _PageFile] = {}
-        self._seen: set[str] = set()
-        self._asked = 0
-
-    def blocks(self, ranges: list[MappedRange]) -> Iterator[Block]:
-        """Yield the blocks that have these bytes; some more than once."""
-        for path, offset, nbytes in ranges:
-            end = min(offset + nbytes, self._file(path).nbytes)
-            if offset < end:
-                for number in range(offset // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
-                    yield Block(path, number)
-
-    def ask(self, block: Block) -> bool:
-        """Ask the kernel to read a block; False: memory has it or will soon, or nobody ever can."""
-        file, at = self._file(block.path), block.number * BLOCK_NBYTES
-        if block.number >= len(file.asked):  # the file has been cut
-            return False
-        before = int(file.asked[block.number])
-        if before and self._asked - before < self.recent:
-            return False
-        self._asked += 1
-        file.asked[block.number] = self._asked
-        last = min(at + BLOCK_NBYTES, file.nbytes) - 1
-        # File systems that cannot say it, such as NFS and FUSE, raise.
-        with suppress(OSError):
-            if os.preadv(file.fd, [bytearray(1)], last, os.RWF_NOWAIT) == 1:
-                return False
-        try:
-            os.posix_fadvise(file.fd, at, BLOCK_NBYTES, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            return False
-        return True
-
-    def read(self, block: Block) -> None:
-        """Wait until memory has a block."""
-        with suppress(OSError):
-            os.preadv(self._file(block.path).fd, [_scratch], block.number * BLOCK_NBYTES)
-
-    def _file(self, path: str) -> _PageFile:
-        file = self._opened.get(path)
-        if file is None:
-            if len(self._opened) >= _MAX_FILES or (self._opened and limits.descriptors_run_out()):
-                self._opened.pop(next(iter(self._opened))).close()
-            file = self._opened[path] = _PageFile(path)
-            if path not in self._seen:
-                self._seen.add(path)
-                self.nbytes += file.nbytes
-        return file
-
-    def close(self) -> None:
-        while self._opened:
-            self._opened.popitem()[1].close()
-
-
-class _PageFile:
-    """A regular file, opened; one that is no such file, or cannot be opened, is empty.
-
-    nbytes: its size. asked: (blocks,) the number of the request for each block, 0 for none.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.fd, self.nbytes = _opened(path)
-        self.asked = np.zeros(-(-self.nbytes // BLOCK_NBYTES), np.uint32)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
-def _opened(path: str) -> tuple[int, int]:
-    """Return the descriptor and size of a regular file; (-1, 0) if there is none."""
-    try:
-        # A pipe without a writer would wait.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return -1, 0
-    try:
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode):
-            # Only what is asked for is read, without the kernel's own readahead.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            return fd, status.st_size
-    except OSError:
-        pass
-    os.close(fd)
-    return -1, 0
 
 
 def _warn(kind: str, why: str) -> None:

@@ -20,9 +20,9 @@ from creel.errors import ConfigError
 from creel.loader.client.cluster.ranks import of_process_group
 from creel.loader.data.user_code.protected import attribute, length
 from creel.loader.data.user_code.values import is_whole, wrong
-from creel.loader.making.groups.follower import Follower
-from creel.loader.making.groups.leader import Leader
 from creel.loader.making.groups.negotiation import Terms, Topic, negotiated, node_name
+from creel.loader.making.places.follower import Follower
+from creel.loader.making.places.leader import Leader
 from creel.loader.making.transport.channel import Channel
 from creel.loader.torch_private import default_store
 from creel.system.unix_peers import peer_of

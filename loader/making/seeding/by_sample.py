@@ -7,43 +7,52 @@ sample depends neither on which worker reads it, nor on what that worker has rea
 
 from __future__ import annotations
 
-import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
 import xxhash
-from torch.utils.data import (
-    ConcatDataset,
-    Dataset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import Dataset, default_collate, default_convert
 
-from creel.loader.data.binding.tree import inside, unchanged
-from creel.loader.data.datasets.records import RecordDataset
-from creel.loader.data.user_code.protected import attribute
+from creel.loader.data.binding.tree import reads_singly
+from creel.loader.making.generators import kept_generators, seed_here
+from creel.loader.making.stage import Collate, Make, Stage
+from creel.loader.making.task import BatchSeeds, Task
+
+if TYPE_CHECKING:
+    from creel.loader.client.session import Session
+    from creel.loader.data.binding.bind import Gather
 
 _MASK = (1 << 64) - 1
 #: In place of a sample's number: of what has none, and of a batch.
 _NO_NUMBER, _BATCH = -1, -2
 
 
-class BatchSeeds(NamedTuple):
-    """What the seeds of a batch's samples come from, beside their numbers.
+class EpochSeeds:
+    """The seeds of one iterator's epochs.
 
     Attributes:
-        epoch: seed of the epoch.
-        batch: its number in the epoch.
-        repeats: whether the epoch may read a sample twice, which then differs.
+        seed: of this epoch; None before the first.
     """
 
-    epoch: int
-    batch: int
-    repeats: bool
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self._repeats = False
+
+    def begin(self, seed: int, *, repeats: bool, before: int | None = None) -> None:
+        """Begin an epoch.
+
+        Args:
+            seed: torch's base seed, or that of the epoch that is resumed.
+            repeats: whether the epoch may read a sample twice.
+            before: seed of the epoch before, if torch draws no new one for this epoch.
+        """
+        self.seed = seed if before is None else next_epoch(before)
+        self._repeats = repeats
+
+    def of(self, batch: int) -> BatchSeeds:
+        """Return the seeds of a batch by its number in the epoch."""
+        return BatchSeeds(self.seed or 0, batch, self._repeats)
 
 
 class Numbered(NamedTuple):
@@ -75,39 +84,6 @@ def sample_seed(epoch: int, number: int, batch: int = 0, place: int = 0) -> int:
     """
     parts = (epoch & _MASK, number & _MASK, batch & _MASK, place & _MASK)
     return xxhash.xxh3_64_intdigest(struct.pack("<4Q", *parts))
-
-
-def seed_here(seed: int) -> None:
-    """Seed this process's generators of `random`, NumPy and torch's CPU (8 us)."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  datasets use the global one
-    torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Put the generators that `seed_here` seeds back at the end: the trainer's own stay its own."""
-    ours, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002  the same
-    torchs = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(numpys)  # noqa: NPY002
-        torch.default_generator.set_state(torchs)
-
-
-def reads_singly(dataset: object) -> bool:
-    """Whether `dataset[i]` for each sample is what torch's fetcher gets of a batch.
-
-    Not if the dataset has a `__getitems__` of its own. Those of torch and creel are known to be
-    the same.
-    """
-    below = None if unchanged(dataset, ConcatDataset) else inside(dataset)
-    if below is not None:
-        return all(map(reads_singly, below))
-    rows = isinstance(dataset, RecordDataset) and dataset.batch_transform is None
-    return rows or not attribute(dataset, "__getitems__")  # as torch: it may be None
 
 
 class Seeded(Dataset[Any]):
@@ -182,6 +158,33 @@ class SeededCollate:
     def __call__(self, samples: Sequence[Any]) -> Any:
         self._seeded.seed_batch()
         return self._collate(samples)
+
+
+class Seeding(Stage):
+    """Seeds each sample by its number, and a person's collation by the batch's."""
+
+    in_parts = True
+
+    def __init__(self) -> None:
+        self._seeded = Seeded(None)
+
+    def inside(self, dataset: Any, collate: Collate) -> tuple[Any, Collate]:
+        self._seeded = Seeded(dataset)
+        return self._seeded, self._seeded.collating(collate)
+
+    def begin(self, task: Task) -> None:
+        if task.seeds is not None:
+            self._seeded.begin(task.seeds, task.first)
+
+    def gathers(self, gather: Gather) -> bool:
+        return not gather.has_code
+
+    def in_trainer(self, make: Make) -> Make:
+        def restoring(task: Task, session: Session | None) -> Any:
+            with kept_generators():  # the trainer's own stay as they are
+                return make(task, session)
+
+        return restoring
 
 
 def _number(index: Any) -> int:

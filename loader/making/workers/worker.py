@@ -43,7 +43,7 @@ from creel.loader.data.binding.bind import Binding, bind
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.data.reading.bad_samples import Tolerance
 from creel.loader.making.maker import BatchMaker, StageClock, Waits
-from creel.loader.making.seeding.by_sample import Seeded
+from creel.loader.making.stage import Stage
 from creel.loader.making.stages import IDLE, SENDING, busy
 from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import BatchMessage, Collate, Outbox
@@ -96,7 +96,7 @@ class WorkerArgs:
     plain: bool  # a batch is default_collate of all its samples
     wait_s: float  # longest wait for the daemon
     slots: int
-    seeded: bool = False  # each sample by its number
+    stages: tuple[Stage, ...] = ()
     inherited: tuple[mmap.mmap, ...] = ()  # slots of the previous worker; only under fork
 
 
@@ -160,6 +160,8 @@ class _Inlet:
 class _WorkerClock(StageClock):
     """Shows the stages of the task that a worker has in its shared words."""
 
+    shows = True
+
     def __init__(self, row: memoryview) -> None:
         super().__init__()
         self.row = row
@@ -196,16 +198,16 @@ class _Worker:
         self._seed(args.base_seed)
         self._maker = BatchMaker(
             args.dataset,
-            self._collate(seeded := Seeded(args.dataset) if args.seeded else None),
+            args.collate_fn,
             torch_flags=(args.auto_collation, args.drop_last),
-            tolerance=args.tolerance,
-            seeded=seeded,
+            stages=args.stages,
             binding=args.binding,
             plain=args.plain,
             live=False,
             memory=self._outbox.memory,
             waits=Waits(args.wait_s),
             clock=self._clock,
+            into=self._into,
         )
 
     def _seed(self, base_seed: int) -> None:
@@ -220,10 +222,9 @@ class _Worker:
             id=worker, num_workers=args.num_workers, seed=seed, dataset=args.dataset
         )
 
-    def _collate(self, seeded: Seeded | None) -> Collate:
-        """Return the person's collation, into a slot where it is torch's."""
-        user = self._args.collate_fn
-        collate = self._outbox.collate(user if seeded is None else seeded.collating(user))
+    def _into(self, collate: Collate) -> Collate:
+        """Return what collates into a slot, where the collation is torch's."""
+        collate = self._outbox.collate(collate)
 
         def noting_kind(samples: Sequence[object]) -> object:
             task = self._clock.task
@@ -234,7 +235,7 @@ class _Worker:
 
     def _stage(self) -> None:
         """Put the maker's stages around the dataset anew: the person's code may have changed it."""
-        self._maker.stage(self._args.dataset, self._collate(self._maker.seeded))
+        self._maker.stage(self._args.dataset, self._args.collate_fn)
 
     def run_init_fn(self, init_fn: Callable[[int], object] | None) -> None:
         """Call the user's `worker_init_fn`; its exception becomes the result of every batch.
@@ -301,12 +302,15 @@ class _Worker:
                 self._stage()
 
     def _bind(self, digest: str) -> None:
-        """Bind the dataset from its trace, if its objects are the trainer's."""
+        """Bind the dataset by its trace, if its objects are the trainer's; else by none.
+
+        The session that follows is one of these objects.
+        """
+        self._maker.bind(None)
         try:
             binding = bind(self._args.dataset)
             if binding is not None and binding.digest() == digest:
-                self._maker.binding = binding
-                self._maker.inspect()
+                self._maker.bind(binding)
         except Exception:  # noqa: BLE001  user code may run here; on failure, reads are direct
             _log.debug("worker does not bind its dataset", exc_info=True)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from creel.cli.reads import Looks, Reads
+from creel.cli.reads import OwnReads, ProcessLooks
 from creel.cli.run import daemon_env, own_daemon, refuse_name_in_use
 from creel.cli.watching import view
 from creel.cli.watching.forecasts import BATCHES, HARDLY, ms
@@ -63,7 +63,7 @@ class Trial(NamedTuple):
     answer: Values
     ranks: list[tuple[Values, list[list[int]]]]
     notes: Sequence[Values] = ()
-    reads: Sequence[Reads] = ()
+    reads: Sequence[OwnReads] = ()
 
     @property
     def batches(self) -> list[int]:
@@ -97,7 +97,7 @@ def explain(
             subprocess.Popen(command, env=shared | env, stdout=sys.stderr)  # noqa: S603  the user's script
             for env in _environments(ranks)
         ]
-        looks = Looks([child.pid for child in children])
+        looks = ProcessLooks([child.pid for child in children])
         try:
             with Client.connect(config.daemon.name, "cli") as client:
                 trial = _watched(client, children, steps + FIRST, limit_s, looks)
@@ -137,7 +137,7 @@ def _watched(
     children: Sequence[subprocess.Popen[bytes]],
     steps: int,
     limit_s: float,
-    looks: Looks,
+    looks: ProcessLooks,
 ) -> Trial | None:
     """Return the ranks of the busiest stream, once they have enough, or the script ends.
 

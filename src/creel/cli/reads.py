@@ -27,7 +27,7 @@ _DATABASES = (".db", ".sqlite", ".sqlite3", ".mdb", ".lmdb", ".lance")
 _RECORDS = (".npy", ".bin", ".dat", ".raw")
 
 
-class Reads(NamedTuple):
+class OwnReads(NamedTuple):
     """What some processes read for samples while they were looked at.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Process:
         self.first = self.last = _read_nbytes(pid)
 
 
-class Looks:
+class ProcessLooks:
     """A thread that looks at the processes of a script from `begin` on."""
 
     def __init__(self, roots: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class Looks:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def of(self, trainer: int, *, workers: bool) -> Reads:
+    def of(self, trainer: int, *, workers: bool) -> OwnReads:
         """Return what the workers of a trainer have read; without workers, what it has itself."""
         readers = [
             process
@@ -119,7 +119,7 @@ class Looks:
         for one in readers:
             files.update(one.files)
         waits = sum(one.waits for one in readers)
-        return Reads(
+        return OwnReads(
             waits / max(self._looks, 1),
             dict(files),
             sum(one.last - one.first for one in readers),

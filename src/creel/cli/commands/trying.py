@@ -160,11 +160,12 @@ def explain(
     Options come before SCRIPT, whose output goes to standard error.
 
     Prints what a step and a batch take, by stage; the time of a step and an epoch for each number
-    of workers, and for parts of the dataset in memory; the least part with which nothing waits;
-    and what keep_decoded would bring. Of a dataset that reads its files by itself, by whichever
-    library: how long it waits for them, one of them, the line that serves them, and an epoch with
-    that. Files in the page cache are read at its speed, not that of the storage. For several nodes
-    take the figures to `creel simulate`.
+    of workers, and for parts of the dataset in memory, with the reads of the source (and requests
+    to an object store) in an epoch; the least part with which nothing waits; and what keep_decoded
+    would bring. Of a dataset that reads its files by itself, by whichever library: how long it
+    waits for them, one of them, the line that serves them, and an epoch with that. Files in the
+    page cache are read at its speed, not that of the storage. For several nodes take the figures
+    to `creel simulate`.
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")

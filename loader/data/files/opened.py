@@ -14,15 +14,18 @@ import os
 import stat
 import time
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.stores.store import read_ahead
 from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
-from creel.loader.data.reading.file_objects import in_memory, taken_over
-from creel.loader.data.reading.observer import find, take_address, timed
+from creel.loader.data.files.block_files import held, taken_over
+from creel.loader.data.files.file_objects import in_memory
+from creel.loader.data.reading.observer import find, take_address
+from creel.loader.data.reading.read_counts import os_open
 from creel.loader.data.reading.storage import Options, absolute, absolute_path, is_local, read_all
-from creel.loader.data.reading.this_thread import this_thread
+from creel.loader.data.reading.this_thread import reader, this_thread
 
 if TYPE_CHECKING:
     from creel.loader.data.reading.read_counts import PartialRead
@@ -95,29 +98,57 @@ def _announced(uri: str | os.PathLike[str]) -> str:
 
 def open_local(path: str) -> IO[bytes]:
     """Open the real file, observed if this thread's reads are being recorded."""
-    real, waited_ns = timed(lambda: _python_open(path, "rb"))
-    file: IO[bytes] = observed_file(real, path, waited_ns=waited_ns)
+    file: IO[bytes] = open_in_blocks(path) or observed_file(_python_open(path, "rb"), path)
     return file
 
 
-def open_for_library(path: str) -> IO[bytes]:
-    """`open_local` for a library that would open the path itself, and reads what it needs.
+def open_served(path: str, buffering: int = -1) -> IO[bytes] | None:
+    """`open_local` for a library that would open the path itself; None where it is to do so.
 
-    Each `read` asks the system once for just these bytes, as the library would: Python's usual
-    buffer asks twice, and for more. A buffer of one byte keeps nothing, and reads on after the
-    system has returned less than was asked for, as FileIO does not.
+    buffering: 1 for a library that knows what it needs. Each `read` then asks the system once for
+    just these bytes, as the library would: Python's usual buffer asks twice, and for more. A buffer
+    of one byte keeps nothing, and reads on after the system has returned less than was asked for,
+    as FileIO does not.
     """
-    raw, waited_ns = timed(lambda: _python_open(path, "rb", 0))
-    file: IO[bytes] = observed_file(
-        io.BufferedReader(raw, 1), path, waited_ns=waited_ns, buffering=1
-    )
-    return file
+    file: IO[bytes] | None = open_in_blocks(path, buffering=buffering)
+    observed = this_thread.observed
+    if file is not None or observed is None or not observed.sample:
+        return file
+    try:
+        raw: Any = _python_open(path, "rb", 0)
+    except OSError:  # the library raises its own
+        return None
+    size = raw._blksize if buffering < 0 else buffering  # noqa: SLF001  Python's choice
+    return cast("IO[bytes]", observed_file(io.BufferedReader(raw, size), path, buffering=buffering))
 
 
-def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -1) -> Any:
-    """Wrap a file just opened so that its reads are counted, if this thread is being recorded.
+def open_in_blocks(address: str, name: Any = None, buffering: int = -1) -> Any:
+    """Return a file of which blocks are in the cache, not opened at the source yet; else None.
 
-    `waited_ns`: how long the storage made the thread wait. `buffering`: as given to `open`.
+    `name`, `buffering`: as given to `open`.
+    """
+    lease = reader()[0]
+    if lease is None or not lease.in_blocks(address):
+        return None
+    try:
+        descriptor = Descriptor(os_open(address, os.O_PATH | os.O_CLOEXEC))
+    except OSError:  # opening it then raises the error
+        return None
+    if not cacheable(os.fstat(descriptor.fd), address):
+        return None
+    this_thread.latest = address
+    return held(descriptor, address, address if name is None else os.fspath(name), buffering)
+
+
+def open_blocks(address: str) -> Any:
+    """Open a file that is read in blocks, whoever opens it, for samples that read it later."""
+    return open_in_blocks(address) or taken_over(_python_open(address, "rb"), address, -1)
+
+
+def observed_file(real: Any, address: str, *, buffering: int = -1) -> Any:
+    """Wrap a file just opened so that its reads are recorded, if this thread is being recorded.
+
+    `buffering`: as given to `open`.
     """
     observed = this_thread.observed
     if observed is None:
@@ -128,12 +159,8 @@ def observed_file(real: Any, address: str, *, waited_ns: int, buffering: int = -
     if not cacheable(status, address):
         return real
     read_ahead(fd, min(status.st_size, _AHEAD_NBYTES), status.st_dev)  # the kernel reads meanwhile
-    part = observed.opened(address, status, now_ns, waited_ns)
-    if part is None:
-        return real
-    file = taken_over(real, buffering)
-    file.observe(part)
-    return file
+    part = observed.opened(address, status, now_ns)
+    return real if part is None else taken_over(real, address, buffering, observed.sample, part)
 
 
 #: Status of a file, and when it was asked for (`time.time_ns`).
@@ -155,7 +182,7 @@ def look(file: int | str) -> Look | None:
         return None
 
 
-def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> PartialRead | None:
+def opened_part(found: Look | None, address: str) -> PartialRead | None:
     """Record that a file was opened; return where its reads are counted, None if nowhere.
 
     `found`: the result of `look` for the file.
@@ -166,7 +193,7 @@ def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> Partial
     this_thread.latest = address
     if not cacheable(found[0], address):
         return None
-    return observed.opened(address, *found, waited_ns)
+    return observed.opened(address, *found)
 
 
 def cacheable(status: os.stat_result, address: str) -> bool:

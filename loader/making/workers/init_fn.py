@@ -9,15 +9,14 @@ from typing import Any, TypeAlias
 from torch.utils.data import get_worker_info
 
 from creel.loader.data.rehearsed import own_datasets, placed
-from creel.loader.making.seeding.by_sample import Seeded, kept_generators
+from creel.loader.making.generators import kept_generators
 
 Init: TypeAlias = "Callable[[int], object] | None"
 
 
 def init_of(dataset: object, init_fn: Init) -> Init:
     """Return what a worker calls when it starts, for a loader's dataset and `worker_init_fn`."""
-    wrapped = type(dataset) is Seeded or placed(dataset) is not None
-    return OwnInit(init_fn) if wrapped else init_fn
+    return init_fn if placed(dataset) is None else OwnInit(init_fn)
 
 
 class OwnInit:
@@ -33,8 +32,7 @@ class OwnInit:
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        dataset = info.dataset
-        datasets = own_datasets(dataset.dataset if type(dataset) is Seeded else dataset)
+        datasets = own_datasets(info.dataset)
         for number, one in enumerate(datasets, 1):
             object.__setattr__(info, "dataset", one)  # torch's lets no one set it
             if self._init_fn is not None:

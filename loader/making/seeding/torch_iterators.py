@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-from creel.loader.line.order.epoch_order import may_repeat
-from creel.loader.making.seeding.by_sample import (
-    BatchSeeds,
-    Numbered,
-    Seeded,
-    kept_generators,
-    next_epoch,
-)
-from creel.loader.making.seeding.init_fn import init_of
+from torch.utils.data import get_worker_info
+
+from creel.loader.making.generators import kept_generators
+from creel.loader.making.seeding.by_sample import Numbered, Seeded, next_epoch
+from creel.loader.making.task import BatchSeeds
+from creel.loader.making.workers.init_fn import init_of
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     MultiProcessingDataLoaderIter,
@@ -34,17 +32,33 @@ def initialised_view(loader: Any) -> Any:
     return view
 
 
-def seeded_view(loader: Any, sampler: object) -> Any:
-    """Return a copy of a map-style loader, with index sampler `sampler`, for `seeded_iterator`."""
+def seeded_view(loader: Any, *, repeats: bool) -> Any:
+    """Return a copy of a map-style loader for `seeded_iterator`.
+
+    repeats: whether its epochs may read a sample twice.
+    """
     seeded = Seeded(loader.dataset)
     view = copy.copy(loader)  # torch's iterators take their arguments from a loader
     vars(view).update(
         dataset=seeded,
         collate_fn=seeded.collating(loader.collate_fn),
-        worker_init_fn=init_of(seeded, loader.worker_init_fn),
-        _creel_repeats=may_repeat(sampler),
+        worker_init_fn=_Unseeded(init_of(loader.dataset, loader.worker_init_fn)),
+        _creel_repeats=repeats,
     )
     return view
+
+
+class _Unseeded:
+    """A `worker_init_fn` to which `get_worker_info().dataset` is the person's own."""
+
+    def __init__(self, init_fn: Callable[[int], object] | None) -> None:
+        self._init_fn = init_fn
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch's lets no one set it
+        if self._init_fn is not None:
+            self._init_fn(worker)
 
 
 def seeded_iterator(view: Any) -> BaseDataLoaderIter:

@@ -5,28 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
-from creel.loader.client.log_lines import with_rank
 from creel.loader.client.packets import close_all
 from creel.loader.data.reading.bad_samples import Key
-from creel.loader.making.groups.leader import SentBatch, checksum
-from creel.loader.making.stages import IDLE, StallWarning
-from creel.loader.making.task import Made, Task
+from creel.loader.making.places.leader import SentBatch, checksum
+from creel.loader.making.places.made import Event, Loss, Made
+from creel.loader.making.places.place import BatchPlace
+from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import Inbox
 from creel.loader.making.transport.channel import Channel
-from creel.loader.making.workers.batch_pool import BatchPool
-from creel.loader.making.workers.events import BatchResult, LeaderLoss, WorkerEvent
-from creel.loader.torch_private import ExceptionWrapper, raise_failure
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.client.session import Session
-    from creel.loader.making.workers.pool import Slots, WorkerProcess
+    from creel.loader.making.places.place import Slots
 
 #: Longest read in seconds by one thread while other threads of its process may want to read.
 _TURN_S = 0.1
@@ -132,14 +127,11 @@ class Follower:
         self._channel.abandon()
 
 
-class ReplicaPool(BatchPool):
-    """Replaces a follower's `WorkerPool`: its batches come from the leader's workers."""
+class ReplicaPool(BatchPlace):
+    """Where a follower's batches are made: by the leader, or its workers."""
 
     def __init__(self, follower: Follower, max_leased: int) -> None:
         super().__init__()
-        self.pid = os.getpid()
-        self.tag = 0
-        self.members: list[WorkerProcess] = []  # this rank has no workers
         self._follower = follower
         self._number = follower.open()
         self._max_leased = max_leased
@@ -149,17 +141,9 @@ class ReplicaPool(BatchPool):
         self._theirs: dict[tuple[int, int], int] = {}
         self._lost_tag = -1
 
-    def again(self, bad: Mapping[Key, str]) -> int:  # noqa: ARG002  the leader's workers know them
-        """Begin another epoch; return its tag."""
-        self.tag += 1
+    def again(self, bad: Mapping[Key, str]) -> int:
         self._ours.clear()
-        return self.tag
-
-    def bind(self, digest: str) -> None:
-        """Do nothing: this rank reads nothing."""
-
-    def join(self, ticket: tuple[str, str, int]) -> None:
-        """Do nothing: this rank reads nothing."""
+        return super().again(bad)  # the leader's workers know the bad samples
 
     def task(self, worker: int, task: Task) -> None:  # noqa: ARG002  the leader chooses one
         """Note the samples expected in a batch, and return slots to the leader."""
@@ -169,7 +153,7 @@ class ReplicaPool(BatchPool):
         if taken:
             self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
 
-    def receive(self, timeout_s: float) -> WorkerEvent | None:
+    def receive(self, timeout_s: float) -> Event | None:
         try:
             sent = self._follower.peek(self._number, timeout_s)
             if sent is None:
@@ -187,24 +171,24 @@ class ReplicaPool(BatchPool):
             return self._loss(str(e), timeout_s)
         self._theirs[sent.tag, sent.batch] = sent.read
         self.bad.extend(sent.bad)
-        return BatchResult(sent.worker, sent.tag, sent.batch, packed, sent.times, inbox)
+        return Made(sent.worker, sent.tag, sent.batch, packed, sent.times, inbox=inbox)
 
-    def _loss(self, why: str, timeout_s: float) -> WorkerEvent | None:
+    def _loss(self, why: str, timeout_s: float) -> Event | None:
         """Return the event that the leader is lost; a pinning thread gets it once per epoch."""
         if self.pinner is not None and self._lost_tag == self.tag:
             time.sleep(timeout_s)
             return None
         self._lost_tag = self.tag
         rank = self._follower.leader
-        return LeaderLoss(self.tag, f"rank {rank}, which makes this rank's batches, is lost: {why}")
+        return Loss(self.tag, f"rank {rank}, which makes this rank's batches, is lost: {why}")
 
-    def open(self, event: BatchResult) -> object:
+    def open(self, event: Made) -> object:
         """Return the batch itself, or an ExceptionWrapper if the leader's worker failed.
 
         Raises:
             RuntimeError: the batch is not of the samples that this rank's sampler yielded.
         """
-        ours, theirs = self._ours.pop(event.index, 0), self._theirs[event.tag, event.index]
+        ours, theirs = self._ours.pop(event.batch, 0), self._theirs[event.tag, event.batch]
         if ours and theirs and ours != theirs:
             self.discard(event)
             raise RuntimeError(
@@ -215,24 +199,15 @@ class ReplicaPool(BatchPool):
         self._took(event)
         return super().open(event)
 
-    def _took(self, event: BatchResult) -> None:
+    def _took(self, event: Made) -> None:
         self._taken += 1
-        del self._theirs[event.tag, event.index]
+        del self._theirs[event.tag, event.batch]
 
-    def discard(self, event: BatchResult) -> None:
+    def discard(self, event: Made) -> None:
         self._took(event)
         super().discard(event)
 
-    def stage(self, worker: int) -> tuple[int, int, float]:  # noqa: ARG002  the same for all
-        """Return (stage, batch, seconds) as of an idle worker."""
-        return IDLE, -1, 0.0
-
-    def new_counts(self) -> dict[str, int]:
-        """Return nothing: this rank has no workers."""
-        return {}
-
     def describe(self, worker: int) -> str:
-        """Say which rank makes a batch, for warnings."""
         return f"worker {worker} of rank {self._follower.leader}, which makes this rank's batches"
 
     def close(self) -> Slots:
@@ -244,37 +219,3 @@ class ReplicaPool(BatchPool):
         for inbox in self._inboxes.values():
             inbox.close()
         return ()
-
-
-class ReplicaReader:
-    """Reads the leader's batches for an iterator with `num_workers=0`."""
-
-    def __init__(self, follower: Follower, max_leased: int, warn_after_s: float) -> None:
-        """`warn_after_s`: length of a wait, in seconds, that causes a warning."""
-        self._pool = ReplicaPool(follower, max_leased)
-        self._warn_after_s = warn_after_s
-
-    def read(self, task: Task, session: Session | None) -> Made:  # noqa: ARG002  the leader reads
-        """Wait for the next batch.
-
-        Raises:
-            RuntimeError: the leader is lost, or reads other samples.
-            Exception: what the leader raised when it read the batch.
-        """
-        self._pool.task(0, task)
-        event = self._pool.next_event(self._warn_after_s)
-        if event is None:
-            what = self._pool.describe(0)
-            text = f"no batch for {self._warn_after_s:g} s: waiting for {what}"
-            warnings.warn(with_rank(text), StallWarning, stacklevel=4)
-        while event is None:
-            event = self._pool.next_event(1.0)
-        if not isinstance(event, BatchResult):
-            raise RuntimeError(event.reason if isinstance(event, LeaderLoss) else "")  # noqa: TRY004  as torch
-        data = self._pool.open(event)
-        if isinstance(data, ExceptionWrapper):
-            raise_failure(data)
-        return Made(data, event.times, {})
-
-    def close(self) -> None:
-        self._pool.close()

@@ -20,7 +20,7 @@ import select
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,8 +33,7 @@ from creel.loader.torch_private import ExceptionWrapper
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.client.session import Session
-    from creel.loader.making.task import Made, Task
+    from creel.loader.making.task import Task
 
 _log = logging.getLogger("creel.loader")
 
@@ -226,43 +225,33 @@ class SentBatches:
         self._leader.end(self._number)
 
 
-class MakesBatches(Protocol):
-    """Where the leader's batches are made (`creel.loader.line.batches.in_process`)."""
+class Tee:
+    """Sends the batches that the leader itself makes (`num_workers=0`) to the followers, too."""
 
-    def read(self, task: Task, session: Session | None) -> Made:
-        """Return a batch; `session`: of its claim."""
-        ...
-
-
-class LeaderReader:
-    """Has batches made in the leader itself (`num_workers=0`), and sends each to the followers."""
-
-    def __init__(self, place: MakesBatches, leader: Leader, slots: int) -> None:
-        self._place = place
+    def __init__(self, leader: Leader, slots: int) -> None:
         self._outbox = Outbox(slots)
         self._sent = leader.open(0)
+        self._awaited = False  # whether the followers wait for the batch that is being made
 
-    def read(self, task: Task, session: Session | None) -> Made:
-        """Make the next batch. Raises what that raises; all followers raise it too."""
-        i = task.batch
-        self._sent.expect(0, i, task.index)
-        try:
-            made = self._place.read(task, session)
-            packed = self._outbox.pack(made.data)
-        except Exception:
-            where = "in the rank that makes this one's batches"
-            failure = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-            self._send(i, *self._outbox.pack(portable(failure)))
-            raise
-        self._send(i, *packed, made.times)
-        return made
+    def expect(self, task: Task) -> None:
+        """Note the samples of a batch that is about to be made."""
+        self._awaited = True
+        self._sent.expect(task.tag, task.batch, task.index)
 
-    def _send(
-        self, i: int, message: BatchMessage, fds: list[int], times: BatchTimes = NO_TIMES
-    ) -> None:
-        self._sent.send(0, i, 0, message, fds, times)
+    def send(self, task: Task, data: object, times: BatchTimes = NO_TIMES) -> None:
+        """Send a batch. Raises what packing it raises."""
+        message, fds = self._outbox.pack(data)
+        self._awaited = False
+        self._sent.send(task.tag, task.batch, 0, message, fds, times)
         own = [slot for slot, once in message.packed.slots if not once]
         self._outbox.give_back(self._sent.returned(0, own))
+
+    def fail(self, task: Task) -> None:
+        """Let all followers raise the exception that is being handled."""
+        if self._awaited:
+            where = "in the rank that makes this one's batches"
+            failure = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
+            self.send(task, portable(failure))
 
     def close(self) -> None:
         self._sent.close()

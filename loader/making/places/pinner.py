@@ -6,27 +6,21 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from creel.loader.making.places.made import Event, Made
 from creel.loader.making.transport.pinning import empty_pinned, is_plain
-from creel.loader.making.workers.events import BatchResult, ReadyBatch, WorkerEvent
 from creel.loader.torch_private import ExceptionWrapper
 
 if TYPE_CHECKING:
     from creel.loader.making.transport.pinning import Pinning
 
 _log = logging.getLogger("creel.loader")
-
-
-class Receiver(Protocol):
-    """Where a pinner takes events from (`BatchPool`)."""
-
-    def receive(self, timeout_s: float) -> WorkerEvent | None:
-        """Return the next event; None on timeout."""
 
 
 class Pinner:
@@ -36,17 +30,17 @@ class Pinner:
     plain: what else refers to their memory is not known.
     """
 
-    def __init__(self, pool: Receiver, pinning: Pinning) -> None:
-        """Start the thread."""
-        self._pool = weakref.proxy(pool)
+    def __init__(self, receive: Callable[[float], Event | None], pinning: Pinning) -> None:
+        """Start the thread; `receive`: of a `BatchPlace`, which this does not keep alive."""
+        self._receive = weakref.WeakMethod(receive)
         self._pinning = pinning
         self._lends = False
-        self._queue: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="pt_data_pin")
         self._thread.start()
 
-    def get(self, timeout_s: float) -> WorkerEvent | None:
+    def get(self, timeout_s: float) -> Event | None:
         """Return the next event, data pinned; None on timeout; RuntimeError if the thread died."""
         try:
             return self._queue.get(timeout=timeout_s)
@@ -75,15 +69,14 @@ class Pinner:
     def _run(self) -> None:
         torch.set_num_threads(1)
         self._pinning.use_device()
-        with suppress(ReferenceError):
-            while not self._stop.is_set():
-                event = self._pool.receive(0.1)
-                if event is not None:
-                    self._queue.put(self._pinned(event))
-                del event
+        while not self._stop.is_set() and (receive := self._receive()) is not None:
+            event = receive(0.1)
+            if event is not None:
+                self._queue.put(self._pinned(event))
+            del event, receive
 
-    def _pinned(self, event: WorkerEvent) -> WorkerEvent:
-        if not isinstance(event, BatchResult):
+    def _pinned(self, event: Event) -> Event:
+        if not isinstance(event, Made):
             return event
         data: object = None
         lent: Sequence[object] = ()
@@ -91,16 +84,16 @@ class Pinner:
             lends = self._lends and self._locked(event)
             if not lends:
                 event.unlock_pages()  # else the batch would not be copied
-            data = event.data()
+            data = event.unpacked()
             if not isinstance(data, ExceptionWrapper):
                 lent = self._lent(event, data) if lends else ()
                 data = self._pinning.pin(data)
         except Exception:  # noqa: BLE001  what a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._pinning.index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-        return ReadyBatch(**vars(event) | {"packed": data, "lent": lent})
+        return replace(event, data=data, inbox=None, lent=lent)
 
-    def _locked(self, event: BatchResult) -> bool:
+    def _locked(self, event: Made) -> bool:
         """Lock the pages of a batch's slots; False, for good, if CUDA cannot."""
         try:
             event.lock_pages(self._pinning.lock)
@@ -109,7 +102,7 @@ class Pinner:
             self._lends = False
         return self._lends
 
-    def _lent(self, event: BatchResult, data: object) -> Sequence[object]:
+    def _lent(self, event: Made, data: object) -> Sequence[object]:
         """Return the leases of a batch; unlock its pages if it is not plain."""
         if is_plain(data):
             return event.leases()

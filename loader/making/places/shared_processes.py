@@ -20,22 +20,22 @@ import torch
 
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.data.reading.bad_samples import Key
+from creel.loader.making.places.made import Death, Made
+from creel.loader.making.places.processes import WorkerPool, until_forked
 from creel.loader.making.stages import IDLE, STARTING, BatchTimes, merged
 from creel.loader.making.task import WHOLE
 from creel.loader.making.transport.batch_message import BatchMessage
 from creel.loader.making.transport.channel import Channel, pair
 from creel.loader.making.transport.parts import UnevenPartsError, joined
 from creel.loader.making.transport.unpacking import unpack
-from creel.loader.making.workers.events import ReadyBatch, WorkerDeath
-from creel.loader.making.workers.pool import WorkerPool, until_forked
 from creel.loader.making.workers.worker_words import BATCH, PART, STAGE, TAG
 from creel.policies.concurrency import SampleTimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from creel.loader.making.places.place import Slots
     from creel.loader.making.task import Task
-    from creel.loader.making.workers.pool import Slots
 
 _log = logging.getLogger("creel.loader")
 
@@ -71,6 +71,8 @@ class SharedPool(WorkerPool):
     training has none yet. Later all workers are busy, and only batches of very different times are
     cut (see `SampleTimes`). Parts that do not fit together are made again as a whole.
     """
+
+    shared = True
 
     def __init__(self, *args: Any, cuts: bool = False, **given: Any) -> None:
         """Start workers; other arguments as for `WorkerPool`.
@@ -199,7 +201,7 @@ class SharedPool(WorkerPool):
         self._sample_times.joined(time.monotonic() - began)
         if self._open.pop(key, None) is not None:
             times = merged([part.times for part in found])
-            self._events.append(ReadyBatch(worker, *key, data, times, self.members[worker].inbox))
+            self._events.append(Made(worker, *key, data, times))
 
     def _died(self, worker: int) -> None:
         self._ended.add(worker)
@@ -211,7 +213,7 @@ class SharedPool(WorkerPool):
             if len(task.deaths) >= MOST_DEATHS:
                 self._failed = task
         if self.lost():
-            self._events.append(WorkerDeath())
+            self._events.append(Death())
             return
         pid = self.members[worker].process.pid
         _log.warning("worker %d (pid %s) has ended; the others make its batches", worker, pid)

@@ -12,28 +12,31 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
-from typing import Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.loader.data.reading.bad_samples import BadSample, Key
-from creel.loader.making.stages import NO_TIMES, STAGE_NAMES, STARTING, BatchTimes
+from creel.loader.making.places.made import Death, Event, Made
+from creel.loader.making.places.place import BatchPlace, Slots, WorkerProcess
+from creel.loader.making.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import BatchMessage, Inbox
 from creel.loader.making.transport.channel import Channel, pair
 from creel.loader.making.transport.unpacking import discard
-from creel.loader.making.workers.batch_pool import BatchPool
-from creel.loader.making.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.making.workers.kernel_waits import Reader, process
 from creel.loader.making.workers.worker import WorkerArgs, worker_main
 from creel.loader.making.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords
 from creel.system.forks import at_fork
 from creel.system.limits import may_keep
+
+if TYPE_CHECKING:
+    from creel.loader.making.places.leader import SentBatches
 
 #: Seconds that closing waits for workers that run user code, as in torch.
 GRACE_S = 5.0
@@ -51,10 +54,6 @@ _SPARE_NBYTES = 256 << 20
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 
 
-#: For each worker, the memory of its slots.
-Slots: TypeAlias = "Sequence[Sequence[mmap.mmap]]"
-
-
 class Context(Protocol):
     """The parts of a multiprocessing context that a pool uses."""
 
@@ -65,44 +64,7 @@ class Context(Protocol):
         ...
 
 
-class Recipients(Protocol):
-    """Other ranks that also get the batches of a pool's workers; see `groups`."""
-
-    def expect(self, tag: int, batch: int, index: object) -> None:
-        """Note the samples of a batch."""
-
-    def send(
-        self,
-        tag: int,
-        batch: int,
-        worker: int,
-        message: BatchMessage,
-        fds: Sequence[int],
-        times: BatchTimes = NO_TIMES,
-        bad: tuple[BadSample, ...] = (),
-    ) -> None:
-        """Send a batch. The caller keeps the descriptors."""
-
-    def returned(self, worker: int, slots: Sequence[int]) -> list[int]:
-        """Take back slots of this rank; return those that no rank holds any more."""
-        ...
-
-    def close(self) -> None:
-        """End the iterator: no more batches come."""
-
-
-@dataclass(eq=False)
-class WorkerProcess:
-    """One worker process as the trainer sees it."""
-
-    process: BaseProcess
-    channel: Channel
-    inbox: Inbox
-    ticket: tuple[str, str, int] | None = None  # session it reads through: (daemon, token, id)
-    dead: bool = False
-
-
-class WorkerPool(BatchPool):
+class WorkerPool(BatchPlace):
     """Worker processes, their sockets and their shared words.
 
     Only the process that made it (`pid`) may use it. One thread receives; any thread may send.
@@ -115,7 +77,7 @@ class WorkerPool(BatchPool):
         workers: int,
         max_leased: int,
         spare: Slots = (),
-        followers: Recipients | None = None,
+        followers: SentBatches | None = None,
     ) -> None:
         """Start `workers` processes in `context`, each with `args` and its own worker_id.
 
@@ -124,15 +86,12 @@ class WorkerPool(BatchPool):
         """
         super().__init__()
         self._followers = followers
-        self.pid = os.getpid()
-        self.tag = 0
-        self.members: list[WorkerProcess] = []
         self.closed = False
         self._workers = workers
         self._max_leased = max_leased
         # Other ranks cannot inherit slots.
         self._forks = context.get_start_method() == "fork" and followers is None
-        self._events: deque[WorkerEvent] = deque()
+        self._events: deque[Event] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
         words = Descriptor(sealed_memfd("creel-workers", WorkerWords.nbytes(workers)))
@@ -202,22 +161,16 @@ class WorkerPool(BatchPool):
     # --- sending --------------------------------------------------------------------------
 
     def again(self, bad: Mapping[Key, str]) -> int:
-        """Begin another epoch in all workers, which keep their state; return its tag.
-
-        bad: the samples known to be bad.
-        """
-        self.tag += 1
+        super().again(bad)
         for member in self.members:
             self._post(member, ("again", self.tag, dict(bad)))
         return self.tag
 
     def bind(self, digest: str) -> None:
-        """Let all workers bind their dataset, whose objects must have this `Binding.digest`."""
         for member in self.members:
             self._post(member, ("bind", digest))
 
     def join(self, ticket: tuple[str, str, int]) -> None:
-        """Let all workers read through a session: (daemon's name, token, session id)."""
         for member in self.members:
             if member.ticket != ticket:
                 member.ticket = ticket
@@ -245,7 +198,7 @@ class WorkerPool(BatchPool):
 
     # --- receiving ------------------------------------------------------------------------
 
-    def receive(self, timeout_s: float) -> WorkerEvent | None:
+    def receive(self, timeout_s: float) -> Event | None:
         deadline = time.monotonic() + timeout_s
         while not self._events:
             left = deadline - time.monotonic()
@@ -299,7 +252,7 @@ class WorkerPool(BatchPool):
 
     def _died(self, worker: int) -> None:  # noqa: ARG002  a subclass needs it
         """Note the death of a worker, all of whose results were taken."""
-        self._events.append(WorkerDeath())
+        self._events.append(Death())
 
     def _read(self, member: WorkerProcess, worker: int) -> bool:
         """Receive one message from a worker; False if there is none."""
@@ -337,7 +290,7 @@ class WorkerPool(BatchPool):
                 if self._followers is not None:
                     self._followers.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
-                self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
+                self._events.append(Made(worker, tag, index, packed, times, inbox=member.inbox))
             case _:
                 self._take_part(worker, message, fds)
         return True
@@ -355,7 +308,6 @@ class WorkerPool(BatchPool):
     # --- watching -------------------------------------------------------------------------
 
     def stage(self, worker: int) -> tuple[int, int, float]:
-        """Return (stage, batch, seconds in the stage) of a worker from its shared words."""
         row = self._words.rows[worker]
         return row[STAGE], row[BATCH], (time.monotonic_ns() - row[SINCE_NS]) / 1e9
 
@@ -364,12 +316,10 @@ class WorkerPool(BatchPool):
         return [process(m.process.pid or 0, partial(_stage, row)) for m, row in rows]
 
     def new_counts(self) -> dict[str, int]:
-        """Return what all workers together have counted since the last call, by name."""
         before, self._last_counts = self._last_counts, self._words.counts()
         return {name: n - before[name] for name, n in self._last_counts.items()}
 
     def describe(self, worker: int) -> str:
-        """Say in one sentence what a worker is doing, for warnings."""
         stage, batch, seconds = self.stage(worker)
         pid = self.members[worker].process.pid
         state = _process_state(pid)

@@ -1,0 +1,154 @@
+"""Files of which pages are read into the page cache, block by block."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from creel.cache.memory.memfd import mapped
+from creel.loader.data.maps.mappings import MappedRange
+from creel.system import limits
+
+#: Files are read in whole blocks of this size, as a fault reads them: it is the kernel's readahead
+#: by default, to which it cuts what it is asked for (`mm/readahead.c`, `force_page_cache_ra`).
+BLOCK_NBYTES = 1 << 17
+#: Descriptors that are open at once.
+_MAX_FILES = 64
+#: What is read is written here by all threads, and read by none.
+_scratch = bytearray(BLOCK_NBYTES)
+
+
+class FileBlock(NamedTuple):
+    """The bytes from number * BLOCK_NBYTES on of a file, as many or as far as it has them."""
+
+    path: str
+    number: int
+
+
+class PageFiles:
+    """Files of which pages are read, opened as needed; those that cannot be opened are empty."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0  # of all files so far
+        self.recent = 0  # how many of the blocks asked for last are taken to be there still
+        self._opened: dict[str, _PageFile] = {}
+        self._seen: set[str] = set()
+        self._asked = 0
+
+    def blocks(self, ranges: list[MappedRange]) -> Iterator[FileBlock]:
+        """Yield the blocks that have these bytes; some more than once."""
+        for path, offset, nbytes in ranges:
+            end = min(offset + nbytes, self._file(path).nbytes)
+            if offset < end:
+                for number in range(offset // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
+                    yield FileBlock(path, number)
+
+    def ask(self, block: FileBlock) -> bool:
+        """Ask the kernel to read a block; False: memory has it or will soon, or nobody ever can."""
+        file, at = self._file(block.path), block.number * BLOCK_NBYTES
+        if block.number >= len(file.asked):  # the file has been cut
+            return False
+        before = int(file.asked[block.number])
+        if before and self._asked - before < self.recent:
+            return False
+        self._asked += 1
+        file.asked[block.number] = self._asked
+        last = min(at + BLOCK_NBYTES, file.nbytes) - 1
+        # File systems that cannot say it, such as NFS and FUSE, raise.
+        with suppress(OSError):
+            if os.preadv(file.fd, [bytearray(1)], last, os.RWF_NOWAIT) == 1:
+                return False
+        try:
+            os.posix_fadvise(file.fd, at, BLOCK_NBYTES, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            return False
+        return True
+
+    def read(self, block: FileBlock) -> None:
+        """Wait until memory has a block."""
+        with suppress(OSError):
+            os.preadv(self._file(block.path).fd, [_scratch], block.number * BLOCK_NBYTES)
+
+    def resident(self, part: MappedRange) -> bool:
+        """Whether memory has the first and the last byte.
+
+        Raises:
+            OSError: the kernel does not say, as of another person's files on NFS or FUSE.
+        """
+        file = self._file(part.path)
+        if not 0 < part.nbytes <= file.nbytes - part.offset:
+            return True
+        return all(file.resident(at) for at in {part.offset, part.offset + part.nbytes - 1})
+
+    def _file(self, path: str) -> _PageFile:
+        file = self._opened.get(path)
+        if file is None:
+            if len(self._opened) >= _MAX_FILES or (self._opened and limits.descriptors_run_out()):
+                self._opened.pop(next(iter(self._opened))).close()
+            file = self._opened[path] = _PageFile(path)
+            if path not in self._seen:
+                self._seen.add(path)
+                self.nbytes += file.nbytes
+        return file
+
+    def close(self) -> None:
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+
+class _PageFile:
+    """A regular file, opened; one that is no such file, or cannot be opened, is empty.
+
+    nbytes: its size. asked: (blocks,) the number of the request for each block, 0 for none.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.fd, self.nbytes = _opened(path)
+        self.asked = np.zeros(-(-self.nbytes // BLOCK_NBYTES), np.uint32)
+
+    def resident(self, at: int) -> bool:
+        """Whether memory has a byte of the file."""
+        try:
+            return os.preadv(self.fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system that does not say: the kernel does, to whom may write
+            if not (os.access(self.path, os.W_OK) or os.fstat(self.fd).st_uid == os.geteuid()):
+                raise
+            page = at - at % mmap.PAGESIZE
+            memory = mapped(self.fd, mmap.PAGESIZE, mmap.PROT_READ, offset=page)
+            address = ctypes.c_void_p(int(np.frombuffer(memory, np.uint8).ctypes.data))
+            there = ctypes.c_ubyte(1)
+            ctypes.CDLL(None).mincore(address, ctypes.c_size_t(1), ctypes.byref(there))
+            return bool(there.value & 1)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def _opened(path: str) -> tuple[int, int]:
+    """Return the descriptor and size of a regular file; (-1, 0) if there is none."""
+    try:
+        # A pipe without a writer would wait.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return -1, 0
+    try:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            # Only what is asked for is read, without the kernel's own readahead.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return fd, status.st_size
+    except OSError:
+        pass
+    os.close(fd)
+    return -1, 0

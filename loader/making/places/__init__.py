@@ -1,0 +1,1 @@
+"""Where batches are made: this thread, threads, or worker processes; `groups` has other ranks."""
