@@ -1,15 +1,18 @@
 """A dataset that opens its files itself, over slow storage: creel.wrap against torch.
 
-    sudo python benchmarks/opaque.py [--format npy png h5] [--workers 0 2] [--bandwidth 200M]
+    sudo python benchmarks/opaque.py [--format npy png h5] [--list right wrong late none]
+                                     [--workers 0 2] [--memory 2] [--bandwidth 200M]
 
 The dataset is one that users write: `np.load`, `PIL.Image.open` or `h5py.File` of a path, not
-edited for creel. Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact).
-Memory is enough for all files. Ways: torch's DataLoader over the dataset; creel's over `creel.wrap`
-of it; and torch's over the wrapped one, which does not know the order of later reads. The figures
-are samples per second of the first epoch, the second (in which the daemon reads the files) and the
-later ones, their ratio to torch's, the files opened at the source in each epoch, and whether all
-batches equal torch's, by a digest. The file system has no page cache: files that torch reads again
-are read from it again.
+edited for creel. It holds the list of its files (`right`), or one that its samples do not follow
+(`wrong`), or only at first (`late`), or it computes the paths (`none`). Needs root (a FUSE mount,
+tests/testbed/slowfs.py, whose counters are exact). `--memory` is the daemon's, as a share of all
+files. Ways: torch's DataLoader over the dataset; creel's over `creel.wrap` of it; and torch's over
+the wrapped one, which does not know the order of later reads. The figures are samples per second of
+the first epoch, the second (in which the daemon reads the files that no list named) and the later
+ones, their ratio to torch's, that of the first three epochs together, the files opened at the
+source in each epoch, and in all as a share of N files, and whether all batches equal torch's, by a
+digest. The file system has no page cache: files that torch reads again are read from it again.
 """
 
 from __future__ import annotations
@@ -42,14 +45,25 @@ class Arrays(Dataset[torch.Tensor]):
 
     suffix = ".npy"
 
-    def __init__(self, folder: str, files: int) -> None:
-        self.paths = [f"{folder}/{i:06}{self.suffix}" for i in range(files)]
+    def __init__(self, folder: str, files: int, kind: str = "right") -> None:
+        self.folder, self.files, self.kind, self.samples = folder, files, kind, 0
+        if kind != "none":
+            self.paths = [self.computed(i) for i in range(files)]
+
+    def computed(self, index: int) -> str:
+        return f"{self.folder}/{index:06}{self.suffix}"
+
+    def path(self, index: int) -> str:
+        """Return the file of a sample."""
+        self.samples += 1
+        right = self.kind == "right" or (self.kind == "late" and 4 * self.samples <= self.files)
+        return self.paths[index] if right else self.computed((index * 7 + 3) % self.files)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return self.files
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(np.load(self.paths[index]))
+        return torch.from_numpy(np.load(self.path(index)))
 
 
 class Pictures(Arrays):
@@ -58,7 +72,7 @@ class Pictures(Arrays):
     suffix = ".png"
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        with Image.open(self.paths[index]) as image:
+        with Image.open(self.path(index)) as image:
             return torch.from_numpy(np.array(image.convert("RGB")))
 
 
@@ -70,10 +84,11 @@ class Hdf5(Arrays):
     def __getitem__(self, index: int) -> torch.Tensor:
         import h5py
 
-        with h5py.File(self.paths[index], "r") as f:
+        with h5py.File(self.path(index), "r") as f:
             return torch.from_numpy(f["pixels"][:])
 
 
+LISTS = ["right", "wrong", "late", "none"]
 FORMATS = {"npy": Arrays, "png": Pictures, "h5": Hdf5}
 WAYS: dict[str, Any] = {
     "torch": DataLoader,
@@ -85,7 +100,8 @@ WAYS: dict[str, Any] = {
 def fill(folder: Path, dataset: Arrays) -> int:
     """Write the files; return their bytes."""
     rng = np.random.default_rng(0)
-    for path in dataset.paths:
+    for i in range(dataset.files):
+        path = dataset.computed(i)
         pixels = rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
         where = folder / Path(path).name
         if dataset.suffix == ".npy":
@@ -114,19 +130,20 @@ def epochs(loader: Any, fs: Any, n: int) -> tuple[list[float], list[int], str]:
     return seconds, opens, digest.hexdigest()
 
 
-def rows(kind: str, workers: int, o: argparse.Namespace) -> list[dict[str, object]]:
+def rows(kind: str, held: str, workers: int, o: argparse.Namespace) -> list[dict[str, object]]:
     """Return a row per way."""
     found: dict[str, list[tuple[list[float], list[int], str]]] = {way: [] for way in WAYS}
     slow = {"bandwidth": o.bandwidth, "open_latency": o.open_latency}
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         data, mount = Path(name, "data"), str(Path(name, "mount"))
         data.mkdir()
-        dataset = FORMATS[kind](mount, o.files)
+        dataset = FORMATS[kind](mount, o.files, held)
         total = fill(data, dataset)
         for _ in range(o.rounds):
             for way, make in WAYS.items():
-                with SlowFS(str(data), mount, **slow) as fs, daemon_with(2 * total):  # type: ignore[no-untyped-call]
+                with SlowFS(str(data), mount, **slow) as fs, daemon_with(int(o.memory * total)):  # type: ignore[no-untyped-call]
                     torch.manual_seed(0)
+                    dataset.samples = 0
                     loader = make(dataset, batch_size=o.batch, shuffle=True, num_workers=workers)
                     found[way].append(epochs(loader, fs, o.epochs))
                     del loader
@@ -139,15 +156,19 @@ def rows(kind: str, workers: int, o: argparse.Namespace) -> list[dict[str, objec
             round(median([t[i] / s[i] for t, s in zip(times["torch"], times[way], strict=True)]), 2)
             for i in range(3)
         ]
+        whole = zip(found["torch"], runs, strict=True)
+        together = round(median([sum(t[0][:3]) / sum(s[0][:3]) for t, s in whole]), 2)
         out.append({
-            "format": kind, "workers": workers, "way": way,
+            "format": kind, "list": held, "workers": workers, "way": way,
             "first, samples/s": round(o.files / median(first)),
             "second, samples/s": round(o.files / median(second)),
             "later, samples/s": round(o.files * (o.epochs - 2) / median(later)),
             "first / torch": ratios[0],
             "second / torch": ratios[1],
             "later / torch": ratios[2],
+            "three epochs / torch": together,
             "opens of the source": " ".join(map(str, runs[-1][1])),
+            "opens / N": round(sum(runs[-1][1]) / o.files, 3),
             "same batches": len(digests) == 1,
         })  # fmt: skip
     return out
@@ -158,6 +179,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--format", nargs="+", choices=[*FORMATS], default=[*FORMATS])
+    parser.add_argument("--list", nargs="+", choices=LISTS, default=["right"])
+    parser.add_argument("--memory", type=float, default=2.0, help="share of all files")
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 2])
     parser.add_argument("--files", type=int, default=400)
     parser.add_argument("--batch", type=int, default=32)
@@ -168,7 +191,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     skip_without_fuse()
-    report([row for kind in o.format for workers in o.workers for row in rows(kind, workers, o)])
+    ways = [(kind, held, n) for kind in o.format for held in o.list for n in o.workers]
+    report([row for way in ways for row in rows(*way, o)])
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ _SECTIONS = {
     "cluster": "The nodes of a job, which serve each other ([several nodes](nodes.md)).",
     "loader": "What happens inside a training process.",
 }
+_HEADS = {"Args:": "Arguments"}
 _OWNERS = {
     "tier": "Of a tier: `memory`, `disk`, `decoded` or `peers`",
     "source": "Of a source of the daemon: a dataset's storage",
@@ -97,7 +98,7 @@ def prose(docstring: str) -> Iterator[str]:
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         head, _, below = block.partition("\n")
         if head in {"Args:", "Returns:", "Raises:", "Attributes:", "Yields:"}:
-            yield f"**{head[:-1]}**"
+            yield f"**{_HEADS.get(head, head[:-1])}**"
             yield "\n".join(_items(textwrap.dedent(below)))
         elif block.startswith(("    ", ">>> ")):
             yield f"```python\n{textwrap.dedent(block)}\n```"
@@ -121,13 +122,13 @@ def signature(name: str, thing: Any) -> str:
         if parameter.name not in {"self", "kwargs"}
     ]
     called = f"{name}{inspect.Signature(parameters)}"
-    if len(called) <= _WIDTH:
+    if len(called) <= 76:  # what the site shows of a line of code
         return called
     inside = ", ".join(map(str, inspect.Signature(parameters).parameters.values()))
     if any(p.kind is p.KEYWORD_ONLY for p in parameters):
         first = next(str(p) for p in parameters if p.kind is p.KEYWORD_ONLY)
         inside = inside.replace(first, f"*, {first}", 1)
-    body = textwrap.fill(inside, 100, initial_indent="    ", subsequent_indent="    ")
+    body = textwrap.fill(inside, 76, initial_indent="    ", subsequent_indent="    ")
     return f"{name}(\n{body}\n)"
 
 

@@ -9,7 +9,8 @@ words: it clamps them to valid values (`min`, monotonic).
 `SharedWords` belongs to one session (64 KiB memfd; daemon and client map it read-write). Behind
 4 KiB of single words it has the session's last batches (`batch_log`).
 `LocationTable` belongs to one dataset (the daemon writes, clients map it read-only): the offset of
-each object. A new table is all zeros, which the system allocates lazily, at no cost per object.
+each object, and the version of its bytes. A new table is all zeros, which the system allocates
+lazily, at no cost per object.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from creel.policies.arrays import Ints
 
 WORDS_NBYTES = batch_log.NBYTES
 _MAX_RECORDS = 2**31 - 1
+#: Records of fewer bytes have no versions in their table: blocks of opened files have more.
+_VERSIONED = 1 << 15
 
 # Words that the daemon writes:
 HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
@@ -123,9 +126,10 @@ class LocationTable:
     """Location table: places and lengths of the objects of one dataset.
 
     `offset` (n,): first byte in the arena, or NOWHERE. `length` (n,) int64: bytes, or -1 while
-    unknown. Both are views of the shared memory, except for the equal lengths of records, which are
-    not stored. An offset may change at any time, unless the object belongs to a step in
-    [DONE, READY) of an open session and so is pinned.
+    unknown. `version` (n,) int64: of the file, when the bytes in the arena were read from it; None
+    for small records, which no person's code opens. All are views of the shared memory, except for
+    the equal lengths of records, which are not stored. An entry may change at any time, unless the
+    object belongs to a step in [DONE, READY) of an open session and so is pinned.
     """
 
     def __init__(self, fd: int, objects: int, record: int, *, write: bool = False) -> None:
@@ -136,17 +140,28 @@ class LocationTable:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         self._map = mapped(fd, self.nbytes(objects, record), prot)
         self.length: Ints
+        self.version: Ints | None = None
         if record:
-            self.offset = Offsets(np.frombuffer(self._map, np.int32, objects), record)
+            versions = objects * (record >= _VERSIONED)
+            if versions:
+                self.version = np.frombuffer(self._map, np.int64, objects)
+            places = np.frombuffer(self._map, np.int32, objects, 8 * versions)
+            self.offset = Offsets(places, record)
             self.length = np.broadcast_to(np.int64(record), objects)
         else:
-            words = np.frombuffer(self._map, np.int64, 2 * objects)
-            self.offset, self.length = Offsets(words[:objects], 1), words[objects:]
+            words = np.frombuffer(self._map, np.int64, 3 * objects).reshape(3, objects)
+            self.offset = Offsets(words[0], 1)
+            self.length, self.version = words[1], words[2]
 
     @staticmethod
-    def nbytes(objects: int, record: int) -> int:
+    def each_nbytes(record: int) -> int:
+        """Return the bytes of each object."""
+        return 4 + 8 * (record >= _VERSIONED) if record else 24
+
+    @classmethod
+    def nbytes(cls, objects: int, record: int) -> int:
         """Return the size of the memfd for this many objects (a mapping has at least 1 byte)."""
-        return max((4 if record else 16) * objects, 16)
+        return max(cls.each_nbytes(record) * objects, 16)
 
     @staticmethod
     def record_of(lengths: Lengths, arena_nbytes: int) -> int:
@@ -159,4 +174,4 @@ class LocationTable:
 
     def close(self) -> None:
         """Drop the views; the mapping is freed with the last view."""
-        del self.offset, self.length
+        del self.offset, self.length, self.version

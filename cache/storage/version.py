@@ -96,6 +96,19 @@ def differ(old: Ints, new: Ints) -> Mask:
     return other
 
 
+def stands_for(held: int, now: int) -> bool:
+    """Return whether bytes of version `held` are what a local file of version `now` has.
+
+    Bytes that came from another node have only the bits that all nodes share (`shared`).
+
+    >>> stands_for(5 << 20 | 7, 5 << 20 | 7), stands_for(5 << 20, 5 << 20 | 7)
+    (True, True)
+    >>> stands_for(5 << 20 | 6, 5 << 20 | 7), stands_for(CHANGING, CHANGING)
+    (False, False)
+    """
+    return now > 0 and held in {now, now & _SHARED}
+
+
 def torn(before: os.stat_result, after: os.stat_result) -> bool:
     """Return whether a read between two fstat calls may mix two versions of the file."""
     return (

@@ -164,7 +164,7 @@ class Node:
     # --- the core's actions -------------------------------------------------------------------
 
     def _publish(self, action: events.Publish) -> None:
-        self.registry.datasets[action.dataset].table.offset[action.ids] = action.offset
+        self.registry.datasets[action.dataset].publish(action.ids, action.offset)
 
     def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread; after a failure the core continues as before."""

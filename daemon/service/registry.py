@@ -39,6 +39,7 @@ from creel.cache.storage.source import Source
 from creel.daemon.core.versions import Versions
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Open
+from creel.policies.arrays import Ids, Ints
 from creel.policies.cluster.job_order import SampleObjects, hash_of
 
 DRAINING, CLOSED = 1, 2
@@ -46,7 +47,7 @@ _MAX_WAITERS = 4096  # most pending waits of a session; workers x threads stays 
 _MAX_NAME = 4096  # most characters of a job's name
 #: Bytes per object, and per record of one length: in the table, in the core's columns (state, pins)
 #: and in those of the eviction policy (fewer except during planning).
-_OBJECT_NBYTES, _RECORD_NBYTES = 16 + 5 + 16, 4 + 5 + 16
+_OBJECT_NBYTES = 5 + 16
 #: Bytes per object for a disk tier: in the core, and in the store's index.
 _DISK_NBYTES = 1 + 6
 #: Bytes per manifest row beside the row: derived columns, a version and its generation.
@@ -109,6 +110,16 @@ class DatasetRecord:
             self.claims.remove(token)
             self.used_at = time.monotonic()
 
+    def publish(self, ids: Ids | slice, place: Ints | int) -> None:
+        """Publish where objects lie now: (k,) places, or NOWHERE.
+
+        First the versions of their files: who sees the place sees of which version its bytes are.
+        """
+        version = self.table.version
+        if version is not None and isinstance(ids, np.ndarray) and isinstance(place, np.ndarray):
+            version[ids] = self.versions.held(ids.astype(np.intp))
+        self.table.offset[ids] = place
+
     def close(self) -> None:
         self.source.close()
         self.table.close()
@@ -121,7 +132,7 @@ def tables_nbytes(manifest: Manifest, record: int, *, disk: bool) -> int:
     disk: whether there is a disk tier.
     """
     rows: int = manifest.table.num_rows
-    each = (_RECORD_NBYTES if record else _OBJECT_NBYTES) + disk * _DISK_NBYTES
+    each = LocationTable.each_nbytes(record) + _OBJECT_NBYTES + disk * _DISK_NBYTES
     return len(manifest) * each + int(manifest.table.nbytes) + rows * _ROW_NBYTES
 
 

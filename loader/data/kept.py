@@ -13,7 +13,7 @@ from creel.loader.data.decoded.store import DecodedStore, Stamp
 from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import SampleInputs, still
 from creel.loader.data.reading.this_thread import this_thread
-from creel.loader.data.tracing.likeness import likeness
+from creel.loader.data.user_code.likeness import likeness
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -53,8 +53,7 @@ class SampleKeeping(KeepingSamples):
         with SampleInputs() as opened, Intercepted():
             look_again()  # the last sample may have imported a library to read with
             sample = owner.dataset[index]
-            if draws.any():
-                self.refuse(store)
+            if self.drew(store, draws):
                 return sample
             if not opened.doubt and not self.same_again(
                 store, number, sample, lambda: owner.dataset[index]

@@ -17,6 +17,8 @@ from typing import NamedTuple
 #: would wait; those in memory never wait. All others count as slow.
 _ON_DISK = frozenset({"ext2", "ext3", "ext4", "f2fs", "xfs"})
 _IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+#: Others of this machine, of which the page cache has what was read before.
+_OTHERS = frozenset({"bcachefs", "btrfs", "overlay", "zfs"})
 #: One file in this many may be missing from the page cache.
 _FEW = 32
 
@@ -52,6 +54,12 @@ def local(path: str) -> bool:
         return mount.kind in _ON_DISK | _IN_MEMORY and os.stat(path).st_dev == mount.device  # noqa: PTH116  a string
     except (OSError, ValueError):
         return False
+
+
+def remote(path: str) -> bool:
+    """Whether a file is on a network file system or one in user space, as far as is known."""
+    kind = _mount_of(path, _mounts()).kind
+    return bool(kind) and kind not in _ON_DISK | _IN_MEMORY | _OTHERS
 
 
 def _mount_of(path: str, mounts: list[_Mount]) -> _Mount:

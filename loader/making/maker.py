@@ -142,6 +142,11 @@ class BatchMaker:
         # Nobody changes a copy whose batches need no user code.
         self._fixed = not (self._live or (gather is not None and gather.has_code))
 
+    def bind(self, binding: Binding | None, waits: Waits | None = None) -> None:
+        """Read through another binding of the same dataset from now on; None: directly."""
+        self.binding, self._waits = binding, waits or self._waits
+        self.inspect()
+
     def make(self, task: Task, session: Session | None) -> Any:
         """Return a batch, or a part of one. Raises what the person's code raises.
 

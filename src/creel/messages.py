@@ -27,7 +27,7 @@ from creel.errors import MalformedError
 #: Increased whenever an old client could misread a new daemon, or vice versa. From the first
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
-PROTOCOL = 12
+PROTOCOL = 13
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -431,7 +431,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=12, role='cli', token='')
+    Hello(protocol=13, role='cli', token='')
     """
     return _encoder.encode(message)
 

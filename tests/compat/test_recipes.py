@@ -375,8 +375,7 @@ def test_jax_keras_and_grain_take_what_the_recipe_gives_them(
 def test_tensorboard_shows_the_scalars_that_the_page_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    read = library("tensorboard.backend.event_processing.event_accumulator")
     from torch.utils.tensorboard import SummaryWriter
 
     monkeypatch.chdir(tmp_path)
@@ -387,7 +386,7 @@ def test_tensorboard_shows_the_scalars_that_the_page_writes(
         for step in range(2):
             assert len(list(loader)) == N // 4
             exec(code, {"loader": loader, "writer": writer, "step": step})
-    shown = EventAccumulator("log").Reload()
+    shown = read.EventAccumulator("log").Reload()
     assert [one.value for one in shown.Scalars("creel/batches/all")] == [N // 4, 2 * N // 4]
     assert {f"creel/stall_s/{cause}" for cause in CAUSES} <= set(shown.Tags()["scalars"])
     assert json.loads(json.dumps(loader.stats())) == loader.stats()  # what wandb takes

@@ -101,6 +101,10 @@ def first_picture(data: Samples, i: int) -> Any:
         return next(video.decode(video=0)).to_ndarray(format="rgb24")
 
 
+def decoded(data: Samples, i: int) -> Any:
+    return library("decord").VideoReader(f"{data.folder}/{i}.mp4", num_threads=1)[0].asnumpy()
+
+
 def sounds(folder: str) -> None:
     for i in range(N):
         library("soundfile").write(f"{folder}/{i}.flac", row(i).astype(np.int16), 16_000)
@@ -190,6 +194,7 @@ LAYOUTS = {
     "zarr, a file per chunk": Layout(sharded, zarr_row),
     "zarr, shards": Layout(lambda folder: sharded(folder, shards=(4, LENGTH)), zarr_row),
     "av": Layout(videos, first_picture),
+    "decord": Layout(videos, decoded),
     "soundfile": Layout(sounds, sound),
     "safetensors, load_file": Layout(tensors, tensor),
     "nibabel": Layout(volumes, volume),
@@ -214,7 +219,7 @@ def test_a_library_reads_from_the_source_what_torch_does_and_then_nothing(
     name: str, source: SlowFS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
-    spec = "creel.loader.data.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
+    spec = "creel.loader.data.files.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
     library("fsspec").register_implementation("creel", spec, clobber=True)
     LAYOUTS[name].write(str(Path(source.mountpoint).parent / "data"))
     batches, reads = [], []

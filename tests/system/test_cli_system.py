@@ -28,6 +28,7 @@ from creel.cli.main import main
 from creel.config import Config
 from creel.loader.client.embed import connect_or_start
 from kit import until
+from programs import Program
 from testbed.http_server import Server
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
@@ -106,8 +107,10 @@ def reads(name: str) -> int:
 
 def train(name: str, program: str, folder: Path) -> None:
     env = os.environ | {"CREEL_SOCKET": name, "CREEL_LOADER__DIRECT": "never"}
-    command = [sys.executable, "-c", program]
-    subprocess.run(command, cwd=folder, env=env, check=True, timeout=120)
+    begin = f"import os, sys; os.chdir({str(folder)!r}); sys.path.insert(0, '')"
+    training = Program(f"{begin}\n{program}", env=env)
+    _, err = training.communicate()
+    assert training.wait() == 0, err
 
 
 def test_a_daemon_is_seen_warmed_and_stopped(

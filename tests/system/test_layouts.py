@@ -466,7 +466,6 @@ def test_nor_do_workers_or_torchs_own_loader(
 #: Those whose files C code, a mapping or a descriptor reads.
 UNSERVED = {
     "Parquet, pyarrow.dataset",
-    "np.fromfile at an offset",
     "a descriptor, kept",
     "pyarrow.OSFile, kept",
 }
@@ -499,7 +498,7 @@ def test_what_python_opens_is_read_from_the_source_no_more_once_it_is_in_memory(
 @pytest.mark.usefixtures("daemon")
 def test_a_remote_file_is_read_in_blocks_by_whoever_takes_files_from_fsspec(tmp_path: Path) -> None:
     fsspec, _ = library("fsspec"), library("aiohttp")
-    spec = "creel.loader.data.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
+    spec = "creel.loader.data.files.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
     fsspec.register_implementation("creel", spec, clobber=True)
     hdf5(tmp_path)
 

@@ -29,8 +29,8 @@ from torch.utils.data import (
 import creel
 from creel.loader.data.maps.arrow import spans_of
 from creel.loader.data.maps.mappings import Mappings
+from creel.loader.data.maps.page_files import BLOCK_NBYTES
 from creel.loader.line.steps import mapped_pages
-from creel.loader.line.steps.mapped_pages import BLOCK_NBYTES
 from creel.system import limits
 from creel.system.limits import MemoryLimits
 from kit import descriptors, until
@@ -282,6 +282,7 @@ def test_spans_are_where_arrows_values_lie(tmp_path: Path, kind: str) -> None:
         everything = mapped.read_buffer(mapped.seek(0) or mapped.size())
         with (tmp_path / "mount/rows").open("rb") as f:
             fd = f.fileno()
+            os.pread(fd, everything.size, 0)  # Arrow has asked for some of it
             # From now on a read or fault reads no more than is asked for.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for advice in mmap.MADV_RANDOM, mmap.MADV_DONTNEED:

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.loader.client import connections
-from creel.loader.client.client import Client
+from creel.loader.data.tracing.lists.hypothesis import LEAST
 from daemons import Running
-from kit import until
 from testbed.same import needs_fuse, opened_by_epoch
 from testbed.slow_files import KINDS, N, OpaqueFiles, SlowFiles, write_npy
 
@@ -55,26 +54,18 @@ class Parts(OpaqueFiles):
     indirect=["slow"],
 )
 def test_the_daemon_reads_each_file_once(slow: SlowFiles, workers: int) -> None:
+    """Samples open it themselves only to prove that large files of their list are read whole."""
     ours, theirs = slow.loader(num_workers=workers), slow.torchs(num_workers=workers)
     opens = opened_by_epoch(slow.opens, ours, theirs)
     more = N if slow.kind == "cv2" else 0  # some versions of cv2 open a file twice
-    assert N <= opens[0] <= N + more
-    assert opens[1:] == [N, 0]
+    proved = 0 if slow.kind == "bit" else LEAST
+    assert N + proved <= sum(opens) <= N + proved + more
+    assert opens[2] == 0
 
 
-class Other(OpaqueFiles):
-    """Equals `OpaqueFiles` at the first, middle and last file; the others are shuffled."""
-
-    def __init__(self, folder: str | Path, kind: str) -> None:
-        super().__init__(folder, kind)
-        self.paths[1 : N // 2] = self.paths[N // 2 - 1 : 0 : -1]
-
-
-Other.__qualname__ = OpaqueFiles.__qualname__
-
-
+@pytest.mark.parametrize("slow", ["bit"], indirect=True)
 @pytest.mark.parametrize(("kind", "workers"), [("creel", 0), ("torch", 0), ("torch", 2)])
-def test_a_later_job_finds_on_disk_what_its_samples_read(
+def test_a_later_job_finds_on_disk_what_its_dataset_lists(
     slow: SlowFiles,
     daemon_name: str,
     tmp_path: Path,
@@ -82,39 +73,28 @@ def test_a_later_job_finds_on_disk_what_its_samples_read(
     kind: str,
     workers: int,
 ) -> None:
-    """From its first epoch on, unless the files, or the samples' reads, have changed."""
+    """From its first epoch on, unless the files have changed."""
     (tmp_path / "disk").mkdir()
     settings = {"LOADER__EMBED": "false", "LOADER__DIRECT": "never", "DISK__KEEP_FREE": "0"}
     settings |= {"DISK__PATH": str(tmp_path / "disk"), "DISK__BUDGET": "16MiB"}
     for name, value in settings.items():
         monkeypatch.setenv(f"CREEL_{name}", value)
 
-    def job(dataset: Any, expected: Any, epochs: int) -> list[int]:
+    def job() -> list[int]:
         with Running(daemon_name, memory="16MiB") as daemon:
-            ours, theirs = slow.loader(dataset), slow.torchs(expected)
+            ours, theirs = slow.loader(), slow.torchs()
             if kind == "torch":
+                dataset = OpaqueFiles(slow.fs.mountpoint, slow.kind)
                 ours = slow.torchs(creel.wrap(dataset), num_workers=workers)
-            opens = opened_by_epoch(slow.opens, ours, theirs, epochs)
+            opens = opened_by_epoch(slow.opens, ours, theirs, 2)
             connections.disconnect(daemon_name)
             daemon.end()  # which writes what only memory has
         return opens
 
-    bare, mounted = (OpaqueFiles(f, "npy") for f in (slow.folder, slow.fs.mountpoint))
-    assert job(mounted, bare, 2) == [N, N]
-    assert job(mounted, bare, 2) == [0, 0]
+    assert job() == [N, 0]
+    assert job() == [0, 0]
     slow.fill(1)
-    assert job(mounted, bare, 2) == [2 * N, 0]  # the daemon reads all for later epochs
-    other, mounted = (Other(f, "npy") for f in (slow.folder, slow.fs.mountpoint))
-    dealt_anew = N // 2 - 2  # one of the three is in the middle of these
-    assert job(mounted, other, 2) == [dealt_anew, 0]
-    assert job(mounted, other, 1) == [0]
-    with Running(daemon_name, memory="16MiB"), Client.connect(daemon_name) as client:
-        opened_by_epoch(slow.opens, slow.loader(mounted), slow.torchs(other), 1)
-        (dataset,) = client.ask("datasets")["datasets"]
-        assert list((tmp_path / "disk").glob("creel-*/traces/*"))
-        client.ask("drop", dataset=dataset["dataset"])
-        until(lambda: not list((tmp_path / "disk").glob("creel-*/traces/*")))
-        connections.disconnect(daemon_name)
+    assert job() == [N, 0]
 
 
 def by_two_threads(path: str) -> Any:
@@ -133,12 +113,13 @@ def twice(path: str) -> Any:
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize(("read", "opens"), [(by_two_threads, N), (twice, 2 * N)])
+@pytest.mark.parametrize(("read", "opens"), [(by_two_threads, LEAST), (twice, 2 * LEAST)])
 def test_odd_ways_of_reading_give_what_they_give(
     slow: SlowFiles, read: Any, opens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "npy", (write_npy, read))
-    assert opened_by_epoch(slow.opens, slow.loader(), slow.torchs()) == [opens, N, 0]
+    *first, last = opened_by_epoch(slow.opens, slow.loader(), slow.torchs())
+    assert (sum(first), last) == (N + opens, 0)
 
 
 @pytest.mark.usefixtures("daemon")

@@ -22,12 +22,10 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 import creel
 from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.version import UNKNOWN
-from creel.config import Config
 from creel.loader.data.binding.adapters import Addressed
 from creel.loader.data.binding.bind import bound
-from creel.loader.data.binding.wrapped import AS_IT_IS
 from creel.loader.data.datasets.base import CreelDataset, fetch_many
-from creel.loader.data.reading.file_objects import in_memory
+from creel.loader.data.files.file_objects import in_memory
 from creel.loader.data.reading.lease import block_name
 from creel.loader.data.tracing.journal import (
     EndOfTrace,
@@ -42,7 +40,6 @@ from creel.loader.data.tracing.journal import (
 )
 from creel.loader.data.tracing.observed import ObservedReads
 from creel.loader.data.tracing.recorder import AccessRecorder
-from creel.loader.data.tracing.recording import KeptTrace
 from creel.loader.data.tracing.trace import AccessTrace, parts_of
 
 ADDRESSES = ["/a", "/b", "/c"]
@@ -493,19 +490,3 @@ def test_a_journal_is_closed_where_nothing_can_be_recorded() -> None:
     with suppress(TypeError):
         AccessRecorder(object())  # type: ignore[arg-type]  # it has no length
     assert set(Path("/proc/self/fd").iterdir()) == before
-
-
-def test_one_rank_keeps_what_all_have_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    config = Config.load({"disk.path": str(tmp_path), "disk.keep_free": "0"})[0]
-    (tmp_path / "data").mkdir()
-    dataset = numbered(tmp_path / "data")
-    kept = []
-    for rank, recorder in reversed([*enumerate(pair(dataset, dataset))]):
-        monkeypatch.setenv("RANK", str(rank))
-        KeptTrace(dataset, config, AS_IT_IS).keep(recorder, "key")
-        kept.append(len(list(tmp_path.glob("creel-*/traces/*"))))
-    assert kept == [0, 1]

@@ -248,7 +248,7 @@ def test_names_of_the_package_are_lazy() -> None:
     code = (
         "import creel, sys; dir(creel); assert 'torch' not in sys.modules; "
         "assert {'open', 'wrap', 'ImageFolder'} <= set(dir(creel)); "
-        "assert creel.read.__module__ == 'creel.loader.data.reading.opened'; "
+        "assert creel.read.__module__ == 'creel.loader.data.files.opened'; "
         "assert not {'torch', 'torchvision', 'PIL', 'fsspec'} & set(sys.modules); "
         "creel.datasets.Transformed; assert not {'torchvision', 'PIL'} & set(sys.modules)"
     )

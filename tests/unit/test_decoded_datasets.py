@@ -11,6 +11,7 @@ import random
 import resource
 import tarfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -271,6 +272,30 @@ def test_a_dataset_that_draws_from_a_generator_of_its_own_is_not_kept(
     assert [kept[i % N] for i in range(2 * N)] == [plain[i % N] for i in range(2 * N)]
     assert caplog.text.count("random numbers") == 1
     assert "creel.datasets.Transformed" in caplog.text
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_thread_that_draws_beside_costs_the_samples_made_meanwhile(
+    always: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As training does in one thread, while another one makes samples."""
+
+    class Beside(Sized):
+        def __getitem__(self, index: int) -> int:
+            if always or index == 3:
+                trainer.submit(torch.rand, 1).result()
+            return index
+
+        def __len__(self) -> int:
+            return 16
+
+    with ThreadPoolExecutor(1) as trainer:
+        kept: Any = creel.kept(Beside(), "1MiB")
+        for _ in range(2):
+            assert [kept[i] for i in range(16)] == list(range(16))
+        store = kept.keeping.store
+    assert [i for i in range(16) if not store.has(i)] == (list(range(16)) if always else [3])
+    assert caplog.text.count("random numbers") == always
 
 
 def test_a_sample_that_is_another_one_when_made_again_is_named_and_not_kept(

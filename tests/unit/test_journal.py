@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
 from creel.loader.data.tracing.journal import (
@@ -172,21 +171,18 @@ def test_bytes_that_are_no_records_are_passed_over(junk: bytes, data: st.DataObj
 def test_the_journals_of_a_file_do_not_mix(
     written: list[tuple[int, tuple[int, list[tuple[Item, int]]]]],
 ) -> None:
-    """Each process reads each journal as if it had a file of its own; so does one that is kept."""
+    """Each process reads each journal as if it had a file of its own."""
     file = JournalFile(new_journal())
     journals = {number: TraceJournal(JournalPlace(file, number)) for number in range(1, 5)}
     read: dict[int, list[Record]] = {number: [] for number in journals}
     for number, sample in written:
         assert journals[number].append(record_of([sample]))
         read[number] += journals[number].new()
-    for number, journal in journals.items():
+    for number in journals:
         expected = [record_of([sample]) for n, sample in written if n == number]
         assert read[number] == expected
         other_process = JournalFile(file.own)
         assert list(TraceJournal(JournalPlace(other_process, number)).new()) == expected
-        alone = Descriptor(memfd("kept"))
-        os.write(alone.fd, journal.copy())
-        assert list(TraceJournal(JournalPlace(JournalFile(alone))).new()) == expected
 
 
 @given(st.lists(st.tuples(addresses, versions), min_size=1, max_size=4), st.data())

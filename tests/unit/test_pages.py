@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import io
+import pydoc
 import re
 import runpy
 import sys
 import tarfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,10 @@ PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 #: Parts that scripts write.
 MADE = re.compile(r"<!-- (?:made by|rooms).*?<!-- end[^>]*-->\n", re.DOTALL)
 #: Looked up, not read.
-REFERENCE = {"api.md", "cli.md", "configuration.md", "json.md", "metrics.md"}
+REFERENCE = {
+    *("api.md", "cli.md", "configuration.md", "json.md", "metrics.md"),
+    *("glossary.md", "states.md"),
+}
 #: Changed elsewhere at the moment.
 LATER = {"s3.md"}
 _CODE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
@@ -127,6 +133,24 @@ def test_what_coding_agents_read_names_what_there_is() -> None:
     keywords = re.findall(r"creel\.(\w+)\([^)]*?\b(\w+)=", skill)
     assert all(word in inspect.signature(getattr(creel, of)).parameters for of, word in keywords)
     assert words(skill) <= 600
+
+
+@every_page
+def test_code_on_a_page_parses_and_calls_what_there_is(page: Path) -> None:
+    """The recipes' code is run, by tests/compat/test_recipes.py."""
+    by_hand = MADE.sub("", page.read_text())
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```$", by_hand, re.DOTALL | re.MULTILINE)
+    for code in blocks:
+        tree = ast.parse(textwrap.dedent(code))
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func)
+            if not name.startswith("creel.") or "(" in name:
+                continue
+            called: Any = pydoc.locate(name)
+            assert called is not None, name
+            takes = inspect.signature(called).parameters
+            given = {keyword.arg for keyword in call.keywords if keyword.arg}
+            assert given <= set(takes), name
 
 
 def test_the_page_of_formats_names_tests_that_exist() -> None:

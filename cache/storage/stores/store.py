@@ -439,7 +439,8 @@ class _OpenFiles:
 
 def _open(path: str) -> OpenFile:
     now = time.time_ns()
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # O_NONBLOCK: a dataset may list a FIFO, which no sample opens.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return OpenFile(fd, os.fstat(fd), 1, now)
     except BaseException:

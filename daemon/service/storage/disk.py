@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.disk.store import DiskStore
-from creel.cache.disk.traces import drop_traces
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.buffers import Part
 from creel.cache.storage.reads import Read, WholeObject
@@ -129,7 +128,6 @@ class Disk:
     def forget(self, dataset: str) -> None:
         if self._store is not None:
             self._order(partial(self._store.forget, dataset))
-            self._order(partial(self._drop_traces, dataset))
 
     def source(self, dataset: str) -> DiskSource:
         """Return a reader of a dataset's objects on disk, for a queue of the fetcher."""
@@ -174,12 +172,6 @@ class Disk:
         self._writer.put(guarded)
 
     # --- in the writer's thread ------------------------------------------------------------------
-
-    def _drop_traces(self, dataset: str) -> None:
-        try:
-            drop_traces(self._settings.path, dataset)
-        except OSError as e:
-            log.warning("the access traces of a dataset cannot be removed: %s", e)
 
     def _write(self, action: SpillObjects) -> None:
         stored, full = np.zeros(len(action.ids), np.bool_), False

@@ -19,12 +19,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.version import UNKNOWN
 from creel.errors import ConfigError
+from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.datasets.columns import addresses
+from creel.loader.data.files.opened import open_as_python
 from creel.loader.data.reading.lease import block_count, block_name, block_nbytes
-from creel.loader.data.reading.opened import open_as_python
 from creel.loader.data.reading.storage import Options, absolute
 from creel.policies.arrays import Ids, Ints
 
@@ -67,11 +67,13 @@ def _warn_of_folder(why: str) -> None:
 class Addressed(CreelDataset):
     """Whole-file objects, found by address when user code reads them."""
 
-    volatile = (*CreelDataset.volatile, "_index")
+    volatile = (*CreelDataset.volatile, "_index", "limit")
     whole_files = True
-    #: (n,) the version of each file when it was recorded, UNKNOWN for remote ones. None: the files
-    #: were declared, or their versions are not to be checked.
-    versions: Ints | None = None
+    #: Whether a local file is served only in the version that it has when a sample opens it. Not if
+    #: the files were declared.
+    checked = False
+    #: How many of these files may be fetched ahead; None: all.
+    limit: FetchLimit | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
         self._uris = addresses(uris)
@@ -83,12 +85,6 @@ class Addressed(CreelDataset):
     def addresses(self, ids: NDArray[np.integer]) -> list[str]:
         """Return the addresses of (k,) objects, in the form of `absolute`."""
         return [self._uris[i].as_py() for i in ids.tolist()]  # `take` imports pyarrow.compute
-
-    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
-        """Return the versions in which (k,) files may be served; UNKNOWN: in any."""
-        if self.versions is None:
-            return [UNKNOWN] * len(ids)
-        return cast("list[int]", self.versions[ids].tolist())
 
     def find(self, address: str) -> int | None:
         """Return the object number of an address (in the form of `absolute`), or None."""
@@ -125,9 +121,6 @@ class Blocks(Addressed):
         files = self._file_of(ids)
         blocks = (ids - self.firsts[files]).tolist()
         return list(map(block_name, super().addresses(files), blocks))
-
-    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
-        return super().versions_of(self._file_of(ids))
 
     def _build_manifest(self) -> Manifest:
         nbytes = self._nbytes

@@ -126,8 +126,8 @@ class Binding:
     def _index_leaves(self) -> None:
         self._bases = {id(leaf): base for leaf, base in zip(self.leaves, self._firsts, strict=True)}
         named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
-        #: Of leaves that share a file, the last says in which version it may be served.
-        self._named = sorted(named, key=lambda leaf: leaf.versions is not None)
+        #: Of leaves that share a file, the last says whether its version is checked.
+        self._named = sorted(named, key=lambda leaf: leaf.checked)
         self._among: SampleObjects | None = None  # the object of each sample, once asked for
 
     def __getstate__(self) -> dict[str, object]:
@@ -280,6 +280,11 @@ class Binding:
     def gathers(self, gather: Gather) -> bool:
         """Whether batches are still built as in `gather`: the user may assign attributes."""
         return gather.raw.same(self._root.raw())
+
+    def allowed(self) -> int | None:
+        """Return how many samples may be fetched ahead in all; see `FetchLimit.allowed`."""
+        limits = [leaf.limit.allowed() for leaf in self._named if leaf.limit is not None]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def thread_safe(self) -> bool:

@@ -27,6 +27,7 @@ from creel.loader.client.cluster.ranks import job_name, rank_and_world
 from creel.loader.client.connections import daemon_starting, open_session
 from creel.loader.data.binding.bind import Binding
 from creel.loader.data.reading.lease import Lease
+from creel.loader.data.rehearsed import numbers_of
 from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class DaemonLink:
         self._next = 0
         self._open: set[int] = set()
         self._epoch = 0
-        self._read_ids = np.zeros(len(session.table.offset), np.bool_)  # read in this epoch
+        self._read = np.zeros(max(numbers_of(binding.dataset), 1), np.bool_)  # in this epoch
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if that is faster."""
@@ -102,7 +103,7 @@ class DaemonLink:
         except Exception:  # noqa: BLE001  the read itself then raises the error
             return none
         with self._lock:
-            self._begin_epoch_on_repeat(ids)
+            self._begin_epoch_on_repeat(np.asarray(indices, np.int64) % len(self._read))
             self._object_nbytes = self.session.nbytes(ids) // max(len(ids), 1)
             step, ends = self._next, np.array([len(ids)])
             if not self.session.extend(self._epoch, step, ids, ends, unplanned=True):
@@ -111,12 +112,15 @@ class DaemonLink:
             self._open.add(step)
         return step, ids, wait_s * max(len(ids), 1)
 
-    def _begin_epoch_on_repeat(self, ids: NDArray[np.int32]) -> None:
-        """Begin an epoch when an object is read again: the loader's own epochs are unknown."""
-        if self._read_ids[ids].any():
+    def _begin_epoch_on_repeat(self, samples: NDArray[np.int64]) -> None:
+        """Begin an epoch when a sample is read again: the loader's own epochs are unknown.
+
+        An object says nothing, as many samples may read a block of a file.
+        """
+        if self._read[samples].any():
             self._epoch += 1
-            self._read_ids[:] = False
-        self._read_ids[ids] = True
+            self._read[:] = False
+        self._read[samples] = True
 
     def wait(self, step: int, wait_s: float) -> bool:
         """Wait until the step's objects are pinned in the arena; False to read them directly."""

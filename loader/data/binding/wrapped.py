@@ -56,6 +56,8 @@ class Reading(Protocol):
     config: tuple[Config, dict[str, str]] | None
     #: Whether a loader of creel's counts the batches.
     counted: bool
+    #: Whether one reads it, and opens the session for what it is to read.
+    led: bool
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -71,6 +73,14 @@ class Reading(Protocol):
 
     def recording(self) -> bool:
         """Whether it is not known yet what samples read."""
+        ...
+
+    def supposed(self) -> object | None:
+        """Return the hypothesis about what samples read; None if there is none by now."""
+        ...
+
+    def holds_paths(self) -> bool:
+        """Whether the dataset holds a list of its files that counts before any sample is read."""
         ...
 
 
@@ -119,6 +129,21 @@ def configure(dataset: Wrapped, config: Config, origins: dict[str, str]) -> None
 def recording(dataset: Wrapped) -> bool:
     """Whether it is not known yet what samples of a wrapped dataset read."""
     return reads_of(dataset).recording()
+
+
+def supposed(dataset: Wrapped) -> object | None:
+    """Return the hypothesis about what samples read; None if there is none by now."""
+    return reads_of(dataset).supposed()
+
+
+def holds_paths(dataset: Wrapped) -> bool:
+    """Whether it holds a list of its files that counts before any sample is read."""
+    return reads_of(dataset).holds_paths()
+
+
+def lead(dataset: Wrapped) -> None:
+    """Let a loader of creel's open the session for what a dataset is to read."""
+    reads_of(dataset).led = True
 
 
 def recorded(dataset: Wrapped) -> bool:

@@ -20,8 +20,8 @@ from creel.loader.data.datasets.base import Sample, check_callable, each, positi
 from creel.loader.data.datasets.columns import LazySequence, Names, addresses, strings
 from creel.loader.data.datasets.files import WholeFiles
 from creel.loader.data.decoded.objects import sole
+from creel.loader.data.files.opened import read as read_address
 from creel.loader.data.reading.listing import files_below, parse_index, write_index
-from creel.loader.data.reading.opened import read as read_address
 from creel.loader.data.reading.storage import (
     Listing,
     Options,

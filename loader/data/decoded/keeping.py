@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import multiprocessing.context
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ _REMEDY = (
 )
 #: Why nothing is kept, for the log.
 DRAWS = f"it draws random numbers, so each epoch needs new ones; {_REMEDY}"
+#: After so many samples in a row that drew, it was not another thread.
+_DRAWS = 8
 #: At most so many changed attributes are named.
 _NAMES = 5
 _OTHERS = (
@@ -82,6 +85,7 @@ class Keeping:
         self._token = ""  # of the store, in `_stores`
         self._generators: list[Any] = []  # that the dataset holds, in the process
         self._sought_by = 0  # which has sought them
+        self._drew = 0  # samples in a row during which something drew
         self._owner: weakref.ref[Any] | None = None
         self._readers: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that have begun
         _alive.add(self)
@@ -247,6 +251,20 @@ class Keeping:
         self._generators = generators(self.settings(owner))
         return Draws(self._generators, later=lambda: generators(self.settings(owner)))
 
+    def drew(self, store: DecodedStore, draws: Draws) -> bool:
+        """Whether something has drawn while a sample was made, which then must not be kept.
+
+        Nothing of the dataset is kept any more, unless it may have been another thread: then only
+        after some samples in a row.
+        """
+        if not draws.any():
+            self._drew = 0
+            return False
+        self._drew += 1
+        if self._drew >= _DRAWS or not _others_run():
+            self.refuse(store)
+        return True
+
     def inputs(self, store: DecodedStore, opened: SampleInputs) -> Inputs | None:
         """Return what a sample depends on; None if it must not be kept, which is said once."""
         if self.recheck == "never":
@@ -314,6 +332,14 @@ class Keeping:
     def _name(self) -> str:
         owner = None if self._owner is None else self._owner()
         return "a dataset" if owner is None else type(owner).__name__
+
+
+def _others_run() -> bool:
+    """Whether threads of the person's run beside this one, which draw from the same generators."""
+    mine = threading.current_thread()
+    return any(
+        one is not mine and not one.name.startswith("creel-") for one in threading.enumerate()
+    )
 
 
 def _nbytes(limit: str | int) -> int | None:

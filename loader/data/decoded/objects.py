@@ -164,8 +164,7 @@ class _WatchedCall:
             began = time.monotonic_ns()
             sample = self.decode(data)
             self.ns = time.monotonic_ns() - began
-            if draws.any():
-                keeping.refuse(self.store)
+            if keeping.drew(self.store, draws):
                 return sample
             again = partial(self.decode, data)
             if not (opened.doubt or keeping.same_again(self.store, self.number, sample, again)):

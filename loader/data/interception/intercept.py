@@ -29,8 +29,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import get_worker_info
 
 from creel.cache.storage.stores.store import read_ahead
+from creel.loader.data.files.file_objects import in_memory, memory_file
+from creel.loader.data.files.opened import (
+    NO_FILES,
+    SMALL,
+    local_address,
+    look,
+    observed_file,
+    open_in_blocks,
+)
 from creel.loader.data.interception import libraries
-from creel.loader.data.reading.file_objects import in_memory, memory_file
 from creel.loader.data.reading.inputs import records
 from creel.loader.data.reading.observer import (
     Intercepting,
@@ -38,14 +46,6 @@ from creel.loader.data.reading.observer import (
     open_source,
     passes_on,
     timed,
-)
-from creel.loader.data.reading.opened import (
-    NO_FILES,
-    SMALL,
-    local_address,
-    look,
-    observed_file,
-    open_in_blocks,
 )
 from creel.loader.data.reading.this_thread import (
     AT_CWD,
@@ -260,6 +260,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
     ("pathlib", "_NormalAccessor.stat", _static(_stat_over)),
+    ("numpy", "fromfile", libraries.numpy_fromfile),
     ("numpy.lib.format", "isfileobj", libraries.numpy_isfileobj),
     ("numpy.lib._format_impl", "isfileobj", libraries.numpy_isfileobj),  # from numpy 2.3 on
     ("cv2", "imread", libraries.reads_whole),
@@ -270,6 +271,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("pyarrow.parquet", "read_table", lambda original: libraries.parquet(original, 0)),
     ("pyarrow.parquet", "ParquetFile.__init__", lambda original: libraries.parquet(original, 1)),
     ("av", "open", libraries.takes_file),
+    ("decord", "VideoReader.__init__", libraries.decord_reader),
     ("soundfile", "SoundFile.__init__", partial(libraries.takes_file, path_as="_name")),
     ("safetensors.torch", "load_file", libraries.loads_bytes),
     ("safetensors.numpy", "load_file", libraries.loads_bytes),

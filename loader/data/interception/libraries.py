@@ -16,12 +16,9 @@ from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import Any, TypeVar
 
-from creel.loader.data.page_cache import in_page_cache, local
-from creel.loader.data.reading.block_files import read_by_methods
-from creel.loader.data.reading.file_objects import in_memory, memory_file
-from creel.loader.data.reading.lease import Buffer
-from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
-from creel.loader.data.reading.opened import (
+from creel.loader.data.files.block_files import read_by_methods
+from creel.loader.data.files.file_objects import in_memory, memory_file
+from creel.loader.data.files.opened import (
     SMALL,
     Look,
     local_address,
@@ -29,6 +26,9 @@ from creel.loader.data.reading.opened import (
     open_served,
     opened_part,
 )
+from creel.loader.data.page_cache import in_page_cache, local
+from creel.loader.data.reading.lease import Buffer
+from creel.loader.data.reading.observer import announce, copy_at, passes_on, timed
 from creel.loader.data.reading.this_thread import this_thread
 
 Call = Callable[..., Any]
@@ -88,6 +88,33 @@ def reads_whole(original: Call) -> Call:
 def numpy_isfileobj(original: Call) -> Call:
     """Replace the function by which numpy.load and numpy.save ask whether to use a descriptor."""
     return wraps(original)(lambda file: not read_by_methods(file) and original(file))
+
+
+def numpy_fromfile(original: Call) -> Call:
+    """Replace numpy.fromfile, which reads by the descriptor of a file, where methods are served."""
+    import numpy as np
+
+    @wraps(original)
+    def reading(file: Any, *args: Any, **more: Any) -> Any:
+        names = dict(zip(("dtype", "count", "sep", "offset"), args, strict=False)) | more
+        binary = not names.get("sep") and not names.keys() - {"dtype", "count", "sep", "offset"}
+        dtype = np.dtype(names.get("dtype", float)) if binary else np.dtype(object)
+        if dtype.hasobject or not dtype.itemsize:
+            return original(file, *args, **more)
+        given = read_by_methods(file)
+        opened = file if given else _file_of(file)
+        if opened is None:
+            return original(file, *args, **more)
+        try:
+            opened.seek(names.get("offset", 0), os.SEEK_CUR)
+            count = names.get("count", -1)
+            data = opened.read(count * dtype.itemsize if count >= 0 else -1)
+            return np.frombuffer(bytearray(data), dtype, len(data) // dtype.itemsize)
+        finally:
+            if not given:
+                opened.close()
+
+    return reading
 
 
 def maps(original: Call) -> Call:
@@ -159,6 +186,24 @@ def takes_file(original: Call, path_as: str = "") -> Call:
     return opening
 
 
+def decord_reader(original: Call) -> Call:
+    """Replace decord.VideoReader.__init__, which reads a file object whole, and a path in C."""
+
+    @wraps(original)
+    def opening(self: Any, uri: Any, *args: Any, **more: Any) -> None:
+        announce(uri)
+        address = local_address(uri) if this_thread.intercepts else None
+        data = None if address is None else copy_at(address, bytes)
+        if address is None or data is not None:
+            original(self, uri if data is None else io.BytesIO(data), *args, **more)
+            return
+        found = look(address)
+        _, waited_ns = timed(lambda: original(self, uri, *args, **more))
+        read_in_c(found, address, waited_ns=waited_ns)
+
+    return opening
+
+
 def loads_bytes(original: Call) -> Call:
     """Replace load_file of safetensors.torch or safetensors.numpy, which map the file."""
     load = sys.modules[original.__module__].load
@@ -183,7 +228,7 @@ def arrow_dataset(original: Call) -> Call:
         address = local_address(source) if this_thread.intercepts and not passes_on() else None
         if address == source and not args and more.get("filesystem") is None:
             with suppress(ImportError):  # of fsspec
-                from creel.loader.data.chained import CreelFileSystem
+                from creel.loader.data.files.chained import CreelFileSystem
 
                 if not local(os.path.dirname(source)):  # noqa: PTH120  text
                     more["filesystem"] = CreelFileSystem()

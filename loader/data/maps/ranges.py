@@ -69,8 +69,8 @@ def _ranges_of(dataset: Any, otherwise: Callable[[object], RangesOf | None]) -> 
         return _chained(dataset, [_ranges_of(part, otherwise) for part in dataset.datasets])
     if unchanged(dataset, StackDataset):
         parts = dataset.datasets
-        parts = parts.values() if isinstance(parts, dict) else parts
-        return joined([_ranges_of(part, otherwise) for part in parts])
+        each = parts.values() if isinstance(parts, dict) else parts
+        return joined([_ranges_of(part, otherwise) for part in each])
     if isinstance(dataset, CreelDataset):
         return None
     if callable(getattr(type(dataset), "ranges", None)):

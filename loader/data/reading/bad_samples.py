@@ -196,9 +196,11 @@ class Tolerant(Dataset[Any]):
                 return self._reads[index]
             except Exception as e:  # noqa: BLE001  same as above
                 self._tolerance.found(key, e)
+        none = (
+            f"none of {tried} samples could be read" if tried else "no sample is known to be good"
+        )
         raise TooManyBadSamplesError(
-            f"none of {tried} samples could be read in the place of sample {bad}:"
-            f" {self._tolerance.known[bad]}"
+            f"{none} in the place of sample {bad}: {self._tolerance.known[bad]}"
         )
 
 

@@ -274,6 +274,12 @@ def _program(records: list[SampleInputs], *_: Any) -> None:
         one.doubt = "a program runs meanwhile, whose files are not seen"
 
 
+def _forked(records: list[SampleInputs], *_: Any) -> None:
+    """Only by the sample's own thread: others start workers of loaders."""
+    if records == [this_thread.observed]:
+        _program(records)
+
+
 _EVENTS: dict[str, Callable[..., None]] = {
     "open": _opened,
     "os.listdir": _listed,
@@ -285,7 +291,8 @@ _EVENTS: dict[str, Callable[..., None]] = {
     "os.rename": _named_anew,
     "os.symlink": _symlinked,
     "sqlite3.connect": _database,
-    **dict.fromkeys(("subprocess.Popen", "os.posix_spawn", "os.system", "os.fork"), _program),
+    **dict.fromkeys(("subprocess.Popen", "os.posix_spawn", "os.system"), _program),
+    "os.fork": _forked,
 }
 
 

@@ -1,9 +1,9 @@
 """Lease: serves the reads of one step in one thread from the arena of a session.
 
-A local file that a sample was recorded to read is served only while it still has the recorded
-version. The daemon has checked that version since, so the bytes in the arena belong to it. The
-check here is needed because the sample may have just rewritten the file, from C code, from another
-process or under another name.
+A local file that a person's own code opens is served only in the version that it has at this
+moment: the daemon publishes of which version the bytes in the arena are (`LocationTable`), and the
+file's status says which one the sample's own `open` would read. The sample may have just rewritten
+the file, from C code, from another process or under another name.
 
 Only objects of the lease's step are copied. The daemon keeps them pinned until the step is done, or
 until it revokes the step and changes the session's stamp. A step can be done early: an iterator
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.version import MISSING, stands_for
 from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import this_thread, thread_use
 from creel.policies.thread_use import NO_USE
@@ -33,7 +33,7 @@ Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
 Buffer = bytes | memoryview
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
-_NOTHING = None, UNKNOWN, None
+_NOTHING = None, None, None
 
 #: Stands between the address of a file and the number of a block of it; no path contains it.
 BLOCK = "\0"
@@ -94,8 +94,9 @@ class Files(Leaf, Protocol):
         """Return the addresses of (k,) objects, or their `block_name`s."""
         ...
 
-    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
-        """Return the versions in which (k,) files may be served; UNKNOWN: in any."""
+    @property
+    def checked(self) -> bool:
+        """Whether a local file is served only in the version that it has when it is opened."""
         ...
 
 
@@ -156,8 +157,8 @@ class Lease:
         self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        #: address -> (number, version, the leaf)
-        self._numbers: dict[str, tuple[int | None, int, Files | None]] | None = None
+        #: address -> (number, or None: of blocks of a file; the leaf)
+        self._numbers: dict[str, tuple[int | None, Files]] | None = None
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -195,11 +196,11 @@ class Lease:
     def find(self, address: str, options: Options = None) -> int | None:
         """Return the session's number of the step's object at an address.
 
-        None if there is no such object, if the file changed since it was recorded, or if the
+        None if there is no such object, if the file is not what the daemon has read, or if the
         object is read with other `options` of a remote store.
         """
         number, version, _ = self._entry(address, options)
-        return number if version == UNKNOWN or version == version_at(address) > 0 else None
+        return number if version is None or stands_for(version, version_at(address)) else None
 
     def in_blocks(self, address: str, options: Options = None) -> bool:
         """Whether blocks of a file are objects of the step; `options` as for `find`."""
@@ -228,23 +229,28 @@ class Lease:
         size = block_nbytes(nbytes)
         for name, first in ((block_name(address, at // size), at // size * size), (address, 0)):
             number, known, _ = self._entry(name, options)
-            if number is not None and known in {UNKNOWN, version}:
+            if number is not None and (known is None or stands_for(known, version)):
                 copied = self.copy(number, partial(_fill, out, at - first))
                 if copied:
                     return copied
         return None
 
-    def _entry(self, name: str, options: Options) -> tuple[int | None, int, Files | None]:
-        """Return number, version and leaf of the step's object of this name, as far as known."""
+    def _entry(self, name: str, options: Options) -> tuple[int | None, int | None, Files | None]:
+        """Return number, version and leaf of the step's object of this name, as far as known.
+
+        Version None: it is served in any.
+        """
         if self._session is None:
             return _NOTHING
         if self._numbers is None:
             self._numbers = self._by_address() if self._there(self._session) else {}
-        entry = self._numbers.get(name, _NOTHING)
-        leaf = entry[2]
-        if leaf is not None and leaf.storage_options != options and not is_local(name):
+        number, leaf = self._numbers.get(name, (None, None))
+        if leaf is None or (leaf.storage_options != options and not is_local(name)):
             return _NOTHING
-        return entry
+        if number is None or not leaf.checked or not is_local(name):
+            return number, None, leaf
+        version = self._session.table.version
+        return number, MISSING if version is None else int(version[number]), leaf
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
         """Return the step's objects that are in the arena; all take little longer than one."""
@@ -253,17 +259,16 @@ class Lease:
             pieces = self._pieces = session.pieces(self._ids)
         return pieces
 
-    def _by_address(self) -> dict[str, tuple[int | None, int, Files | None]]:
-        numbers: dict[str, tuple[int | None, int, Files | None]] = {}
+    def _by_address(self) -> dict[str, tuple[int | None, Files]]:
+        numbers: dict[str, tuple[int | None, Files]] = {}
         for leaf in self._named:
             base = self._bases[id(leaf)]
             own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
-            found = zip(own.tolist(), leaf.versions_of(own - base), repeat(leaf))
             names = leaf.addresses(own - base)
-            numbers.update(zip(names, found, strict=True))
+            numbers.update(zip(names, zip(own.tolist(), repeat(leaf)), strict=True))
             if not leaf.whole_files:
                 files = {name.partition(BLOCK)[0] for name in names}
-                numbers.update((block_name(file, -1), (None, UNKNOWN, leaf)) for file in files)
+                numbers.update((block_name(file, -1), (None, leaf)) for file in files)
         return numbers
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:

@@ -1,9 +1,8 @@
 """Journals in which processes record what the samples of datasets read: a file of records.
 
 A process and those that it forks or spawns append to one memfd, each record by one atomic write. It
-holds the journals of all their datasets, by number. If there is a disk tier, a journal is kept for
-later jobs, in a file of its own. Reads are stored in columns, so that a few array operations
-process a million samples.
+holds the journals of all their datasets, by number. Reads are stored in columns, so that a few
+array operations process a million samples.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ JOURNAL = "creel-trace"
 PART, NUMBER, BLOCKS, NBYTES, VERSION, DIGEST = range(6)
 FILE, ALL = -1, -1
 _COLUMNS = 6
-_BETWEEN = "\0"  # separates addresses: no path contains it
+BETWEEN = "\0"  # separates addresses: no path contains it
 _PIECE_NBYTES = 1 << 20  # bytes of the file read at a time
 #: Precedes each record: a mark, the number of its journal, its length and xxh32. A record that was
 #: cut off for lack of memory does not fit them; the next mark shows what was written after it. No
@@ -75,7 +74,7 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
         samples, counts, rows = (np.frombuffer(column, "<i8").tolist() for column in columns)
         part, number = rows[PART::_COLUMNS], rows[NUMBER::_COLUMNS]
         blocks, nbytes = rows[BLOCKS::_COLUMNS], rows[NBYTES::_COLUMNS]
-        addresses = self.addresses.count(_BETWEEN) + 1 if self.addresses else 0
+        addresses = self.addresses.count(BETWEEN) + 1 if self.addresses else 0
         return (
             len(samples) == len(counts)
             and min(samples, default=0) >= 0
@@ -106,7 +105,17 @@ class NoTrace(msgspec.Struct, frozen=True, array_like=True, tag="none"):
     """Seals the journal without a trace, because the ranks' datasets differ."""
 
 
-Record = Reads | EndOfTrace | NoTrace
+class ListedFiles(msgspec.Struct, frozen=True, array_like=True, tag="list"):
+    """The files that all samples are thought to read, as a process found them in its dataset.
+
+    files: of each sample. addresses: of one sample after the other.
+    """
+
+    files: int
+    addresses: str
+
+
+Record = Reads | EndOfTrace | NoTrace | ListedFiles
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
@@ -161,18 +170,19 @@ def record_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again:
         counts.append(len(items))
         for item, version in items:
             if isinstance(item, str):
-                rows += FILE, ALL, 0, 0, version, _digest(item)
+                rows += FILE, ALL, 0, 0, version, digest_of(item)
                 addresses.append(item)
             elif len(item) == 4:
-                rows += FILE, *item[1:], version, _digest(item[0])
+                rows += FILE, *item[1:], version, digest_of(item[0])
                 addresses.append(item[0])
             else:
-                rows += item[0], item[1], 0, 0, UNKNOWN, _digest(f"{item[0]} {item[1]}")
+                rows += item[0], item[1], 0, 0, UNKNOWN, digest_of(f"{item[0]} {item[1]}")
     columns = [np.array(column, "<i8").tobytes() for column in (samples, counts, rows)]
-    return Reads(again, columns[0], columns[1], columns[2], _BETWEEN.join(addresses))
+    return Reads(again, columns[0], columns[1], columns[2], BETWEEN.join(addresses))
 
 
-def _digest(text: str) -> int:
+def digest_of(text: str) -> int:
+    """Return the digest of an item's address, as in the column DIGEST."""
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
@@ -181,7 +191,7 @@ def joined(records: Sequence[Reads]) -> RecordedReads:
     addresses: list[str] = []
     for one in records:
         if one.addresses:
-            addresses += one.addresses.split(_BETWEEN)
+            addresses += one.addresses.split(BETWEEN)
     samples, counts, items = (
         np.frombuffer(b"".join([getattr(one, column) for one in records]), "<i8")
         for column in ("samples", "counts", "items")
@@ -314,13 +324,6 @@ class TraceJournal:
             if not all(one.sound() for one in reads or ()):
                 raise MalformedError("a record whose columns do not fit each other")
             yield record
-
-    def copy(self) -> bytes:
-        """Return the whole journal, as a file that has no other."""
-        copy: list[bytes] = []
-        for body in self._file.records(self._number, 0):
-            copy += _HEAD.pack(_MARK, ALONE, len(body), xxhash.xxh32_intdigest(body)), body
-        return b"".join(copy)
 
 
 def new_journal() -> Descriptor:

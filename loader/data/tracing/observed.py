@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
-from creel.loader.data.reading.bad_samples import note_path
-from creel.loader.data.reading.inputs import ITSELF
-from creel.loader.data.reading.lease import block_nbytes
-from creel.loader.data.reading.opened import (
+from creel.loader.data.files.opened import (
     QUICK_OPEN_NS,
     SMALL,
     cacheable,
     local_address,
     look,
 )
+from creel.loader.data.reading.bad_samples import note_path
+from creel.loader.data.reading.inputs import ITSELF
+from creel.loader.data.reading.lease import block_nbytes
 from creel.loader.data.reading.read_counts import PartialRead, ThreadReads
 from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import Asked, this_thread, usage

@@ -31,11 +31,14 @@ from creel.loader.data.datasets.base import Transformed, fetch_many, position
 from creel.loader.data.interception.intercept import look_again
 from creel.loader.data.reading.this_thread import Asked
 from creel.loader.data.tracing.journal import (
+    ALL,
+    BETWEEN,
     NUMBER,
     PART,
     EndOfTrace,
     Item,
     JournalPlace,
+    ListedFiles,
     NoTrace,
     Reads,
     Record,
@@ -45,6 +48,8 @@ from creel.loader.data.tracing.journal import (
     own_place,
     record_of,
 )
+from creel.loader.data.tracing.lists.file_lists import solved
+from creel.loader.data.tracing.lists.hypothesis import LEAST, Hypothesis
 from creel.loader.data.tracing.observed import FoundVersions, ObservedReads
 from creel.loader.data.tracing.trace import AccessTrace, by_sample, parts_of
 from creel.system.forks import forget_in_child
@@ -78,7 +83,7 @@ class AccessRecorder:
         """Begin to record.
 
         Args:
-            place: the journal, of another process or kept from an earlier job; None for a new one.
+            place: the journal of another process; None for a new one.
             wrapping: what `creel.wrap` was asked for.
             seals: whether recording ends when this journal has enough.
         """
@@ -89,6 +94,7 @@ class AccessRecorder:
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
+        self._supposed: Hypothesis | None = None
         self.forget()
         forget_in_child(self)
 
@@ -105,6 +111,9 @@ class AccessRecorder:
         self._again = 0  # known samples read since the last new one
         self._differ = False  # whether ranks read different items as the same sample
         self._sealed = self._returned = False
+        self._first: list[Reads] = []  # of `LEAST` samples
+        self._listed: ListedFiles | None = None
+        self._solves = True  # whether the first samples are still to be looked at
         #: Whether the ranks that share the journal have different datasets.
         self.void = False
 
@@ -113,9 +122,18 @@ class AccessRecorder:
         """Whether this process knows that recording has ended."""
         return self._sealed
 
-    def copy(self) -> bytes:
-        """Return the journal as a file, to be kept."""
-        return TraceJournal(self.place).copy()
+    def suppose(self, hypothesis: Hypothesis | None) -> None:
+        """Prove or refute a hypothesis by all samples that are recorded, from now on."""
+        with self._lock:
+            self._supposed = hypothesis
+            if hypothesis is not None:
+                hypothesis.judge(joined(self._trace_records()))
+
+    def listed_files(self) -> ListedFiles | None:
+        """Return the files that a process thinks all samples read; None: none does."""
+        with self._lock:
+            self._catch_up()
+            return self._listed
 
     def _observing(self) -> ObservedReads:
         """Return a record for the samples of one thread."""
@@ -205,6 +223,7 @@ class AccessRecorder:
             if (new or again) and not self._sealed:
                 self._append(record_of(new, again))
             self._catch_up()
+            self._solve()
             if not self._sealed and self._seals and (self._differ or self._over()):
                 self._append(NoTrace() if self._differ else EndOfTrace())
 
@@ -219,11 +238,11 @@ class AccessRecorder:
     def take_over(self, journal: TraceJournal) -> bool:
         """Append what was written to another journal since last time; return whether it was any."""
         with self._lock:
-            reads = [record for record in _sound(journal) if isinstance(record, Reads)]
-            for record in reads:
+            records = [one for one in _sound(journal) if isinstance(one, (Reads, ListedFiles))]
+            for record in records:
                 self._append(record)
         self.write()
-        return bool(reads)
+        return bool(records)
 
     def give(self, journal: TraceJournal) -> None:
         """End another journal with the trace of this one, for workers that know only that."""
@@ -235,10 +254,30 @@ class AccessRecorder:
         for record in _sound(TraceJournal(self.place)):
             if isinstance(record, EndOfTrace) and record.instead is not None:
                 return record.instead
-            if not isinstance(record, Reads):
+            if isinstance(record, Reads):
+                reads.append(record)
+            elif not isinstance(record, ListedFiles):
                 break
-            reads.append(record)
         return reads
+
+    def _solve(self) -> None:
+        """Once the first samples are known, say which files all may read, unless it is known."""
+        if not self._solves or self._listed is not None or self._count < LEAST:
+            return
+        self._solves = False
+        read = joined(self._first)
+        if self._supposed is not None and self._supposed.exact(read)[:LEAST].all():
+            return
+        stops = read.counts.cumsum()[:LEAST].tolist()
+        if not (read.files & (read.items[:, NUMBER] == ALL))[: stops[-1]].all():
+            return
+        starts = [0, *stops[:-1]]
+        files = [read.addresses[a:b] for a, b in zip(starts, stops, strict=True)]
+        found = solved(self.dataset, self._size, read.samples[:LEAST].tolist(), files)
+        if found is not None:
+            addresses = BETWEEN.join(found.addresses)
+            if len(addresses) < MAX_JOURNAL_NBYTES // 2:
+                self._append(ListedFiles(found.files, addresses))
 
     def drop(self) -> None:
         """Forget the reads since the last `write`."""
@@ -263,6 +302,9 @@ class AccessRecorder:
             return
         try:
             for record in self._journal.new():
+                if isinstance(record, ListedFiles):
+                    self._listed = self._listed or record
+                    continue
                 if not isinstance(record, Reads):
                     self._sealed = True
                     self.void = self._returned = isinstance(record, NoTrace)
@@ -278,6 +320,10 @@ class AccessRecorder:
             self._again += read.again
             return
         self._again = 0
+        if self._count < LEAST:
+            self._first.append(read)
+        if self._supposed is not None:
+            self._supposed.judge(joined([read]))
         if self.place.joint:
             self._compare(joined([read]))
         samples = samples[samples < self._size]

@@ -4,8 +4,6 @@ Each rank reads other samples, and all ranks of a node need the reads of all sam
 epoch is over. So each rank offers a journal to the node's daemon, which gives all of them the one
 that came first. The journal is memory of the ranks: it does not depend on the daemon any more.
 Until a daemon answers, each rank records alone; the joint journal then takes that over.
-
-If there is a disk tier, the journal is kept in its folder for the next job.
 """
 
 from __future__ import annotations
@@ -16,26 +14,23 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from creel.cache.disk.traces import keep_trace, open_trace
 from creel.cache.memory.memfd import Descriptor
 from creel.config import Config
-from creel.loader.client.cluster.ranks import job_name, on_one_node, rank_and_world
+from creel.loader.client.cluster.ranks import job_name, rank_and_world
 from creel.loader.client.connections import client_of
 from creel.loader.data.binding.wrapped import Wrapping
 from creel.loader.data.tracing.journal import JournalFile, JournalPlace, new_journal
-from creel.loader.data.tracing.likeness import likeness
 from creel.loader.data.tracing.recorder import AccessRecorder
+from creel.loader.data.user_code.likeness import likeness
 from creel.messages import WithdrawJournal
 from creel.system.limits import few_descriptors
 
 if TYPE_CHECKING:
     from creel.loader.client.client import Client
-    from creel.loader.data.tracing.trace import AccessTrace
 
 _log = logging.getLogger("creel.loader")
 
@@ -51,9 +46,6 @@ def _digest(*what: object) -> str:
     """Return a name for a journal, with which no journal of another format is mixed up."""
     text = " ".join(map(str, (_FORM, *what)))
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
-
-
-# --- shared by ranks ----------------------------------------------------------------------------
 
 
 class RanksJournal:
@@ -104,55 +96,6 @@ def job_here(world: int, env: Mapping[str, str], parent: int) -> str:
     name = job_name(env)
     parent = parent if name in _NO_NAMES else 0
     return f"{world} {name} {env.get('MASTER_ADDR', '')} {env.get('MASTER_PORT', '')} {parent}"
-
-
-# --- kept for later jobs ------------------------------------------------------------------------
-
-
-class KeptTrace:
-    """The trace of a dataset in the folder of the disk tier.
-
-    With it a job knows from its first epoch on which files on disk its samples read. The trace
-    comes from a dataset that looked alike (`likeness`). So this dataset's reads are recorded
-    anyway, and the new trace replaces the old one if they differ. Until then a wrong trace costs
-    speed only.
-    """
-
-    def __init__(self, dataset: Dataset[Any], config: Config, wrapping: Wrapping) -> None:
-        """Look up the trace. `dataset`: before any sample was read."""
-        self._dataset = dataset
-        self._wrapping = wrapping
-        self._disk = config.disk
-        self._rank, self._world = rank_and_world()
-        self._name = ""
-        # Not if other nodes read it too: all nodes must switch to the trace in the same epoch.
-        if self._disk.path and on_one_node(self._world, os.environ):
-            with suppress(Exception):  # raised by a user's attributes
-                self._name = _digest(wrapping.whole, likeness(dataset))
-
-    def load(self) -> AccessTrace | None:
-        """Return the trace, if there is one."""
-        if not self._name:
-            return None
-        try:
-            file = JournalFile(Descriptor(open_trace(self._disk.path, self._name)))
-            return AccessRecorder(
-                self._dataset, JournalPlace(file, joint=True), self._wrapping
-            ).trace()
-        except Exception:  # noqa: BLE001  missing, or malformed
-            return None
-
-    def keep(self, recorder: AccessRecorder, dataset: str) -> None:
-        """Keep the journal of a recorder's complete trace; only on the first rank.
-
-        `dataset`: the key of the dataset that the trace gives.
-        """
-        if not self._name or self._rank or recorder.place.joint != (self._world > 1):
-            return  # a rank that recorded alone knows only its own samples
-        try:
-            keep_trace(self._disk.path, self._name, dataset, recorder.copy(), self._disk.keep_free)
-        except OSError as e:
-            _log.debug("the trace is not kept for later jobs: %s", e)
 
 
 def recorder_on(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from itertools import compress
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
 from creel.loader.data.binding.adapters import Addressed, Blocks
+from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.binding.tree import inside, stretches, unchanged
 from creel.loader.data.binding.wrapped import is_wrapped, unwrap
 from creel.loader.data.datasets.base import CreelDataset
-from creel.loader.data.reading.lease import BLOCK
-from creel.loader.data.reading.storage import Options, is_local, version_at
+from creel.loader.data.reading.storage import Options
 from creel.loader.data.tracing.journal import (
     ALL,
     BLOCKS,
@@ -30,25 +30,21 @@ from creel.policies.arrays import Ids, Ints
 
 #: Most values examined in search of parts; also the longest list or dict searched.
 _MAX_PARTS = 10_000
-#: A file that was just written usually has a version after this time (`version.of_stat`).
-_SETTLED_S = 0.022
-#: Most files whose versions are looked up once more.
-_MAX_CHANGING = 1000
-#: Files that `outdated` checks: it asks the storage for each, in the trainer's thread.
-_LOOKED_AT = 16
 
 
 class AccessTrace:
     """What each sample of a dataset reads, as far as it was recorded.
 
-    A file of which samples read parts is served in blocks. A local file is left out if it has no
-    single version, because it was written while it was being recorded.
+    A file of which samples read parts is served in blocks. A local file is left out if it had
+    several versions, because it was written while it was being recorded: samples may write it in
+    each epoch.
 
     Args:
         size: number of samples of the dataset; others are left out.
         recorded: the recorded reads; the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
         options: with which the dataset reads remote addresses.
+        limit: as in `Addressed`.
     """
 
     def __init__(
@@ -57,25 +53,26 @@ class AccessTrace:
         recorded: RecordedReads,
         parts: list[CreelDataset],
         options: Options = None,
+        *,
+        limit: FetchLimit | None = None,
     ) -> None:
         which, first = np.unique(recorded.samples, return_index=True)
         which, first = which[which < size], first[which < size]
         names, name_of = _numbered(recorded.addresses, recorded.items[recorded.files, DIGEST])
-        versions = _versions(names, name_of, recorded.items[recorded.files, VERSION])
-        kept = versions > 0
-        for i in np.flatnonzero(~kept).tolist():
-            kept[i] = not is_local(names[i])
+        kept = ~_rewritten(len(names), name_of, recorded.items[recorded.files, VERSION])
         wanted = np.ones(len(recorded.items), np.bool_)
         wanted[recorded.files] = kept[name_of]
         recorded, name_of = recorded.only(wanted), (kept.cumsum() - 1)[name_of[kept[name_of]]]
-        names, versions = list(compress(names, kept.tolist())), versions[kept]
+        names = list(compress(names, kept.tolist()))
         items, files = recorded.items, recorded.files
         nbytes = np.zeros(len(names), np.int64)  # of the files that are served in blocks
         np.maximum.at(nbytes, name_of, items[files, NBYTES])
         parted = nbytes > 0
         whole = Addressed(list(compress(names, (~parted).tolist())))
         blocks = Blocks(list(compress(names, parted.tolist())), nbytes[parted])
-        whole.versions, blocks.versions = versions[~parted], versions[parted]
+        self._files = whole, blocks
+        whole.checked = blocks.checked = True
+        whole.limit = limit
         whole.storage_options = blocks.storage_options = options
         part, number = items[:, PART].copy(), items[:, NUMBER].copy()
         many = np.ones_like(part)
@@ -95,29 +92,16 @@ class AccessTrace:
         everything = [*parts, whole, blocks]
         self.leaves = [everything[i] for i in read.tolist()]
 
-    def ignore_versions(self) -> None:
+    def unchecked(self) -> None:
         """Let the files be served in any version."""
-        for leaf in self.leaves:
-            if isinstance(leaf, Addressed):
-                leaf.versions = None
-
-    def outdated(self) -> bool:
-        """Whether files have changed since they were recorded, judged by a few of them."""
-        for leaf in self.leaves:
-            if isinstance(leaf, Addressed) and leaf.versions is not None:
-                some = np.unique(np.linspace(0, leaf.object_count - 1, _LOOKED_AT).astype(np.int64))
-                were = zip(leaf.addresses(some), leaf.versions_of(some), strict=True)
-                files = ((name.partition(BLOCK)[0], of) for name, of in were)
-                if any(of not in {UNKNOWN, version_at(address)} for address, of in files):
-                    return True
-        return False
+        for leaf in self._files:
+            leaf.checked = False
 
     def same(self, other: AccessTrace) -> bool:
-        """Whether both traces have the same reads of each sample, in the same file versions."""
+        """Whether both traces have the same reads of each sample."""
         return (
             [leaf.manifest.key for leaf in self.leaves]
             == [leaf.manifest.key for leaf in other.leaves]
-            and all(map(_same_versions, self.leaves, other.leaves))
             and np.array_equal(self.counts, other.counts)
             and np.array_equal(self._leaf, other._leaf)
             and np.array_equal(self._object, other._object)
@@ -126,14 +110,6 @@ class AccessTrace:
     def numbers(self, bases: Ints) -> Ids:
         """Return the ids of all samples' objects; see `creel.loader.data.binding.wrapped.Trace`."""
         return (bases[self._leaf] + self._object).astype(np.int32)
-
-
-def _same_versions(one: CreelDataset, other: CreelDataset) -> bool:
-    if not (isinstance(one, Addressed) and isinstance(other, Addressed)):
-        return True
-    if one.versions is None or other.versions is None:
-        return one.versions is other.versions
-    return np.array_equal(one.versions, other.versions)
 
 
 def _numbered(addresses: list[str], digests: Ints) -> tuple[list[str], Ints]:
@@ -198,34 +174,22 @@ def _read_at_opening(
     return np.concatenate(samples), np.concatenate(objects)
 
 
-def _versions(names: list[str], name_of: Ints, of: Ints) -> Ints:
-    """Return (names,) the version in which samples found each file; MISSING for several versions.
+def _rewritten(names: int, name_of: Ints, of: Ints) -> NDArray[np.bool_]:
+    """Return (names,) whether samples found a file in several versions, or it is gone.
 
-    name_of, of: (f,) file and version of each item. UNKNOWN if no item has a version. Files that
-    had changed just before they were read are looked up once more.
+    name_of, of: (f,) file and version of each item.
 
-    >>> name_of, of = np.array([0, 0, 0, 1, 1, 2]), np.array([CHANGING, 5, 0, 5, 6, 0])
-    >>> _versions(["/a", "/b", "/c"], name_of, of).tolist() == [5, MISSING, UNKNOWN]
-    True
+    >>> name_of, of = np.array([0, 0, 0, 1, 1, 2]), np.array([CHANGING, 5, 0, 5, 6, MISSING])
+    >>> _rewritten(3, name_of, of).tolist()
+    [False, True, True]
     """
-    lowest = np.full(len(names), np.iinfo(np.int64).max)
-    highest = np.full(len(names), np.iinfo(np.int64).min)
+    lowest = np.full(names, np.iinfo(np.int64).max)
+    highest = np.full(names, np.iinfo(np.int64).min)
     settled = (of != UNKNOWN) & (of != CHANGING)
     np.minimum.at(lowest, name_of[settled], of[settled])
     np.maximum.at(highest, name_of[settled], of[settled])
-    found = np.where(lowest == highest, lowest, np.where(lowest < highest, MISSING, UNKNOWN))
-    changing = np.zeros(len(names), np.bool_)
-    changing[name_of[of == CHANGING]] = True
-    changing &= found == UNKNOWN
-    found[changing] = CHANGING
-    left = np.flatnonzero(changing)[:_MAX_CHANGING].tolist()
-    for pause in (0.0, _SETTLED_S):
-        if left:
-            time.sleep(pause)
-        for i in left:
-            found[i] = version_at(names[i])
-        left = [i for i in left if found[i] == CHANGING]
-    return found
+    several: NDArray[np.bool_] = (lowest < highest) | (lowest == MISSING)
+    return several
 
 
 def by_sample(dataset: object) -> bool:

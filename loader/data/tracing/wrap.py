@@ -48,8 +48,9 @@ D = TypeVar("D")
 def wrap(dataset: D, *, whole: bool = False, storage_options: Options = None) -> D:
     """Return an object to use in place of a map-style dataset, for any loader.
 
-    The files that the dataset opens are cached from its second epoch on (docs/datasets.md). A
-    dataset that is wrapped already is returned as it is.
+    The files that the dataset opens are cached and read ahead: from its first epoch on if it lists
+    them, else from the second (docs/datasets.md). A dataset that is wrapped already is returned as
+    it is.
 
     Args:
         dataset: the dataset, unchanged.

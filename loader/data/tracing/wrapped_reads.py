@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing.context
+import os
 import threading
 import time
 import weakref
@@ -24,23 +25,27 @@ from torch.utils.data import get_worker_info
 from creel.addresses import startable
 from creel.config import Config, switched_off
 from creel.errors import UnavailableError
-from creel.loader.client.cluster.ranks import rank_and_world
+from creel.loader.client.cluster.ranks import on_one_node, rank_and_world
 from creel.loader.client.connections import daemon_starting
 from creel.loader.data.binding.bind import Binding, bind, bound
 from creel.loader.data.binding.daemon_link import RETRY_S, DaemonLink, linked, needless, starting
 from creel.loader.data.binding.tree import bindable
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping
 from creel.loader.data.interception.intercept import Intercepted
+from creel.loader.data.page_cache import remote
 from creel.loader.data.reading.observer import passes_on
 from creel.loader.data.reading.this_thread import this_thread, thread_use
-from creel.loader.data.tracing.journal import EndOfTrace, JournalPlace, TraceJournal
-from creel.loader.data.tracing.recorder import AccessRecorder, recordable
-from creel.loader.data.tracing.recording import (
-    KeptTrace,
-    RanksJournal,
-    journal_of_ranks,
-    recorder_on,
+from creel.loader.data.tracing.journal import (
+    BETWEEN,
+    EndOfTrace,
+    JournalPlace,
+    ListedFiles,
+    TraceJournal,
 )
+from creel.loader.data.tracing.lists.file_lists import FileList, Paths, listed, paths_in
+from creel.loader.data.tracing.lists.hypothesis import Hypothesis
+from creel.loader.data.tracing.recorder import AccessRecorder, recordable
+from creel.loader.data.tracing.recording import RanksJournal, journal_of_ranks, recorder_on
 from creel.loader.data.tracing.trace import AccessTrace
 from creel.policies.bypass import Bypass
 from creel.system.forks import at_fork, forget_in_child
@@ -80,6 +85,8 @@ class WrappedReads:
         self.dataset = dataset
         self.wrapping = wrapping
         self.config, self.counted = config, counted
+        #: Whether a loader of creel's reads it, and opens the session for what it is to read.
+        self.led = False
         self._place = place
         self._forget_binding()
         self.forget()
@@ -97,7 +104,8 @@ class WrappedReads:
         self._ranks: RanksJournal | None = None  # while recording together with other ranks
         self._workers_journal: TraceJournal | None = None  # of workers that began before
         self._trace: AccessTrace | None = None
-        self._kept: KeptTrace | None = None  # of an earlier job, and for later ones
+        self._supposed: Hypothesis | None = None  # what samples read, while it is not recorded
+        self._listed: ListedFiles | None = None  # in the journal, of which that is made
 
     def forget(self) -> None:
         """Create the state that belongs to one process."""
@@ -116,7 +124,10 @@ class WrappedReads:
         recorder = self._recorder
         place = None if recorder is None else recorder.place
         made = partial(made, config=self.config, counted=self.counted)
-        return made, (self.dataset, place)
+        return made, (self.dataset, place), {"led": self.led}
+
+    def __setstate__(self, state: dict[str, bool]) -> None:
+        self.led = state["led"]
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -155,6 +166,11 @@ class WrappedReads:
         recorder = self._recorder
         if recorder is None:
             return fetch(self.dataset)
+        if self._supposed is not None:  # to be proved, however quick the daemon makes its reads
+            try:
+                return fetch(cast("Dataset[Sample]", recorder))
+            finally:
+                recorder.write()
         if self._bypass is None:
             self._bypass = Bypass(allowed=self._settings().loader.direct == "auto")
         began = thread_use()
@@ -164,9 +180,6 @@ class WrappedReads:
             self._bypass.saw(len(indices), thread_use() - began)
             if self._bypass.active:
                 recorder.drop()
-                if self._binding is not None:  # what an earlier job recorded still holds
-                    with self._lock:
-                        self._leave_recorder()
             elif not self._bypass.undecided:
                 recorder.write()
 
@@ -174,16 +187,25 @@ class WrappedReads:
         """Return the trace of the dataset once it is complete (see `recorder`), else None.
 
         The first call starts recording, unless `bind` finds the dataset's objects. While recording,
-        the trace is that of an earlier job, if there is one. If files were rewritten since,
-        recording starts anew.
+        the trace is that of a hypothesis, if there is one.
         """
         with self._lock:
             if self._bound or not bindable(self.dataset):
                 self._bind()
-            if self._trace is not None and self._recorder is None and self._trace.outdated():
-                self._forget_binding()  # else its files would only be read from the source
-                self._bind()
             return self._trace
+
+    def supposed(self) -> object | None:
+        """Return the hypothesis about what samples read; None if there is none by now."""
+        with self._lock:
+            if self._recorder is not None:
+                self._bind()
+            return self._supposed
+
+    def holds_paths(self) -> bool:
+        """Whether the dataset holds a list of its files that counts before any sample is read."""
+        if switched_off() or self._settings().loader.disable or not recordable(self.dataset):
+            return False
+        return self._paths() is not None
 
     def recorded(self) -> bool:
         """Whether reads are being recorded, and any process has recorded some."""
@@ -201,30 +223,72 @@ class WrappedReads:
             self._binding = bind(self.dataset)
             self._bound = True
             if self._binding is None:
-                self._kept = KeptTrace(self.dataset, self._settings(), self.wrapping)
                 self._recorder = self._new_recorder()
-                if self._recorder is not None:
-                    self._use(self._kept.load())
+                paths = None if self._recorder is None else self._paths()
+                if paths is not None:
+                    self._suppose(listed(paths, len(self.dataset)))  # type: ignore[arg-type]  # recordable
         if self._recorder is not None:
             if self._to_meet:
-                self._recorder = self._meet_ranks(self._recorder)
+                self._record_on(self._meet_ranks(self._recorder))
             trace = self._complete_trace(self._recorder)
             if trace is not None:
                 self._use(trace)
-                if self._kept is not None and self._binding is not None and not get_worker_info():
-                    self._kept.keep(self._recorder, self._binding.manifest.key)
+                if self._supposed is not None:
+                    self._supposed.settled = True
                 self._leave_recorder()  # frees the memory of its journal
             elif self._recorder.void:
                 _log.info("the ranks' datasets differ: each rank records what its own samples read")
                 self._leave_recorder()
-                self._recorder = recorder_on(None, self.dataset, self.wrapping)
+                self._record_on(recorder_on(None, self.dataset, self.wrapping))
+            else:
+                self._follow(self._recorder)
         return self._binding
 
-    def _use(self, trace: AccessTrace | None) -> None:
+    def _paths(self) -> Paths | None:
+        """Return the dataset's lists of whole paths, unless its files may be quick to read.
+
+        What lies on this machine may be in the page cache: only reading shows whether it is slow.
+        """
+        paths = paths_in(self.dataset, len(self.dataset))  # type: ignore[arg-type]  # recordable
+        if paths is None or self._settings().loader.direct != "auto":
+            return paths
+        return paths if remote(os.path.realpath(paths.first)) else None
+
+    def _follow(self, recorder: AccessRecorder) -> None:
+        """Replace or drop the hypothesis, by what was recorded of late."""
+        found = recorder.listed_files()
+        if found is not None and found is not self._listed:
+            self._listed = found
+            if on_one_node(
+                rank_and_world()[1], os.environ
+            ):  # else others would begin with it later
+                self._suppose(FileList(found.addresses.split(BETWEEN), found.files))
+        elif self._supposed is not None and self._supposed.refuted:
+            _log.info("samples read other files than their dataset lists: creel records them")
+            self._suppose(None)
+        elif self._supposed is not None and recorder.over:  # there is no trace
+            self._supposed.settled = True
+
+    def _suppose(self, files: FileList | None) -> None:
+        """Bind the dataset by a list of files that its samples may read; None: by none."""
+        assert self._recorder is not None  # noqa: S101  recording proves it
+        self._supposed = self._trace = self._binding = None
+        with suppress(ValueError):  # of another length
+            if files is not None:
+                options = self.wrapping.storage_options
+                self._supposed = Hypothesis(files, len(self.dataset), options)  # type: ignore[arg-type]  # recordable
+        self._recorder.suppose(self._supposed)
+        if self._supposed is not None and not self._supposed.refuted:
+            self._use(self._supposed.trace)
+        elif self._link is not None:
+            self._link.session.close()
+            self._link = None
+
+    def _use(self, trace: AccessTrace) -> None:
         """Bind the dataset by a trace, unless it is bound by an equal one."""
-        if trace is not None and self._settings().loader.recheck == "never":
-            trace.ignore_versions()
-        if trace is not None and (self._trace is None or not trace.same(self._trace)):
+        if self._settings().loader.recheck == "never":
+            trace.unchecked()
+        if self._trace is None or not trace.same(self._trace):
             self._trace, self._binding = trace, bound(self.dataset, trace)
             if self._link is not None:
                 self._link.session.close()
@@ -261,6 +325,12 @@ class WrappedReads:
             time.sleep(_LOOK_S)
             trace = recorder.trace()
         return trace
+
+    def _record_on(self, recorder: AccessRecorder | None) -> None:
+        """Record by another recorder, which goes on to prove the hypothesis; None: by none."""
+        if recorder is not self._recorder and recorder is not None:
+            recorder.suppose(self._supposed)
+        self._recorder = recorder
 
     def _leave_recorder(self) -> None:
         if self._workers_journal is not None and self._recorder is not None:
@@ -303,11 +373,13 @@ class WrappedReads:
                 self._forget_binding()
 
     def _usable_link(self) -> DaemonLink | None:
+        if self._supposed is not None and not self._supposed.links(led=self.led):
+            return None
         link = self._link
         if link is not None and link.session.alive and self._recorder is None:
             return link
         with self._lock:
-            if link is not None:  # made with an earlier job's trace; a new one may replace it
+            if link is not None:  # made by a hypothesis, which recording may replace
                 self._bind()
             link = self._link
             if link is not None and link.session.client.alive and not link.session.ended:

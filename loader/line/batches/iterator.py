@@ -73,11 +73,11 @@ class Batches(Lender, BaseDataLoaderIter):
         self._here = place if isinstance(place, Here) else None
         self._tag = place.tag
         if self._here is None:
-            run.statistics.made_by(place.makers(), place.new_counts, place.readers())
+            run.statistics.made_by(place)
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
         if pinning is not None and not place.pins:
-            place.pinner = Pinner(place, pinning)
+            place.pinner = Pinner(place.receive, pinning)
 
     def _begin(self, loader: DataLoader[Any], before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has."""
@@ -92,7 +92,11 @@ class Batches(Lender, BaseDataLoaderIter):
 
     def _join(self) -> None:
         """Let the workers read through the session that serves this epoch, if there is one."""
-        reads = self._reads = self._run.serving.reads
+        serving = self._run.serving
+        reads = self._reads = serving.reads
+        if reads is not None and serving.digest is not None:
+            self._place.bind(serving.digest)
+            serving.digest = None
         if reads is not None:
             self._place.join(reads.ticket)
 
@@ -248,7 +252,7 @@ class Batches(Lender, BaseDataLoaderIter):
         idx, run = self._send_idx, self._run
         task = run.task(idx, index, self._tag)
         if run.serving.reads is not self._reads:
-            self._join()  # another session, after a daemon was lost
+            self._join()  # another session
         self._place.task(worker, task)
         self._task_info[idx] = (worker,)
         self._workers_num_tasks[worker] += 1
@@ -424,13 +428,12 @@ class WorkerIter(Batches, MultiProcessingDataLoaderIter):
             if place.pinner is not None:
                 place.pinner.lend(False)
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
-        late = None if first_iter else self._run.serving.bind_late(loader)
+        if not first_iter:
+            self._run.serving.bind_late(loader)
         self._begin(loader, self._moment)
         if not first_iter:
             self._tag = place.again(self._state.tolerance.known)
             self._raise_if_dead()
-        if late is not None:
-            place.bind(late)
         self._join()
         for _ in range(self._ahead):
             self._request()

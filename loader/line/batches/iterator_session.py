@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 from creel.loader.client.cluster.ranks import rank_and_world
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.data.binding.tree import wrapped_in
-from creel.loader.data.binding.wrapped import Wrapped, recorded
+from creel.loader.data.binding.wrapped import Wrapped, recorded, recording, supposed
 from creel.loader.line.batches.reattach import StreamSearch
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from creel.loader.data.binding.bind import Binding
     from creel.loader.line.batches.state import LoaderState
     from creel.loader.line.order.epoch_order import EpochOrder
     from creel.loader.line.steps.batch_stream import BatchStream
+
+#: Least time between two looks whether samples have told what all samples read: one takes 20 us.
+_FOLLOW_NS = 20_000_000
 
 
 class IteratorSession:
@@ -27,7 +31,10 @@ class IteratorSession:
         binding: what the epoch's readers use; None: they read without creel.
         session: of `stream`.
         reads: the session that serves the epoch's reads; None: they bypass the daemon.
-        search: for another daemon, after this node's has ended; None: there is none.
+        search: for another daemon, after this node's has ended, or for one that serves files that
+            were listed late; None: there is none.
+        supposed: wrapped datasets that are being recorded, and what each is supposed to read.
+        digest: `Binding.digest` of what workers must find themselves before they join the session.
         builder: how this process builds batches from files, and the dataset that does; None: it
             does not.
         waits: whether nothing is made ahead of use, while training could go on.
@@ -49,6 +56,9 @@ class IteratorSession:
             self.builder = state.direct_in(loader, binding)
         self.search: StreamSearch | None = None
         self.waits = False
+        self.supposed: list[tuple[Wrapped, object | None]] = []
+        self._follow_at = 0  # ns: when to look at them again
+        self.digest: str | None = None
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
         self._unknown: list[Wrapped] = []  # recorded wrapped datasets; no daemon needed yet
         self.published_ahead = False
@@ -62,32 +72,39 @@ class IteratorSession:
 
     # --- epochs -------------------------------------------------------------------------------
 
-    def bind_late(self, loader: DataLoader[Any]) -> str | None:
-        """Open a session between two epochs, if no objects were known before.
-
-        Returns the `digest` of the binding that persistent workers must now find themselves, else
-        None.
-        """
+    def bind_late(self, loader: DataLoader[Any]) -> None:
+        """Open a session between two epochs, if no objects were known before."""
         state = self._state
-        binding = state.binding(loader) if self.binding is None else None
-        # Files in the page cache stay there. Another process may ask for a sample's objects only if
-        # no user code runs for that.
-        if binding is None or not binding.thread_safe or state.page_cached(loader, binding, None):
-            return None
+        binding = self._late(loader, state.binding(loader)) if self.binding is None else None
+        if binding is None:
+            return
         if self.stream is not None:  # it only counts
             self.stream.close()
         self.stream = state.take_stream(binding)
         self.binding = None if self.stream is None else binding
         self._set_reads()
+
+    def _late(self, loader: DataLoader[Any], binding: Binding | None) -> Binding | None:
+        """Return a binding that workers which run already may use; set its `digest` for them."""
+        # Files in the page cache stay there. Another process may ask for a sample's objects only if
+        # no user code runs for that.
+        if binding is None or not binding.thread_safe:
+            return None
+        if self._state.page_cached(loader, binding, None):
+            return None
         try:
-            return None if self.binding is None else binding.digest()
+            self.digest = binding.digest()
         except Exception:  # noqa: BLE001  a user's `__len__` may raise anything
             return None
+        return binding
 
     def epoch_begins(self, loader: DataLoader[Any]) -> None:
         """Find a session for an epoch; if it serves only statistics, do not wait for a daemon."""
         counts = self._state.args.creel is not False
-        self._unknown = wrapped_in(loader.dataset) if self.binding is None and counts else []
+        wrapped = wrapped_in(loader.dataset)
+        self._unknown = wrapped if self.binding is None and counts else []
+        alone = [] if self._state.groups.needed else wrapped
+        self.supposed = [(one, supposed(one)) for one in alone]
         self._end_search()
         if self.stream is not None and not self.stream.alive:
             self.stream.close()
@@ -145,10 +162,39 @@ class IteratorSession:
         if self.stream is not None:
             self.stream.close()
         self.stream, self.published_ahead = stream, False
+        if self.binding is None and stream.binding.leaves:
+            self.binding = stream.binding
         self._set_reads()
         self._state.observers.bad_samples.report(stream)
         if self.reads is not None:
             self.reads.begin(order, batch)
+
+    def follow_lists(self, now_ns: int) -> None:
+        """Serve what samples are supposed to read by now, or no longer what they do not read."""
+        if now_ns < self._follow_at:
+            return
+        before = [(one, was) for one, was in self.supposed if recording(one)]
+        self.supposed = [(one, supposed(one)) for one, _ in before]
+        if all(now is None for _, now in self.supposed):
+            self._follow_at = now_ns + _FOLLOW_NS
+        loader = self._state.loader
+        pairs = zip(before, self.supposed, strict=True)
+        if loader is None or all(was is now for (_, was), (_, now) in pairs):
+            if self.reads is not None:
+                self.reads.pump()
+            return
+        if self.binding is not None:
+            stream, self.stream, self.binding = self.stream, None, None
+            if stream is not None:
+                stream.leave()
+                stream.close()
+            self._set_reads()
+            self._uncounted_from = time.monotonic()
+        binding = self._late(loader, self._state.bound(loader))
+        if binding is not None:
+            self._uncounted_from = 0.0
+            self._end_search()
+            self.search = self._state.search(binding)
 
     def publish_ahead(self, order: EpochOrder | None) -> None:
         """Publish the epochs after this one, once the nodes of the job have joined."""

@@ -112,7 +112,8 @@ def place_of(
         maker = maker_in_process(loader, state, serving, pinning=pinning)
         it._dataset_fetcher = maker.fetcher  # type: ignore[attr-defined]  # noqa: SLF001  torch's
         tee = None if role is None else Tee(role, options.slots)
-        return Here(maker, serving, pinning, counted=counted, tee=tee)
+        anew = partial(_waits, state, state.direct)
+        return Here(maker, serving, pinning, counted=counted, tee=tee, waits=anew)
     copies = serving.builder is not None
     if serving.stream is not None:
         copies = copies or state.only_copies(loader, serving.stream.binding)
@@ -177,6 +178,11 @@ def _processes(
     return SharedPool(*how, cuts=cuts)
 
 
+def _waits(state: LoaderState, direct: DirectReads, binding: Binding | None) -> Waits:
+    """Return how a maker in this process waits for objects of a binding; None: for none."""
+    return Waits(0.0) if binding is None else TrainerWaits(state, direct, binding)
+
+
 def maker_in_process(
     loader: DataLoader[Any],
     state: LoaderState,
@@ -202,9 +208,6 @@ def maker_in_process(
     memory = state.buffers.take
     if pinning is not None and pinning.for_cuda():
         memory = pinned
-    waits = Waits(0.0)
-    if binding is not None:
-        waits = TrainerWaits(state, direct or state.direct, binding)
     maker = BatchMaker(
         dataset,
         cast("Any", loader.collate_fn),
@@ -214,7 +217,7 @@ def maker_in_process(
         plain=state.collates_plainly(loader),
         live=not as_worker,
         memory=memory,
-        waits=waits,
+        waits=_waits(state, direct or state.direct, binding),
     )
     if serving.builder is not None:
         gather, builds = serving.builder

@@ -17,7 +17,7 @@ from creel.loader.client.cluster.ranks import rank_and_world
 from creel.loader.client.connections import connected, start_daemon_early
 from creel.loader.data.binding.bind import Binding, Gather, bind, nothing
 from creel.loader.data.binding.tree import declares, keepings_in, keeps_samples, wrapped_in
-from creel.loader.data.binding.wrapped import configure, recording
+from creel.loader.data.binding.wrapped import configure, holds_paths, lead, recording
 from creel.loader.data.buffers import BufferPool
 from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.reading import storage
@@ -84,17 +84,29 @@ class LoaderState:
         """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
         if self.args.creel is False:
             return None
-        if isinstance(self.args.creel, (dict, str)):
-            for one in wrapped_in(loader.dataset):
+        for one in wrapped_in(loader.dataset):
+            lead(one)
+            if isinstance(self.args.creel, (dict, str)):
                 configure(one, self.config, self._origins)
         keepings = keepings_in(loader.dataset)
         for keeping in keepings:
             keeping.begin(self, self.config.loader.recheck)
         dataset, binding, _ = self._bound
+        self._bound = (dataset, binding, keepings)
+        return self.bound(loader)
+
+    def bound(self, loader: DataLoader[Any]) -> Binding | None:
+        """Return `binding` as it is by now, in the middle of an epoch."""
+        dataset, binding, keepings = self._bound
         if dataset is not loader.dataset or binding is None or not binding.still():
             binding = _binding_of(loader.dataset)
         self._bound = (loader.dataset, binding, keepings)
         return binding
+
+    @property
+    def loader(self) -> DataLoader[Any] | None:
+        """The loader; None if it was deleted."""
+        return self._loader()
 
     def before(self, loader: DataLoader[Any]) -> StateBefore:
         """Return the state an epoch begins from; call it before torch's iterator is constructed."""
@@ -113,9 +125,13 @@ class LoaderState:
         """Start a daemon when the loader is made, if its dataset may have objects to cache.
 
         The dataset is bound later, at its first read, because it may change in place until then. A
-        dataset whose reads must be recorded needs no daemon before they are.
+        dataset whose reads must be recorded, and that holds no list of its files, needs no daemon
+        before they are.
         """
-        if self.args.creel is not False and declares(loader.dataset):
+        dataset = loader.dataset
+        if self.args.creel is False:
+            return
+        if declares(dataset) or any(map(holds_paths, wrapped_in(dataset))):
             start_daemon_early(self.config)
 
     def take_stream(self, binding: Binding | None, *, wait: bool = True) -> BatchStream | None:

@@ -49,18 +49,10 @@ class Meter(dict[str, int]):
         """Count a wait of `ns` for a worker in `stage` that ended without a batch."""
         self[f"stall_{CAUSE_OF.get(stage, 'daemon')}_ns"] += ns
 
-    def direct(self, reads: int, nbytes: int) -> None:
-        self["direct_reads"] += reads
-        self["direct_nbytes"] += nbytes
-
     def add(self, counts: Mapping[str, int]) -> None:
         """Add what workers have counted, by name."""
         for name, more in counts.items():
             self[name] += more
-
-    def decoded(self, hits: int, misses: int) -> None:
-        self["decoded_hits"] += hits
-        self["decoded_misses"] += misses
 
     def record(self, log: BatchLog, times: BatchTimes, worker: int, delivered_ns: int) -> None:
         """Write a batch into a session's flight recorder, with the waits since the last one.

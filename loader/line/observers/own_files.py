@@ -27,7 +27,7 @@ _LOOKS = 150
 _AGAIN = 2.0
 
 _KEPT = "creel.kept(dataset, size) below the random transforms keeps its samples"
-_WRAP = f"creel.wrap(dataset) caches files that Python code opens for each sample; {_KEPT}"
+_WRAP = f"creel.wrap(dataset) caches what Python code, h5py or pyarrow opens; {_KEPT}"
 
 _said: set[str] = set()
 
@@ -166,7 +166,7 @@ class OwnFiles:
         reason, self.remedy = _reason(file), _KEPT
         if self._wrapped:
             text = f"creel.wrap cannot serve {self.path}: {reason}; {_KEPT}"
-        elif file.mapped or len(file.batches) > 1:
+        elif file.mapped:
             text = f"this dataset reads {self.path} itself, and {reason}; {_KEPT}"
         else:
             self.remedy = _WRAP
@@ -186,5 +186,5 @@ def _reason(file: AwaitedFile) -> str:
     if file.mapped:
         return "it is mapped into memory: a method ranges(index) can say what is read, and when"
     if len(file.batches) > 1:
-        return "many samples read parts of it, or keep it open"
-    return "a library in C, C++ or Rust opens it, or a thread, or it is kept open"
+        return "a library in C, C++ or Rust reads it, or it was open before the first sample"
+    return "a library in C, C++ or Rust opens it, or a thread"

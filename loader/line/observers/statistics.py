@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from creel.loader.line.batches.state import LoaderState
     from creel.loader.line.observers.overdue import Overdue
     from creel.loader.line.steps.batch_stream import BatchStream
+    from creel.loader.making.places.place import BatchPlace
     from creel.loader.making.workers.kernel_waits import Reader
 
 
@@ -35,14 +36,10 @@ class Statistics:
         self._workers = 0
         self._new_counts: Callable[[], Mapping[str, int]] | None = None
 
-    def made_by(
-        self,
-        workers: int,
-        new_counts: Callable[[], Mapping[str, int]] | None = None,
-        readers: Sequence[Reader] = (),
-    ) -> None:
-        """Note how many workers make the batches, what returns their new counts, who they are."""
-        self._workers, self._new_counts, self.readers = workers, new_counts, readers
+    def made_by(self, place: BatchPlace) -> None:
+        """Note who makes the batches beside training."""
+        self._workers, self.readers = place.makers(), place.readers()
+        self._new_counts = place.new_counts
 
     def epoch_begins(self, skipped: int) -> None:
         self._skipped = self._counted = skipped

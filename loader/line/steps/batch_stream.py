@@ -61,6 +61,7 @@ class BatchStream:
             session,
             binding.objects,
             lambda epoch: (found := deal()) and found(epoch),
+            allowed=binding.allowed,
             thread_safe=binding.thread_safe,
         )
         self._now = PublishedEpoch(-1, None)
@@ -136,6 +137,8 @@ class BatchStream:
     def _published_now(self, i: int, index: object) -> Claim | None:
         """Publish batch i, or the plan up to it, and return its claim; None on failure."""
         now = self._now
+        if self._publisher.passes_by(now, i, samples_in(index)):
+            return None
         if now.planned:
             known = self._publisher.reach(now, i)
             claim = now.claim(i, index) if known else None
@@ -171,6 +174,10 @@ class BatchStream:
             self._publisher.pump()
         if self._dealt < self._now.epoch and self.session.client.cluster and not self._untold:
             self._deal(self._now)  # published before the nodes had joined
+
+    def pump(self) -> None:
+        """Publish what may be fetched by now."""
+        self._publisher.pump()
 
     def _deal(self, epoch: PublishedEpoch) -> None:
         """Tell the daemon how an epoch is dealt to the job's ranks, once there is a cluster.

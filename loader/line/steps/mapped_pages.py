@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.client.cluster.ranks import speaks
+from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.maps.held import held_ranges, proved
 from creel.loader.data.maps.mappings import MappedRange
 from creel.loader.data.maps.page_files import BLOCK_NBYTES, FileBlock, PageFiles
@@ -56,6 +57,8 @@ _MEMORY_SHARE = 0.5
 
 #: Batches of which it is looked at whether their samples are rows that the dataset holds.
 _PULLED = 16
+#: After so many batches nothing is found out any more: the dataset holds no such rows.
+_LAST_ASK = 64
 _warned: set[str] = set()  # kinds of datasets of which nothing is read ahead
 _told: set[str] = set()  # kinds of datasets whose files are larger than memory
 
@@ -113,7 +116,8 @@ class MappedPages:
         self.ahead: deque[MappedBatch] = deque()
         self._nbytes_ahead = 0
         self._warm = self._seen = 0
-        self._dataset: Any = None  # of which it is to be found out what its samples map
+        #: The dataset, while it is to be found out what its samples map.
+        self.unknown: Any = None
         self._pulled: list[tuple[int, list[int]]] = []  # the first batches, and their samples
         self._asks_at = 1  # when to find that out: at so many batches
 
@@ -146,7 +150,8 @@ class MappedPages:
             _warn(self._kind, repr(e))
             return
         self._order, self._plan = order, try_predict(order, 0) if maps else None
-        self._dataset, self.over = None if known else dataset, not known
+        asks = not known and not isinstance(dataset, CreelDataset)  # which maps nothing by itself
+        self.unknown, self.over = dataset if asks else None, not known
 
     def claimed(self, batch: int, index: object) -> None:
         """Begin with the epoch's first batch; stop if the order is not the one foreseen.
@@ -155,7 +160,7 @@ class MappedPages:
         There is none if the loader itself is gone: the earlier one foresaw these draws.
         """
         if self.over:
-            if self._dataset is not None and len(self._pulled) < _PULLED:
+            if self.unknown is not None and len(self._pulled) < _PULLED:
                 samples = samples_of(index)
                 self._pulled.append((batch, [] if samples is None else samples.tolist()))
             return
@@ -171,7 +176,7 @@ class MappedPages:
     def done(self, batch: int) -> None:
         """Note that training has all batches below `batch`."""
         self._done = batch
-        if self._dataset is not None and batch >= self._asks_at:
+        if self.unknown is not None and batch >= self._asks_at:
             self._find_out()
         while self.ahead and self.ahead[0].number < batch:
             with self._lock:
@@ -184,16 +189,16 @@ class MappedPages:
 
     def _find_out(self) -> None:
         """Read rows of a mapped file that the dataset holds ahead, once they are what it reads."""
-        dataset, self._asks_at = self._dataset, 4 * self._done
+        dataset, self._asks_at = self.unknown, 4 * self._done
         try:
             ranges, count = held_ranges(dataset), length(dataset)
             read = [i for batch, samples in self._pulled if batch < self._done for i in samples]
             shown = ranges and count and proved(ranges, read, count, self._files.resident)
         except Exception:  # noqa: BLE001  the person's object, or a library of another version
             shown = False
-        if shown is None:
+        if shown is None and self._done < _LAST_ASK:
             return
-        self._dataset = None
+        self.unknown = None
         if shown:
             self._ranges, self.over = ranges, False
         else:

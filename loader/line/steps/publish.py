@@ -21,6 +21,7 @@ What may never happen.
   torch's sampler yields (`claim`). If the plan has others, it cancels the rest and leaves the plan
   (`leave_plan`): that costs reads, never a batch.
 * User code runs in another thread: unless `objects` is `thread_safe`, there is no planner thread.
+* More is fetched than is proved: `allowed` samples at most, and batches that are requested.
 * The daemon is flooded: at most two of the thread's pieces are sent that it has not processed.
 * A thread is there when the process forks, or after the main thread has ended. A child publishes
   nothing.
@@ -210,6 +211,7 @@ class PlanPublisher:
         before: Callable[[PublishedEpoch], None],
         *,
         thread_safe: bool,
+        allowed: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Make a publisher.
 
@@ -217,11 +219,16 @@ class PlanPublisher:
             objects: as `Binding.objects`.
             before: called before each piece of an epoch is published, in any thread.
             thread_safe: whether another thread may call `objects`.
+            allowed: as `Binding.allowed`.
         """
         self._before = before
         self._session = session
         self._objects = objects
-        self._thread_safe = thread_safe
+        self._thread_safe, self._allowed = thread_safe, allowed
+        self._sent = 0  # samples that were published
+        self._direct = 0  # samples that were read directly to prove what others read
+        #: (epoch, piece, whether it is unplanned) of requested batches that wait for that.
+        self._held: list[tuple[int, PlanPiece, bool]] = []
         self._small = False  # whether the current epoch is published at once
         self._end = 0  # the next step to publish
         self.forget()
@@ -272,15 +279,28 @@ class PlanPublisher:
 
     def reach(self, published: PublishedEpoch, i: int) -> bool:
         """Publish up to batch i now; False if that is impossible."""
+        samples = SIZES.trainer if self._allowed() is None else 1
         while published.known <= i < published.total:
-            if not self._publish(SIZES.trainer):
+            if not self._publish(samples, wanted=True):
                 break  # unless the thread has just published the last of it
             if self._thread is None and not self._threadless:
                 self._start()  # the thread had ended, e.g. since the daemon was stopped for a while
         return i < min(published.known, published.total)
 
+    def passes_by(self, published: PublishedEpoch, i: int, samples: int) -> bool:
+        """Whether batch i, of so many samples, is read directly to prove what others read."""
+        if self._direct >= -(self._allowed() or 0):
+            return False
+        with self._lock:
+            published.known = max(published.known, i + 1)
+            self._direct += samples
+        return True
+
     def pump(self) -> None:
         """Without a planner thread, publish one piece or start one; called after each batch."""
+        if self._held:
+            with self._lock:
+                self._send_held()
         if self._threadless:
             self._threadless = self._publish(SIZES.trainer)
         elif self._thread is None and self.epochs:
@@ -309,6 +329,7 @@ class PlanPublisher:
             return
         try:
             self._drop()
+            self._held = [one for one in self._held if one[1].step < step]
             if step < self._end:
                 self._end = step
                 self._session.truncate(step)
@@ -321,18 +342,22 @@ class PlanPublisher:
         self.epochs: list[PublishedEpoch] = []
         self._threadless = False
 
-    def _publish(self, samples: int) -> bool:
+    def _publish(self, samples: int, *, wanted: bool = False) -> bool:
         """Publish the next piece, of about `samples` samples.
+
+        `wanted`: these are requested now, and so published whatever is `allowed`.
 
         Returns:
             False if there is nothing to publish or the daemon is lost.
         """
         with self._lock:
-            published = self._next()
+            published = self._next(wanted=wanted)
             if published is None:
                 return False
+            allowed = None if wanted else self._allowed()
+            samples = samples if allowed is None else min(samples, allowed - self._sent)
             piece = self._computed(published, samples)
-            if published is not self._next():  # a finaliser has cancelled it meanwhile
+            if published is not self._next(wanted=wanted):  # a finaliser has cancelled it meanwhile
                 return False
             self._before(published)
             if piece is None:
@@ -343,10 +368,13 @@ class PlanPublisher:
                 return False
             return True
 
-    def _next(self) -> PublishedEpoch | None:
+    def _next(self, *, wanted: bool = False) -> PublishedEpoch | None:
         """Return the first epoch with something to publish; drop those before it."""
         while self.epochs and self.epochs[0].complete:
             del self.epochs[0]
+        allowed = None if wanted else self._allowed()
+        if allowed is not None and allowed <= self._sent:
+            return None
         return self.epochs[0] if self.epochs else None
 
     def _computed(self, published: PublishedEpoch, samples: int) -> PlanPiece | None:
@@ -373,14 +401,23 @@ class PlanPublisher:
     def _extend(self, published: PublishedEpoch, piece: PlanPiece) -> bool:
         """Send a piece; its steps follow those published before."""
         self._end = piece.step + len(piece.ends)  # first: a finaliser may cancel it meanwhile
-        sent = self._session.extend(
-            published.epoch, piece.step, piece.objects, piece.stops, unplanned=not published.planned
-        )
+        self._sent += len(piece.indices)
+        self._held.append((published.epoch, piece, not published.planned))
+        sent = self._send_held()
         if sent:
             published.pieces.append(piece)
-        else:
-            self._drop()
         return sent
+
+    def _send_held(self) -> bool:
+        """Send all pieces, unless they wait for proof; False if the daemon is lost."""
+        while self._held and (self._allowed() or 0) >= 0:
+            epoch, piece, unplanned = self._held.pop(0)
+            steps = epoch, piece.step, piece.objects, piece.stops
+            if not self._session.extend(*steps, unplanned=unplanned):
+                self._held.clear()
+                self._drop()
+                return False
+        return True
 
     # --- the planner thread -------------------------------------------------------------------
 

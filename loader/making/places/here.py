@@ -14,8 +14,9 @@ from creel.loader.torch_private import ExceptionWrapper
 
 if TYPE_CHECKING:
     from creel.loader.client.session import Session
+    from creel.loader.data.binding.bind import Binding
     from creel.loader.data.reading.bad_samples import Key
-    from creel.loader.making.maker import BatchMaker
+    from creel.loader.making.maker import BatchMaker, Waits
     from creel.loader.making.places.leader import Tee
     from creel.loader.making.places.place import Serves, Slots
     from creel.loader.making.stage import Make
@@ -38,6 +39,7 @@ class Here(BatchPlace):
         counted: Callable[[BatchTimes, Mapping[str, int]], None],
         ahead: int = 0,
         tee: Tee | None = None,
+        waits: Callable[[Binding | None], Waits] | None = None,
     ) -> None:
         """Make one.
 
@@ -47,6 +49,7 @@ class Here(BatchPlace):
             ahead: how many batches it is asked for ahead of use, in place of workers. 0: a batch
                 that raises is lost, as in torch without workers.
             tee: sends the batches to other ranks, too.
+            waits: how to wait for objects of another binding, which may take the maker's place.
         """
         super().__init__()
         self.pid = 0
@@ -55,7 +58,7 @@ class Here(BatchPlace):
         self._make: Make = maker.make
         for stage in maker.stages:
             self._make = stage.in_trainer(self._make)
-        self._as_worker, self._tee = ahead > 0, tee
+        self._as_worker, self._tee, self._waits = ahead > 0, tee, waits
         self._tasks: deque[tuple[int, Task, Session | None]] = deque(maxlen=max(ahead, 1))
 
     def again(self, bad: Mapping[Key, str]) -> int:
@@ -75,6 +78,8 @@ class Here(BatchPlace):
         """
         maker, session = self._maker, self._serving.session
         worker, task, claimed = self._tasks[0]  # stays first if Ctrl-C comes
+        if self._waits is not None and maker.binding is not self._serving.binding:
+            maker.bind(self._serving.binding, self._waits(self._serving.binding))
         if session is not claimed:  # replaced since: its steps are gone
             task = task._replace(claim=DIRECT)
         try:

@@ -6,10 +6,10 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 
-class Receiver(Protocol):
-    """Where a pinner takes events from (`BatchPlace`)."""
-
-    def receive(self, timeout_s: float) -> Event | None:
-        """Return the next event; None on timeout."""
-
-
 class Pinner:
     """A thread that receives events from the workers and pins their batches.
 
@@ -37,9 +30,9 @@ class Pinner:
     plain: what else refers to their memory is not known.
     """
 
-    def __init__(self, place: Receiver, pinning: Pinning) -> None:
-        """Start the thread."""
-        self._place = weakref.proxy(place)
+    def __init__(self, receive: Callable[[float], Event | None], pinning: Pinning) -> None:
+        """Start the thread; `receive`: of a `BatchPlace`, which this does not keep alive."""
+        self._receive = weakref.WeakMethod(receive)
         self._pinning = pinning
         self._lends = False
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -76,12 +69,11 @@ class Pinner:
     def _run(self) -> None:
         torch.set_num_threads(1)
         self._pinning.use_device()
-        with suppress(ReferenceError):
-            while not self._stop.is_set():
-                event = self._place.receive(0.1)
-                if event is not None:
-                    self._queue.put(self._pinned(event))
-                del event
+        while not self._stop.is_set() and (receive := self._receive()) is not None:
+            event = receive(0.1)
+            if event is not None:
+                self._queue.put(self._pinned(event))
+            del event, receive
 
     def _pinned(self, event: Event) -> Event:
         if not isinstance(event, Made):

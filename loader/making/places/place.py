@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from creel.loader.client.session import Session
+    from creel.loader.data.binding.bind import Binding
     from creel.loader.data.reading.bad_samples import BadSample, Key
     from creel.loader.making.places.made import Event
     from creel.loader.making.places.pinner import Pinner
@@ -45,6 +46,7 @@ class Serves(Protocol):
     """Which session serves an iterator at the moment."""
 
     session: Session | None
+    binding: Binding | None
 
 
 class BatchPlace(ABC):

@@ -302,12 +302,15 @@ class _Worker:
                 self._stage()
 
     def _bind(self, digest: str) -> None:
-        """Bind the dataset from its trace, if its objects are the trainer's."""
+        """Bind the dataset by its trace, if its objects are the trainer's; else by none.
+
+        The session that follows is one of these objects.
+        """
+        self._maker.bind(None)
         try:
             binding = bind(self._args.dataset)
             if binding is not None and binding.digest() == digest:
-                self._maker.binding = binding
-                self._maker.inspect()
+                self._maker.bind(binding)
         except Exception:  # noqa: BLE001  user code may run here; on failure, reads are direct
             _log.debug("worker does not bind its dataset", exc_info=True)
 

@@ -20,8 +20,8 @@ from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.stores.store import read_ahead
 from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
-from creel.loader.data.reading.block_files import held, taken_over
-from creel.loader.data.reading.file_objects import in_memory
+from creel.loader.data.files.block_files import held, taken_over
+from creel.loader.data.files.file_objects import in_memory
 from creel.loader.data.reading.observer import find, take_address
 from creel.loader.data.reading.read_counts import os_open
 from creel.loader.data.reading.storage import Options, absolute, absolute_path, is_local, read_all

@@ -1,0 +1,1 @@
+"""File objects, and a file system for fsspec, whose bytes come from the cache if they are there."""
