@@ -26,7 +26,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from creel.loader.data.binding.tree import unchanged
-from creel.loader.data.reading.opened import cacheable, local_address
+from creel.loader.data.files.opened import cacheable, local_address
 
 #: Values that are looked at, and how deep inside the dataset.
 _VALUES, _DEPTH = 20_000, 5
