@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from creel.policies import forms
+from creel.policies import memory
 from creel.policies.arrays import Ints
 
 #: A rank that waited for more than this part of its time was short of batches: the pace at which
@@ -307,12 +307,12 @@ def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> 
     return _waiting(one, changed, storage_s(one) * left, otherwise=waits * left)
 
 
-def pace(one: RankWindow, again: float, copies: float) -> forms.Pace:
+def pace(one: RankWindow, again: float, copies: float) -> memory.SampleCost:
     """Return what a batch takes if nothing of it is in memory; for `again`, `copies` see above."""
     each = max(one.workers, 1) * one.batches
     own_s = (_cycle_s(one) - one.busy_s.get("source", 0.0)) / each
     again_s = max(again - copies, 0.0) * one.busy_s.get("decode", 0.0) / each
-    return forms.Pace(own_s, again_s, storage_s(one))
+    return memory.SampleCost(own_s, again_s, storage_s(one))
 
 
 def storage_s(one: RankWindow) -> float:
@@ -321,7 +321,7 @@ def storage_s(one: RankWindow) -> float:
     It reads ahead while workers work. So where they wait for it, batches come at its pace.
     """
     waits = one.busy_s.get("source", 0.0)
-    return forms.storage_s(waits, _cycle_s(one) - waits) / max(one.workers, 1) / one.batches
+    return memory.storage_s(waits, _cycle_s(one) - waits) / max(one.workers, 1) / one.batches
 
 
 def _cycle_s(one: RankWindow) -> float:

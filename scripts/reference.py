@@ -36,6 +36,7 @@ _API: dict[str, tuple[str, ...]] = {
     "DataLoader": ("state_dict", "load_state_dict", "set_epoch", "stats", "indices", "replayed"),
     "wrap": (),
     "kept": (),
+    "Decoded": (),
     "ImageFolder": ("save_index",),
     "FileDataset": (),
     "RecordDataset": (),

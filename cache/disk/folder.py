@@ -9,6 +9,7 @@ import mmap
 import os
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from creel.cache.memory.memfd import Descriptor
@@ -58,6 +59,27 @@ def private_folder(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextlib.contextmanager
+def subfolder(path: str, name: str) -> Iterator[int]:
+    """Yield a descriptor of a folder inside `private_folder(path)`, creating it if needed.
+
+    Raises:
+        OSError: as `private_folder`.
+    """
+    own = private_folder(path)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=own)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        folder = os.open(name, flags, dir_fd=own)
+    finally:
+        os.close(own)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def _own(path: str) -> Path:

@@ -25,6 +25,8 @@ F_SEAL_FUTURE_WRITE = 16
 _ALL_SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 _CLOEXEC, _ALLOW_SEALING = 1, 2
 _MAP_FIXED = 0x10
+#: Of fallocate(2): the file keeps its size.
+_PUNCH_HOLE = 0x02 | 0x01
 _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)  # not on Windows
 #: Address ranges of mappings that failed: the kernel may have given some of them to others since.
 _lost: list[mmap.mmap] = []
@@ -107,6 +109,19 @@ def mapped(
         _lost.append(memory)
         raise OSError(number, os.strerror(number))
     return memory
+
+
+def punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    """Give back the memory, or the blocks, of a part of a file; it then reads as zeros.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = (ctypes.c_int(fd), _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
+    if libc.fallocate(*place) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 @functools.cache

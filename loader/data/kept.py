@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
+import time
 from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
 from creel.errors import ConfigError
+from creel.loader.data.decoded.identity import pickled
 from creel.loader.data.decoded.kept import KeepingSamples, KeptDataset
-from creel.loader.data.decoded.store import DecodedStore, Stamp
+from creel.loader.data.decoded.limit import Decoded
+from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
 from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import SampleInputs, still
 from creel.loader.data.reading.this_thread import this_thread
@@ -33,6 +36,9 @@ class SampleKeeping(KeepingSamples):
     def about(self, owner: KeptDataset[Any]) -> str:
         return likeness(owner.dataset)
 
+    def contents(self, owner: KeptDataset[Any]) -> str:
+        return pickled(owner.dataset)
+
     def sample(self, owner: KeptDataset[Any], index: Any) -> Any:
         """Return a sample: kept, or read from the dataset, and then kept."""
         store, number = self.usable(owner), _number(index)
@@ -52,7 +58,9 @@ class SampleKeeping(KeepingSamples):
         draws = self.draws(owner)
         with SampleInputs() as opened, Intercepted():
             look_again()  # the last sample may have imported a library to read with
+            began = time.monotonic_ns()
             sample = owner.dataset[index]
+            ns = time.monotonic_ns() - began
             if self.drew(store, draws):
                 return sample
             if not opened.doubt and not self.same_again(
@@ -61,7 +69,7 @@ class SampleKeeping(KeepingSamples):
                 return sample
         inputs = self.inputs(store, opened)
         if inputs is not None:
-            self.keep(store, number, inputs, sample)
+            self.keep(store, number, inputs, sample, ns=ns)
         return sample
 
 
@@ -74,7 +82,7 @@ def _number(index: Any) -> int:
 
 
 def kept(
-    dataset: Dataset[T_co], limit: str | int = "auto", *, shared_as: str | None = None
+    dataset: Dataset[T_co], limit: str | int | Decoded = "auto", *, shared_as: str | None = None
 ) -> KeptDataset[T_co]:
     """Return a dataset with the same samples, which are kept in the node's memory once made.
 
@@ -86,7 +94,8 @@ def kept(
     Args:
         dataset: a map-style dataset whose samples draw no random numbers, and are equal in all
             epochs. Not one that `creel.wrap` returned: wrap the result.
-        limit: most bytes of memory: "64GiB", a number, or "auto", what others do not need.
+        limit: most bytes of memory: "64GiB", a number, or "auto", what others do not need; or
+            `creel.Decoded("1TiB", name=...)`, to find them again in later jobs.
         shared_as: a name under which all processes of this user on this node that give it share
             the samples: they must make the same ones.
 

@@ -227,7 +227,24 @@ def deep_node(levels: int) -> Any:
 
 
 #: What a header may have in the place of anything else.
-STRANGE = [0, -1, 7, 1 << 40, (1 << 63) - 1, None, True, 2.5, "", "l", "d", "a", "T", "p", "b", "i"]
+STRANGE: list[Any] = [
+    0,
+    -1,
+    7,
+    1 << 40,
+    (1 << 63) - 1,
+    None,
+    True,
+    2.5,
+    "",
+    "l",
+    "d",
+    "a",
+    "T",
+    "p",
+    "b",
+    "i",
+]
 STRANGE += ["<f8", "<U999999999", "|O", "<M8[25s]", "float64", "load", "RGB", "1", b"", b"12345678"]
 STRANGE += [[], [0], [1 << 31, 1 << 31], ["l"], ["b", 1 << 40], ["a", "<f8", [9], [0], True], {}]
 

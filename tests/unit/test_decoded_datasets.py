@@ -26,7 +26,7 @@ from creel.errors import ConfigError
 from creel.loader.data.binding.bind import bind
 from creel.loader.data.binding.tree import keepings_in, kept_on_top
 from creel.loader.data.datasets.base import CreelDataset, Transformed
-from creel.loader.data.decoded import keeping
+from creel.loader.data.decoded import draws, keeping
 from kit import until
 
 N = 6
@@ -581,3 +581,28 @@ def test_samples_of_records_are_not_kept(
     for _ in range(2):
         assert torch.equal(kept[1], records[1])
     assert caplog.text.count("not checked here") == 1
+
+
+OWN: tuple[Any, ...] = (random.Random(1), np.random.default_rng(1), torch.Generator())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        *(random.random, lambda: random.seed(random.getrandbits(9)), lambda: random.gauss(0, 1)),
+        *(lambda: np.random.rand(), lambda: torch.rand(1)),  # noqa: NPY002, PLW0108
+        *(OWN[0].random, lambda: OWN[1].integers(9), lambda: torch.rand(1, generator=OWN[2])),
+    ],
+)
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_draw_is_seen_and_nothing_else(
+    draw: Callable[[], object], readable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the second of two numbers that `gauss` makes at once, and under another Python."""
+    if not readable:
+        monkeypatch.setattr(draws, "_readable", lambda: False)
+    for _ in range(3):
+        seen = draws.Draws(OWN)
+        assert not seen.any()
+        draw()
+        assert seen.any()

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
 import struct
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.loader.data.decoded import memory as memory_module
-from creel.loader.data.decoded import store as store_module
 from creel.loader.data.decoded.codec import UnkeptError
-from creel.loader.data.decoded.memory import END, Locked, new_memory
-from creel.loader.data.decoded.store import _CLOSED_NS, DecodedStore
-from creel.policies.forms import UNKNOWN, Pace, decoded_share
-from creel.policies.memory import decoded_room
+from creel.loader.data.decoded.stores import memory as memory_module
+from creel.loader.data.decoded.stores import named_store
+from creel.loader.data.decoded.stores import store as store_module
+from creel.loader.data.decoded.stores.memory import END, Locked, new_memory
+from creel.loader.data.decoded.stores.named_store import NamedFile, open_named
+from creel.loader.data.decoded.stores.store import CLOSED_NS, DecodedStore
+from creel.policies.memory import UNKNOWN, SampleCost, decoded_room, decoded_share
 from creel.system import limits
 from creel.system.limits import MemoryLimits
 from kit import seeds, until
@@ -30,12 +33,37 @@ N = 64
 NBYTES = 20_000
 
 
-@pytest.fixture(params=["of process", "alone"])
-def make(request: pytest.FixtureRequest) -> Callable[..., DecodedStore]:
-    if request.param == "alone":
+Make = Callable[..., DecodedStore]
+
+
+def maker(kind: str, folder: Path) -> Make:
+    keys = itertools.count()
+
+    def on_disk(limit: int | None = None, samples: int = N) -> DecodedStore:
+        about = {"name": "n", "dataset": "d", "samples": samples}
+        return open_named(NamedFile(str(folder), f"{next(keys)}", 0), about, samples, limit)
+
+    if kind == "on disk":
+        return on_disk
+    if kind == "alone":
         return lambda limit=None, samples=N: DecodedStore(new_memory(samples), samples, limit)
     memory_module._shared.forget()
     return lambda limit=None, samples=N: DecodedStore.of_process(samples, limit)
+
+
+@pytest.fixture(params=["of process", "alone"])
+def in_memory(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    return maker(request.param, tmp_path)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Make:
+    return maker("on disk", tmp_path)
+
+
+@pytest.fixture(params=["of process", "alone", "on disk"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    return maker(request.param, tmp_path)
 
 
 def sample(number: int, version: int = 0, nbytes: int = NBYTES) -> NDArray[np.uint8]:
@@ -64,10 +92,10 @@ def test_a_sample_is_returned_as_it_was_put_and_each_time_anew(make: Any) -> Non
 
 @pytest.mark.parametrize("addresses", [True, False])
 def test_a_sample_may_lie_anywhere(
-    make: Any, monkeypatch: pytest.MonkeyPatch, addresses: bool
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch, addresses: bool
 ) -> None:
     """Over the end of a mapping, beyond it, and where the process may map no more (`ulimit -v`)."""
-    store = make()
+    store = in_memory()
 
     def refused(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, "no addresses")
@@ -76,7 +104,7 @@ def test_a_sample_may_lie_anywhere(
         monkeypatch.setattr(store_module, "mapped", refused)
     for number, gib in enumerate((0, 1, 5, (1 << 15) - 1)):
         end = (gib + 1 << 30) - (4096 if gib < 5 else 1 << 15)  # the memfd has 32 TiB
-        os.pwrite(store.own.fd, struct.pack("<q", end), 8 * END)
+        os.pwrite(store.own.fd, struct.pack("<q", end), store.own.first + 8 * END)
         assert store.put(number, 0, sample(number)) > 0
         assert np.array_equal(taken(store, number), sample(number))
 
@@ -84,7 +112,7 @@ def test_a_sample_may_lie_anywhere(
 def test_bytes_that_are_no_sample_are_a_miss(make: Any) -> None:
     store = make()
     assert store.put(3, 0, sample(3)) > 0
-    first = memory_module.index_nbytes(N)
+    first = store.own.first + memory_module.index_nbytes(N)
     for at in range(64):
         kept = os.pread(store.own.fd, 1, first + at)
         os.pwrite(store.own.fd, bytes([kept[0] ^ 0x55]), first + at)
@@ -92,6 +120,11 @@ def test_bytes_that_are_no_sample_are_a_miss(make: Any) -> None:
         assert found is None or isinstance(found, np.ndarray)
         os.pwrite(store.own.fd, kept, first + at)
     assert np.array_equal(taken(store, 3), sample(3))
+
+
+def test_the_more_samples_are_the_same_again_the_fewer_are_made_twice(make: Any) -> None:
+    store = make()
+    assert sum(store.to_make_twice() for _ in range(8192)) == 4 + 63 + 8
 
 
 def test_none_is_a_sample(make: Any) -> None:
@@ -171,19 +204,19 @@ def test_half_a_sample_is_never_read(make: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_memory_is_short_nothing_more_is_kept(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = MemoryLimits(total=1 << 30, available=100 << 20)
     monkeypatch.setattr(limits, "memory", lambda **_: short)
-    store = make()
+    store = in_memory()
     assert store.put(0, 0, sample(0)) == 0
     assert not store.open
 
 
 def test_the_store_gives_memory_back_when_others_need_it(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = make()
+    store = in_memory()
     for number in range(40):
         store.put(number, 0, sample(number))
     before = memory_of(store)
@@ -274,7 +307,7 @@ def test_room_never_exceeds_the_limit_nor_touches_the_reserve(seed: int) -> None
     rng = np.random.default_rng(seed)
     used, available, reserve, whole, encoded = (int(n) for n in rng.integers(0, 1 << 20, 5))
     limit = None if rng.random() < 0.5 else int(rng.integers(0, 1 << 20))
-    pace = UNKNOWN if rng.random() < 0.5 else Pace(*rng.uniform(0, 2, 3).tolist())
+    pace = UNKNOWN if rng.random() < 0.5 else SampleCost(*rng.uniform(0, 2, 3).tolist())
     room = decoded_room(limit, used, available, reserve, whole=whole, encoded=encoded, pace=pace)
     assert room >= 0
     assert room == 0 or available - room >= 2 * reserve
@@ -297,19 +330,20 @@ def test_no_division_of_the_memory_is_faster_than_the_one_that_is_chosen(seed: i
 
     x, y = np.meshgrid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
     fits = (x * whole + y * encoded <= room) & (x + y <= 1)
-    share = decoded_share(room, whole, encoded, Pace(work_s, again_s, storage))
+    share = decoded_share(room, whole, encoded, SampleCost(work_s, again_s, storage))
     files = min((room - share * whole) / encoded, 1 - share)
     assert takes_s(np.array(share), files) <= takes_s(x, y)[fits].min() * 1.04 + 1e-9
 
 
 def test_files_that_exceed_memory_take_none_of_it_where_cores_are_the_bottleneck(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it was measured; where workers wait for storage, files come first."""
     monkeypatch.setattr(store_module, "_LOOK_NBYTES", NBYTES)
 
-    def kept(waited_ns: int, worked_ns: int) -> int:
-        store, total = make(), 1 << 20
+    def kept(waited_ns: int, worked_ns: int, encoded: int = NBYTES // 2, ns: int = 10**7) -> int:
+        store: DecodedStore = in_memory()
+        total = 1 << 20
 
         def free(**_: Any) -> MemoryLimits:
             return MemoryLimits(total, 20 * (NBYTES + 64) + total // 8 - store.used_nbytes)
@@ -317,12 +351,15 @@ def test_files_that_exceed_memory_take_none_of_it_where_cores_are_the_bottleneck
         monkeypatch.setattr(limits, "memory", free)
         store.read(N, 0, waited_ns, worked_ns)
         for number in range(N):
-            store.put(number, 0, sample(number), NBYTES // 2, ns=10**7)
-            store._words[_CLOSED_NS] = 0  # a second later
+            store.put(number, 0, sample(number), encoded, ns)
+            store._words[CLOSED_NS] = 0  # a second later
         return store.kept
 
     assert 18 <= kept(0, N * 12 * 10**6) <= 20
     assert kept(N * 60 * 10**6, N * 12 * 10**6) < 3
+    for waited in (0, N * 60 * 10**6):  # of samples of `creel.kept` no files are known
+        assert 18 <= kept(waited, N * 12 * 10**6, encoded=0) <= 20
+        assert 18 <= kept(waited, N * 12 * 10**6, encoded=0, ns=0) <= 20
 
 
 def test_a_stopped_process_that_has_the_lock_is_waited_for_but_not_forever(
@@ -349,3 +386,29 @@ def test_a_stopped_process_that_has_the_lock_is_waited_for_but_not_forever(
         other.join()
     until(lambda: store.open)
     assert store.put(1, 0, sample(1)) > 0
+
+
+def test_a_disk_that_is_slow_is_left_alone_for_a_while(
+    on_disk: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_disk()
+    monkeypatch.setattr(named_store, "_SLOW_NS", -1)
+    assert store.put(1, 0, sample(1)) > 0
+    assert not store.open
+    assert np.array_equal(taken(store, 1), sample(1))
+
+
+def test_another_process_goes_on_where_one_ended(on_disk: Make, tmp_path: Path) -> None:
+    """Its samples, its bytes and its end are those of the index, whatever the words say."""
+    first = on_disk()
+    for number in range(10):
+        first.put(number, 0, sample(number))
+    used = first.used_nbytes
+    os.pwrite(first.own.fd, bytes(4096), 0)  # a loss of power: the index is there, the words not
+    del first
+    file = NamedFile(str(tmp_path), "0", 0)
+    store = open_named(file, {"name": "n", "dataset": "d", "samples": N}, N, None)
+    assert (store.kept, store.used_nbytes) == (10, used)
+    assert store.put(20, 0, sample(20)) > 0
+    for number in (*range(10), 20):
+        assert np.array_equal(taken(store, number), sample(number))

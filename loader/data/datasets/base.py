@@ -20,6 +20,7 @@ from creel.cache.storage.stores.access import StorageOptions
 from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, SourceError
 from creel.loader.data.decoded.keeping import Keeping
+from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import ObjectKeeping
 from creel.loader.data.decoded.worth import looked_at
 from creel.loader.data.reading.observer import take
@@ -225,7 +226,7 @@ class CreelDataset(Dataset[Sample]):
         """Describes the state of the files in which the objects were found; "" if none is known."""
         return ""
 
-    def _keep_decoded(self, limit: str | int | None, shared_as: str | None) -> None:
+    def _keep_decoded(self, limit: str | int | Decoded | None, shared_as: str | None) -> None:
         """Keep what `decoded` returns, in `limit` bytes of the node's memory; None: do not.
 
         `shared_as`: as for `creel.kept`.

@@ -23,6 +23,7 @@ from creel.loader.data.datasets.base import (
     position,
 )
 from creel.loader.data.datasets.columns import Labelled, Names, addresses, strings
+from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole
 from creel.loader.data.reading.listing import files_below, glob_pattern
 from creel.loader.data.reading.storage import (
@@ -89,7 +90,7 @@ class FileDataset(WholeFiles, Labelled):
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
         keep_decoded: memory of the node for what `decode` returned (docs/decode-once.md): a size
-            ("64GiB" or bytes), or "auto", what others do not need. Each file is then decoded once
+            ("64GiB" or bytes), "auto", or `creel.Decoded`. Each file is then decoded once
             in a job on a node. `decode` must draw no random numbers.
         shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
@@ -109,7 +110,7 @@ class FileDataset(WholeFiles, Labelled):
         transform: Callable[[Sample], Sample] | None = None,
         nbytes: Sequence[int] | bool = False,
         storage_options: Options = None,
-        keep_decoded: str | int | None = None,
+        keep_decoded: str | int | Decoded | None = None,
         shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options

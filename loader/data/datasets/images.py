@@ -19,6 +19,7 @@ from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import Sample, check_callable, each, position
 from creel.loader.data.datasets.columns import LazySequence, Names, addresses, strings
 from creel.loader.data.datasets.files import WholeFiles
+from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole
 from creel.loader.data.files.opened import read as read_address
 from creel.loader.data.reading.listing import files_below, parse_index, write_index
@@ -94,7 +95,7 @@ class ImageFolder(WholeFiles):
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
         keep_decoded: memory of the node for what `decode` returned (docs/decode-once.md): a size
-            ("64GiB" or bytes), or "auto", what others do not need. Each image is then decoded once
+            ("64GiB" or bytes), "auto", or `creel.Decoded`. Each image is then decoded once
             in a job on a node. `decode` must draw no random numbers.
         shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
@@ -120,7 +121,7 @@ class ImageFolder(WholeFiles):
         decode: Callable[[bytes], Sample] | None = None,
         index: str | os.PathLike[str] | None = None,
         storage_options: Options = None,
-        keep_decoded: str | int | None = None,
+        keep_decoded: str | int | Decoded | None = None,
         shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options

@@ -28,6 +28,7 @@ from creel.loader.data.datasets.base import (
 )
 from creel.loader.data.datasets.columns import strings
 from creel.loader.data.datasets.tarindex import members
+from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.reading.listing import braces
 from creel.loader.data.reading.storage import Options, absolute, several, status_of
 from creel.policies.arrays import Ids, Ints
@@ -76,7 +77,7 @@ class TarDataset(CreelDataset):
         storage_options: of the client that reads remote shards, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
         keep_decoded: memory of the node for what these functions returned (docs/decode-once.md): a
-            size ("64GiB" or bytes), or "auto", what others do not need. Each member is then decoded
+            size ("64GiB" or bytes), "auto", or `creel.Decoded`. Each member is then decoded
             once in a job on a node. They must draw no random numbers.
         shared_as: a name under which other processes share what is kept; see `creel.kept`.
 
@@ -98,7 +99,7 @@ class TarDataset(CreelDataset):
         extensions: Sequence[str] | None = None,
         index: str | os.PathLike[str] | None = None,
         storage_options: Options = None,
-        keep_decoded: str | int | None = None,
+        keep_decoded: str | int | Decoded | None = None,
         shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options

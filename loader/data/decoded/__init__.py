@@ -1,6 +1,6 @@
-"""Decoded samples that a node keeps in shared memory, so that its ranks decode each one once a job.
+"""Decoded samples that a node keeps, so that its ranks (and later jobs) decode each one once.
 
-`keeping` is what datasets use, `kept` a wrapper of any dataset. Both put what was decoded into a
-`store`, as `codec` writes it. `shared_store` gives processes that make the same samples one store.
-`draws` finds decoders that draw random numbers, `attributes` datasets that were changed.
+`keeping` is what datasets use, `kept` a wrapper of any dataset. Both put what was decoded into one
+of the `stores`, as `codec` writes it. `draws` finds decoders that draw random numbers, `identity`
+says when samples with a name are those of an earlier job.
 """

@@ -15,22 +15,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from torch.utils.data import get_worker_info
 
-from creel.config import switched_off
+from creel.config import Config, switched_off
 from creel.errors import ConfigError
 from creel.loader.data.decoded.codec import UnkeptError, difference
 from creel.loader.data.decoded.draws import Draws
-from creel.loader.data.decoded.shared_store import name_in_group, open_store
-from creel.loader.data.decoded.store import DecodedStore, Stamp, Taken
+from creel.loader.data.decoded.identity import key_of
+from creel.loader.data.decoded.limit import Decoded
+from creel.loader.data.decoded.stores.named_store import NamedFile, open_named
+from creel.loader.data.decoded.stores.shared_store import name_in_group, open_store
+from creel.loader.data.decoded.stores.store import DecodedStore, Stamp, Taken
 from creel.loader.data.reading.inputs import Inputs, SampleInputs
 from creel.loader.data.reading.this_thread import this_thread
 from creel.loader.data.user_code.attributes import changed, generators, snapshot
 from creel.system.forks import at_fork
-from creel.units import parse_size
+
+if TYPE_CHECKING:
+    from creel.settings import DiskSettings
 
 K = TypeVar("K", bound="Keeping")
 _log = logging.getLogger("creel.loader")
@@ -50,25 +55,36 @@ _OTHERS = (
     "another process that shares them makes other samples of the same files: give each its own"
     " name, shared_as="
 )
+_STALE = (
+    "{!r} is dropped: sample {} is not what the dataset makes of it now. What it is made by has"
+    " changed where creel does not look; another name keeps both"
+)
+#: Loaders of a process, in the version of remote files.
+_LOADERS_BITS = 24
 
 
 class Keeping:
     """The store of one dataset, once it is open; the base of those for single kinds of datasets."""
 
-    def __init__(self, limit: str | int, shared_as: str | None = None) -> None:
+    def __init__(self, limit: str | int | Decoded, shared_as: str | None = None) -> None:
         """Make one that is not open.
 
         Args:
-            limit: most bytes, as text or number; "auto": what others do not need.
+            limit: most bytes, as text or number; "auto": what others do not need. With a name:
+                see `Decoded`.
             shared_as: under which name all processes of this user on this node share samples.
 
         Raises:
-            ConfigError: one is neither.
+            ConfigError: one is neither, or there are two names.
         """
         if shared_as is not None and (type(shared_as) is not str or not shared_as):
             raise ConfigError(f"shared_as={shared_as!r}: give the samples a name, a text")
-        self.limit, self.shared_as = limit, shared_as
-        self._limit = _nbytes(limit)
+        self.limit = limit if isinstance(limit, Decoded) else Decoded(limit)
+        if shared_as is not None and self.limit.name is not None:
+            raise ConfigError("shared_as: samples with a name are shared under that one")
+        self.shared_as = shared_as
+        #: The disk tier of the loader that reads, for samples with a name.
+        self.disk: DiskSettings | None = None
         #: When this was made (`time.time_ns`): before any epoch of a loader that reads by it.
         self.made_ns = time.time_ns()
         #: When files are checked for changes: a value of `loader.recheck`.
@@ -76,8 +92,6 @@ class Keeping:
         #: Number of loaders that have begun to read the dataset in this process.
         self.loaders = 0
         self.store: DecodedStore | None = None
-        #: The process that opened it, also in its workers.
-        self.opened_by = 0
         self._of: object = None  # what the store was opened for, see `identity`
         self._attributes: dict[str, str] = {}  # plain ones then
         self._said = False  # that they have changed
@@ -129,6 +143,14 @@ class Keeping:
         """Describe the samples, to find those of the same dataset in other processes."""
         raise NotImplementedError
 
+    def contents(self, owner: Any) -> str:
+        """Return a text that is equal only for datasets with the same files, or entries.
+
+        Raises:
+            Exception: there is none.
+        """
+        raise NotImplementedError
+
     # --- opening ----------------------------------------------------------------------------------
 
     def of(self: K, owner: Any) -> K:
@@ -154,13 +176,13 @@ class Keeping:
         try:
             if snapshot(self.settings(owner)) == copied[1]:
                 self._of, self._attributes = self.identity(owner), copied[1]
-                self.store, self._token, self.opened_by = store, copied[0], os.getpid()
+                self.store, self._token = store, copied[0]
         except Exception:  # noqa: BLE001  as above
             _log.debug("a copy keeps samples of its own", exc_info=True)
 
-    def begin(self, reader: object, recheck: str) -> None:
-        """Open the store for an epoch of a loader, `reader`, with its `loader.recheck`."""
-        self.recheck = recheck
+    def begin(self, reader: object, recheck: str, disk: DiskSettings) -> None:
+        """Open the store for an epoch of a loader, `reader`, with its settings."""
+        self.recheck, self.disk = recheck, disk
         if reader not in self._readers:
             self._readers.add(reader)
             self.loaders += 1
@@ -174,7 +196,12 @@ class Keeping:
     def open(self) -> None:
         """Open the store if there is none, or the dataset has changed; not in a worker."""
         owner = None if self._owner is None else self._owner()
-        if owner is None or self._limit == 0 or switched_off() or get_worker_info() is not None:
+        if (
+            owner is None
+            or self.limit.nbytes == 0
+            or switched_off()
+            or get_worker_info() is not None
+        ):
             return
         try:
             now, attributes = self.identity(owner), snapshot(self.settings(owner))
@@ -184,13 +211,32 @@ class Keeping:
                     return
                 self._say_changed(names)
             self._of, self._attributes, self.store = now, attributes, None
-            self._sought_by, self.opened_by = 0, os.getpid()
-            self.store = open_store(self._name_of_store(owner), self.samples(owner), self._limit)
+            self._sought_by = 0
+            self.store = self._open_store(owner)
             self._token = uuid4().hex
             if self.store is not None:
                 _stores[self._token] = self.store
         except Exception:  # noqa: BLE001  user code may run here; samples are then decoded as ever
             _log.debug("no decoded samples are kept", exc_info=True)
+
+    def _open_store(self, owner: Any) -> DecodedStore | None:
+        name, samples, limit = self.limit.name, self.samples(owner), self.limit.nbytes
+        if name is not None:
+            limit = None  # of memory, if there is no file
+            disk = Config.load()[0].disk if self.disk is None else self.disk
+            try:
+                if not disk.path:
+                    raise ConfigError("without disk.path there is no disk to keep them on")  # noqa: TRY301
+                key = key_of(name, [str(samples), self.contents(owner)], self.settings(owner))
+                about = {"name": name, "dataset": self._name(), "samples": samples}
+                file = NamedFile(disk.path, key, disk.keep_free)
+                named = open_named(file, about, samples, self.limit.nbytes)
+                self.loaders += named.opener << _LOADERS_BITS  # remote files are those of this job
+            except Exception as e:  # noqa: BLE001  user code may run here
+                _log.warning("%r is kept in memory, for this job alone: %s", name, e)
+            else:
+                return named
+        return open_store(self._name_of_store(owner), samples, limit)
 
     def _name_of_store(self, owner: Any) -> str | None:
         """Return the name under which other processes share the store; None: none does."""
@@ -282,7 +328,7 @@ class Keeping:
             if not store.to_make_twice():
                 return True
             place = difference(sample, again())
-        except TimeoutError:  # the lock is taken
+        except OSError:  # the lock is taken
             return True
         except Exception as e:  # noqa: BLE001  of the person's code
             place = f": {e!r}"
@@ -294,13 +340,14 @@ class Keeping:
     def checked(self, store: DecodedStore, given: Taken, sample: Callable[[], Any]) -> Any:
         """Return what was taken; of other processes' samples, some are made here and compared."""
         try:
-            if not store.to_compare(self.opened_by, given.by):
+            if not store.to_compare(given.by):
                 return given.sample
-        except TimeoutError:  # the lock is taken
+        except OSError:  # the lock is taken
             return given.sample
         mine = sample()
         if difference(given.sample, mine) is not None:
-            self.refuse(store, _OTHERS)
+            name = self.limit.name
+            self.refuse(store, _OTHERS if name is None else _STALE.format(name, given.number))
         return mine
 
     def keep(
@@ -314,7 +361,7 @@ class Keeping:
     ) -> None:
         """`DecodedStore.put`; say it once if samples cannot be kept. Never raises."""
         try:
-            store.put(number, stamp, sample, encoded_nbytes, by=self.opened_by, ns=ns)
+            store.put(number, stamp, sample, encoded_nbytes, ns)
         except UnkeptError as e:
             self._say(store, str(e))
         except Exception as e:  # noqa: BLE001  the sample is fine, even if it cannot be written down
@@ -342,18 +389,8 @@ def _others_run() -> bool:
     )
 
 
-def _nbytes(limit: str | int) -> int | None:
-    if limit == "auto":
-        return None
-    if isinstance(limit, str):
-        return parse_size(limit)
-    if type(limit) is int and limit >= 0:
-        return limit
-    raise ConfigError(f'{limit!r} is not a size: write "64GiB", a number of bytes, or "auto"')
-
-
 def _restored(
-    kind: type[Keeping], limit: str | int, shared_as: str | None, state: dict[str, Any]
+    kind: type[Keeping], limit: Decoded, shared_as: str | None, state: dict[str, Any]
 ) -> Keeping:
     made = kind(limit, shared_as)
     vars(made).update(state)

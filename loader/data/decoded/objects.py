@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.version import of_stat
 from creel.loader.data.decoded.keeping import Keeping
-from creel.loader.data.decoded.store import DecodedStore, Stamp
+from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
 from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import Inputs, SampleInputs, still
 from creel.loader.data.reading.lease import Leaf
@@ -67,6 +67,9 @@ class ObjectKeeping(Keeping):
 
     def about(self, owner: DecodedLeaf) -> str:
         return f"{owner.manifest.key} {owner.indexed} {sorted(owner.decoders)}"
+
+    def contents(self, owner: DecodedLeaf) -> str:
+        return self.about(owner)
 
     def sample(
         self,

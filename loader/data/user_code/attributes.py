@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import islice
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
 import msgspec
@@ -68,6 +68,22 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return names
 
 
+def plain_and_code(value: object) -> Iterator[tuple[str, Any]]:
+    """Yield (name, text) of what is plain in a value, and (name, code): functions and classes.
+
+    Of functions also their defaults and what they close over.
+    """
+    for name, leaf in _inside("", value, _DEPTH, set(), code=True):
+        text = leaf if is_code(leaf) else _text(leaf)
+        if text:
+            yield name, text
+
+
+def is_code(value: object) -> bool:
+    """Whether a value is a function or a class."""
+    return isinstance(value, _CODE)
+
+
 def generators(value: object) -> list[Any]:
     """Return the generators of random numbers that a dataset or callable holds."""
     found = _inside("", value, _DEPTH, set())
@@ -81,8 +97,10 @@ class _Listed:
         self.value = value
 
 
-def _inside(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of everything in a value that can be compared."""
+def _inside(
+    name: str, value: Any, depth: int, seen: set[int], *, code: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of everything in a value that can be compared; `code`: functions, too."""
     if value is None or isinstance(value, (*_PLAIN, *_GENERATORS, np.ndarray, torch.Tensor)):
         yield name, value
         return
@@ -90,15 +108,35 @@ def _inside(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple
         return
     seen.add(id(value))
     kind = type(value)
+    if code:
+        yield from _code(name, value, depth, seen)
     if kind in {list, tuple, dict, range}:
         yield name, _Listed(value)
         if len(value) <= _FEW and kind is not range:
             entries = value.items() if kind is dict else enumerate(value)
             for key, one in entries:
-                yield from _inside(f"{name}[{key!r}]", one, depth - 1, seen)
+                yield from _inside(f"{name}[{key!r}]", one, depth - 1, seen, code=code)
         return
     for key, one in _attributes(value, whole=depth == _DEPTH).items():
-        yield from _inside(f"{name}.{key}", one, depth - 1, seen)
+        yield from _inside(f"{name}.{key}", one, depth - 1, seen, code=code)
+
+
+def _code(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the function or class of a value, and what a function was made with."""
+    function = value.__func__ if isinstance(value, MethodType) else value
+    if is_code(function):
+        yield name, function
+    elif callable(value) or isinstance(value, Dataset):
+        yield name, type(value)
+    cells = getattr(function, "__closure__", None) or ()
+    made_with = {
+        "defaults": getattr(function, "__defaults__", None),
+        "keywords": getattr(function, "__kwdefaults__", None),
+        **{f"cell {i}": cell.cell_contents for i, cell in enumerate(cells) if cell != CellType()},
+    }
+    if isinstance(function, FunctionType):
+        for key, one in made_with.items():
+            yield from _inside(f"{name}({key})", one, depth - 1, seen, code=True)
 
 
 def _attributes(value: Any, *, whole: bool) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class LoaderState:
                 configure(one, self.config, self._origins)
         keepings = keepings_in(loader.dataset)
         for keeping in keepings:
-            keeping.begin(self, self.config.loader.recheck)
+            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         dataset, binding, _ = self._bound
         self._bound = (dataset, binding, keepings)
         return self.bound(loader)
@@ -220,9 +220,10 @@ class LoaderState:
         stores = [one.store for one in self._bound[2] if one.store is not None]
         mine = [store for store in stores if store.counted_by(self)]
         meter = self.observers.meter
-        by = "busy" if meter["busy_decode_ns"] else "stall"
-        hits, worked = meter["decoded_hits"], meter[f"{by}_decode_ns"] + meter[f"{by}_collate_ns"]
+        by = "busy" if meter["busy_decode_ns"] else "stall"  # without workers training waits
+        worked = meter[f"{by}_decode_ns"] + meter[f"{by}_collate_ns"]
         for store in mine:
+            hits = meter["decoded_hits"]
             read = hits + meter["decoded_misses"]
             store.read(read, hits, meter[f"{by}_source_ns"], worked)
         meter["decoded_samples"] = sum(store.kept for store in mine)

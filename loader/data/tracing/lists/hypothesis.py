@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.data.binding.fetch_limit import FetchLimit
+from creel.loader.data.files.opened import SMALL
 from creel.loader.data.reading.storage import Options
 from creel.loader.data.tracing.journal import (
     ALL,
@@ -23,7 +24,6 @@ from creel.loader.data.tracing.journal import (
     digest_of,
 )
 from creel.loader.data.tracing.lists.file_lists import FileList
-from creel.loader.data.tracing.observed import SMALL
 from creel.loader.data.tracing.trace import AccessTrace
 
 #: Samples that must all fit before anything is fetched ahead.

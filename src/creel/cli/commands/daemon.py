@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +17,10 @@ from creel.cli.commands.options import (
     json_option,
     print_answer,
 )
-from creel.errors import ConfigError
+from creel.errors import ConfigError, NoDaemonError
+
+if TYPE_CHECKING:
+    from creel.cache.disk.named import Named
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -101,12 +106,34 @@ def warm(
 @json_option
 @click.pass_context
 def ls(context: click.Context, *, as_json: bool) -> None:
-    """List the datasets that the daemon holds, and how much of each."""
+    """List the datasets that the daemon holds, and decoded samples that have a name."""
     from creel.cli.watching import view
 
-    with client_of(context) as client:
-        answer = client.ask("datasets")
-    print_answer(answer, as_json, lambda values: view.datasets(values["datasets"]))
+    decoded = [one._asdict() for one in _named(context)]
+    try:
+        with client_of(context) as client:
+            answer = client.ask("datasets")
+    except NoDaemonError:
+        if not decoded:
+            raise
+        answer = {"datasets": []}
+
+    def show(values: dict[str, Any]) -> None:
+        if values["datasets"] or not decoded:
+            view.datasets(values["datasets"])
+        view.decoded(decoded)
+
+    print_answer({**answer, "decoded": decoded}, as_json, show)
+
+
+def _named(context: click.Context) -> list[Named]:
+    """Return the decoded samples that have a name, in the folder of the disk tier."""
+    from creel.cache.disk.named import listed
+
+    path = config_of(context).disk.path
+    with suppress(OSError):
+        return listed(path) if path else []
+    return []
 
 
 @click.command()
@@ -114,10 +141,23 @@ def ls(context: click.Context, *, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of a dataset.
+    """Free what the daemon holds of a dataset, or the disk of decoded samples.
 
-    DATASET is a path, for all that lie there, or the first letters of a key (`creel ls`).
+    DATASET is a path, for all that lie there, or the first letters of a key (`creel ls`); or the
+    name of decoded samples, all of which are removed.
     """
+    decoded = [one for one in _named(context) if one.name == dataset]
+    if decoded:
+        from creel.cache.disk import named
+        from creel.units import format_size
+
+        for one in decoded:
+            named.drop(config_of(context).disk.path, one.key)
+        nbytes = sum(one.nbytes for one in decoded)
+        what = f"dropped {dataset}: {format_size(nbytes)} of decoded samples"
+        told = {"dropped": len(decoded), "name": dataset, "nbytes": nbytes}
+        print_answer(told, as_json, lambda _: click.echo(what))
+        return
     with client_of(context) as client:
         path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
         answer = client.ask("drop", dataset=path)

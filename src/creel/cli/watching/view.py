@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -246,6 +247,22 @@ def datasets(rows: Sequence[Values]) -> None:
         return
     latest = sorted(rows, key=lambda one: (not one["sessions"], one["unused_s"]))
     table(DATASET_HEADER, [dataset_row(one) for one in latest], drop=(("key",), ("objects",)))
+
+
+def decoded(rows: Sequence[Values]) -> None:
+    """Print the decoded samples that have a name, those used last first."""
+    if rows:
+        cells = [
+            (
+                one["name"],
+                one["dataset"],
+                f"{format_count(one['kept'])} of {format_count(one['samples'])}",
+                format_size(one["nbytes"]),
+                format_seconds(max(time.time() - one["used"], 0)),
+            )
+            for one in rows
+        ]
+        table(("decoded samples", "dataset", "kept", "bytes", "used ago"), cells)
 
 
 def _part(nbytes: int, objects: int, of: int) -> str:

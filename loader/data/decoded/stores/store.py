@@ -29,18 +29,27 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.memfd import mapped
 from creel.loader.data.decoded.codec import decode, encode
-from creel.loader.data.decoded.memory import (
+from creel.loader.data.decoded.stores.memory import (
     END,
     PAGE_NBYTES,
     USED,
     WORDS_NBYTES,
     Extent,
     Locked,
+    Words,
+    index_nbytes,
     memory_of_process,
     transfer,
 )
-from creel.policies.forms import UNKNOWN, Pace, storage_s
-from creel.policies.memory import decoded_room, given_back, next_look_s, reserve
+from creel.policies.memory import (
+    UNKNOWN,
+    SampleCost,
+    decoded_room,
+    given_back,
+    next_look_s,
+    reserve,
+    storage_s,
+)
 from creel.system import limits
 from creel.system.forks import forget_in_child
 from creel.units import format_size
@@ -48,19 +57,21 @@ from creel.units import format_size
 _log = logging.getLogger("creel.loader")
 
 #: The words after END and USED.
-_SAMPLES, _CLOSED_NS, _LOOK_NS, _REFUSED, _FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
+SAMPLES, CLOSED_NS, _LOOK_NS, _REFUSED, FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
 #: Of the samples that it had not: ns of decoding them. Of all that loaders have read: how many, the
 #: hits among them, and the ns that workers waited for storage, and worked.
 _DECODE_NS, _ASKED, _HITS, _WAITED_NS, _WORKED_NS = range(11, 16)
-#: How many samples were made to be kept; and of each process that joined, by `_slot`, how many of
-#: others it has looked at.
-_MADE, _FIRST_SLOT, _SLOTS = 10, 64, 448
-#: One in 16 of the first 64 samples is made twice, and one in 64 of the others.
-_FEW, _ONE_IN_FEW, _ONE_IN = 64, 16, 64
+#: How many processes have opened a store that lies in a file.
+OPENERS = 16
+#: How many samples were made to be kept; and of each opener, how many of others it has looked at.
+_MADE, FIRST_SLOT, SLOTS = 10, 64, 448
+#: One in 16 of the first 64 samples is made twice, one in 64 up to 4,096, and one in 512 of the
+#: others: .2 % of a large dataset's decoding.
+_TWICE = (64, 16), (4096, 64), (1 << 62, 512)
 #: So many samples of other ranks are compared with a rank's own.
 _LOOKS = 4
 #: Samples begin at multiples of this. A word of the index is place and length, both in these units.
-_UNIT = 64
+UNIT = 64
 _LENGTH_BITS = 24
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 #: A sample's first bytes: its number, and the bytes of the header that follows.
@@ -90,13 +101,20 @@ class Taken(NamedTuple):
     sample: Any
     stamp: Stamp
     by: int
+    number: int
 
 
 class DecodedStore:
     """Samples by number, for all processes that have its memfd. Thread-safe."""
 
     def __init__(
-        self, own: Extent, samples: int, limit: int | None, *, joint: bool = False
+        self,
+        own: Extent,
+        samples: int,
+        limit: int | None,
+        *,
+        joint: bool = False,
+        opener: int = 0,
     ) -> None:
         """Use this memory, which has just been made, or is another process's.
 
@@ -104,6 +122,8 @@ class DecodedStore:
             samples: how many there are at most.
             limit: most bytes of memory; None: what others do not need (`decoded_room`).
             joint: whether processes that are no workers of this one may have it, too.
+            opener: number of this process, and of its workers, among those that have it; 0: a new
+                one.
 
         Raises:
             OSError, ValueError: it cannot be mapped.
@@ -112,16 +132,14 @@ class DecodedStore:
         self.samples = samples
         self.limit = limit
         self.joint = joint
-        mapping = mapped(own.fd, WORDS_NBYTES + 8 * samples, offset=own.first)
-        self._words = memoryview(mapping)[:WORDS_NBYTES].cast("q")
-        self._index: NDArray[np.int64] = np.frombuffer(mapping, np.int64, samples, WORDS_NBYTES)
-        self._word_of = memoryview(mapping)[WORDS_NBYTES:].cast("q")
+        self._words, self._word_of = self._open_words()
         self._windows: dict[int, memoryview] = {}  # by GiB
         #: Whether this process made the memfd.
         self.mine = True
         self._counter: weakref.ref[object] | None = None
         self.forget()
         forget_in_child(self)
+        self.opener = opener or self._new_opener()
 
     @classmethod
     def of_process(cls, samples: int, limit: int | None) -> DecodedStore:
@@ -139,7 +157,23 @@ class DecodedStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Give a process that is being spawned the same store."""
-        return partial(DecodedStore, joint=self.joint), (self.own, self.samples, self.limit)
+        make = partial(DecodedStore, joint=self.joint, opener=self.opener)
+        return make, (self.own, self.samples, self.limit)
+
+    def _open_words(self) -> tuple[Words, Words]:
+        """Return the words, and those of the index."""
+        nbytes = WORDS_NBYTES + 8 * self.samples
+        memory = memoryview(mapped(self.own.fd, nbytes, offset=self.own.first))
+        return memory[:WORDS_NBYTES].cast("q"), memory[WORDS_NBYTES:].cast("q")
+
+    def _new_opener(self) -> int:
+        return os.getpid()
+
+    @property
+    def _index(self) -> NDArray[np.int64]:
+        """The words of the index as an array."""
+        index: NDArray[np.int64] = np.frombuffer(self._word_of, np.int64)  # type: ignore[call-overload]  # a memoryview
+        return index
 
     def counted_by(self, counter: object) -> bool:
         """Whether `counter`, of several, is to tell what the store has: the first one to ask."""
@@ -151,7 +185,7 @@ class DecodedStore:
     @property
     def complete(self) -> bool:
         """Whether it has all samples, in some version."""
-        return self._words[_SAMPLES] == self.samples > 0
+        return self._words[SAMPLES] == self.samples > 0
 
     @property
     def used_nbytes(self) -> int:
@@ -161,7 +195,7 @@ class DecodedStore:
     @property
     def kept(self) -> int:
         """Number of samples that it has."""
-        return self._words[_SAMPLES]
+        return self._words[SAMPLES]
 
     def has(self, number: int) -> bool:
         """Whether it has a sample, in some version."""
@@ -169,17 +203,17 @@ class DecodedStore:
 
     def has_all(self, numbers: NDArray[np.int64]) -> bool:
         """Whether it has these (k,) samples, in some version."""
-        return self._words[_SAMPLES] > 0 and bool(self._index[numbers].all())
+        return self._words[SAMPLES] > 0 and bool(self._index[numbers].all())
 
     def first_failure(self) -> bool:
         """Note that a sample could not be kept; whether this is the first call in any process.
 
         After many, and none that could be kept, no more are tried: that takes time.
         """
-        self._words[_FAILED] += 1
-        if self._words[_FAILED] == _HOPELESS and not self.kept:
-            self._words[_CLOSED_NS] = _FOREVER_NS
-        return self._words[_FAILED] == 1
+        self._words[FAILED] += 1
+        if self._words[FAILED] == _HOPELESS and not self.kept:
+            self._words[CLOSED_NS] = _FOREVER_NS
+        return self._words[FAILED] == 1
 
     # --- doubts ---------------------------------------------------------------------------------
 
@@ -188,16 +222,13 @@ class DecodedStore:
         with self._locked():
             n = self._words[_MADE]
             self._words[_MADE] = n + 1
-        return not n % (_ONE_IN_FEW if n < _FEW else _ONE_IN)
+        return not n % next(one_in for below, one_in in _TWICE if n < below)
 
-    def to_compare(self, own: int, by: int) -> bool:
-        """Whether a process must compare a sample that another one has put with its own.
-
-        `own`, `by`: numbers of this process and of the one that has put it, the same in workers.
-        """
-        if not self.joint or own == by:
+    def to_compare(self, by: int) -> bool:
+        """Whether this process must compare a sample that `by`, an opener, has put with its own."""
+        if not self.joint or self.opener == by:
             return False
-        slot = _FIRST_SLOT + own % _SLOTS
+        slot = FIRST_SLOT + self.opener % SLOTS
         with self._locked():
             looks = self._words[slot]
             self._words[slot] = min(looks + 1, _LOOKS)
@@ -225,7 +256,7 @@ class DecodedStore:
         except Exception:  # noqa: BLE001  bytes that were removed meanwhile, or that others wrote
             _log.debug("sample %d is made anew", number, exc_info=True)
             return None
-        return Taken(sample, stamp, by) if self._word_of[number] == word else None
+        return Taken(sample, stamp, by, number) if self._word_of[number] == word else None
 
     def _bytes(self, place: int, nbytes: int) -> memoryview:
         """Return the bytes of a place: in a mapping, or a copy where there are no addresses left.
@@ -251,7 +282,7 @@ class DecodedStore:
     @property
     def open(self) -> bool:
         """Whether it may have room for another sample."""
-        return not self._words[_REFUSED] and time.monotonic_ns() >= self._words[_CLOSED_NS]
+        return not self._words[_REFUSED] and time.monotonic_ns() >= self._words[CLOSED_NS]
 
     def put(
         self,
@@ -259,8 +290,6 @@ class DecodedStore:
         stamp: Stamp,
         sample: object,
         encoded_nbytes: int = 0,
-        *,
-        by: int = 0,
         ns: int = 0,
     ) -> int:
         """Keep a sample, if there is room, in place of an older version; return its bytes or 0.
@@ -268,7 +297,6 @@ class DecodedStore:
         Args:
             stamp: what `current` of `take` is asked about.
             encoded_nbytes: what it was decoded from.
-            by: the number of the process, see `to_compare`.
             ns: how long that took.
 
         Raises:
@@ -278,26 +306,30 @@ class DecodedStore:
         if not self.open:
             return 0
         node, buffers = encode(sample)
-        header = _pack((by, stamp, node))
-        parts: list[Any] = [_HEAD.pack(number, len(header)) + header, *buffers]
+        header = _pack((self.opener, stamp, node))
+        parts = self._sealed([_HEAD.pack(number, len(header)) + header, *buffers])
         nbytes = sum(len(memoryview(part).cast("B")) for part in parts)
-        units = -(-nbytes // _UNIT)
+        units = -(-nbytes // UNIT)
         if units > _LENGTH_MASK:
             return 0
         place = -1
         try:
-            place = self._reserve(units * _UNIT, encoded_nbytes, ns)
+            place = self._reserve(units * UNIT, encoded_nbytes, ns)
             if place < 0:
                 return 0
             transfer(os.pwritev, self.own, parts, place)
-            self._publish(number, place // _UNIT << _LENGTH_BITS | units)
+            self._publish(number, place // UNIT << _LENGTH_BITS | units)
         except OSError as e:
-            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+            self._words[CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
             _log.info("no more decoded samples are kept for now: %s", e)
             with suppress(OSError):
-                self._abandon(place, units * _UNIT)
+                self._abandon(place, units * UNIT)
             return 0
-        return units * _UNIT
+        return units * UNIT
+
+    def _sealed(self, parts: list[Any]) -> list[Any]:
+        """Return the parts of a sample as they are written."""
+        return parts
 
     def _reserve(self, nbytes: int, encoded_nbytes: int, ns: int) -> int:
         """Return a new place of `nbytes`; -1 if there is no room."""
@@ -310,11 +342,13 @@ class DecodedStore:
             used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
                 if used + self._mean() > self.limit:
-                    words[_CLOSED_NS] = _FOREVER_NS
+                    words[CLOSED_NS] = _FOREVER_NS
                 return -1
-            due = used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[_SAMPLES]
+            if words[END] < index_nbytes(self.samples):
+                return -1  # a disk that fails
+            due = used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[SAMPLES]
             if due and self._room() < nbytes:
-                words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+                words[CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
                 return -1
             place = words[END]
             words[END] = place + nbytes
@@ -323,7 +357,7 @@ class DecodedStore:
 
     def _mean(self) -> int:
         """Return the mean bytes of the samples that it has."""
-        return (self._words[USED] - WORDS_NBYTES) // max(self._words[_SAMPLES], 1)
+        return (self._words[USED] - WORDS_NBYTES) // max(self._words[SAMPLES], 1)
 
     def _room(self) -> int:
         """Return by how many bytes it may grow now, by the memory of the node."""
@@ -347,15 +381,17 @@ class DecodedStore:
         words[_ASKED], words[_HITS] = samples, hits
         words[_WAITED_NS], words[_WORKED_NS] = waited_ns, worked_ns
 
-    def pace(self) -> Pace:
+    def pace(self) -> SampleCost:
         """Return what a sample takes that is not kept."""
         words = self._words
         read = words[_ASKED]
-        if not read or not words[_DECODES]:
+        if not read or not words[_DECODE_NS]:
             return UNKNOWN
         again_s = words[_DECODE_NS] / words[_DECODES] / 1e9
         work_s = words[_WORKED_NS] / read / 1e9 + again_s * words[_HITS] / read
-        return Pace(work_s, min(again_s, work_s), storage_s(words[_WAITED_NS] / read / 1e9, work_s))
+        return SampleCost(
+            work_s, min(again_s, work_s), storage_s(words[_WAITED_NS] / read / 1e9, work_s)
+        )
 
     def _publish(self, number: int, word: int) -> None:
         with self._locked():
@@ -367,7 +403,7 @@ class DecodedStore:
             if old:
                 self._free(*_place_of(old))
             else:
-                self._words[_SAMPLES] += 1
+                self._words[SAMPLES] += 1
 
     def _abandon(self, place: int, nbytes: int) -> None:
         """Give back a place that could not be written."""
@@ -382,18 +418,22 @@ class DecodedStore:
 
     def _free(self, place: int, nbytes: int) -> None:
         """Give back the memory of whole pages of a place that left the index; under the lock."""
-        with suppress(OSError, ValueError):  # no memory for a mapping: the pages stay
+        with suppress(OSError):  # a file system without holes: the pages stay
             self._words[USED] -= self.own.give_back(place, place + nbytes)
-        if self._words[_CLOSED_NS] == _FOREVER_NS:
-            self._words[_CLOSED_NS] = 0
+        if self._words[CLOSED_NS] == _FOREVER_NS:
+            self._words[CLOSED_NS] = 0
 
     def refuse(self) -> bool:
         """Keep nothing any more, nor what is there; return whether this is the first call."""
         first, self._words[_REFUSED] = not self._words[_REFUSED], 1
         if first:
             with suppress(OSError), self._locked():
-                self._remove(np.flatnonzero(self._index))
+                self._clear()
         return first
+
+    def _clear(self) -> None:
+        """Remove all samples; under the lock."""
+        self._remove(np.flatnonzero(self._index))
 
     def _look(self) -> None:
         """Give memory back if other processes lack it; looks the more often the less is free."""
@@ -416,9 +456,9 @@ class DecodedStore:
             if not len(numbers):
                 return
             latest = numbers[np.argsort(self._index[numbers])[::-1]]
-            ends = np.cumsum((self._index[latest] & _LENGTH_MASK) * _UNIT)
+            ends = np.cumsum((self._index[latest] & _LENGTH_MASK) * UNIT)
             self._remove(latest[: int(np.searchsorted(ends, nbytes)) + 1])
-            self._words[_CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+            self._words[CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
         freed = before - self._words[USED]
         if freed:
             _log.warning(
@@ -430,9 +470,8 @@ class DecodedStore:
         """Remove these (k,) samples; under the lock."""
         words = np.sort(self._index[numbers])
         self._index[numbers] = 0
-        self._words[_SAMPLES] -= len(words)
-        first = (words >> _LENGTH_BITS) * _UNIT
-        end = first + (words & _LENGTH_MASK) * _UNIT
+        self._words[SAMPLES] -= len(words)
+        first, end = places_of(words)
         if not len(words):
             return
         begins = np.append(True, first[1:] != end[:-1])  # of a run without gaps
@@ -440,14 +479,20 @@ class DecodedStore:
             self._free(int(at), int(to - at))
 
 
-def _end(opened_by: int, own: Extent, words: memoryview) -> None:
+def _end(opened_by: int, own: Extent, words: Words) -> None:
     """Give back the memory of a store that is deleted, but for its words."""
     if os.getpid() == opened_by:
         words[_REFUSED] = 1
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             own.give_back(WORDS_NBYTES, words[END] + PAGE_NBYTES)
+
+
+def places_of(words: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first bytes of (k,) places, and the bytes after them, from words of the index."""
+    first = (words >> _LENGTH_BITS) * UNIT
+    return first, first + (words & _LENGTH_MASK) * UNIT
 
 
 def _place_of(word: int) -> tuple[int, int]:
     """Return the first byte and the bytes of a place, from a word of the index."""
-    return (word >> _LENGTH_BITS) * _UNIT, (word & _LENGTH_MASK) * _UNIT
+    return (word >> _LENGTH_BITS) * UNIT, (word & _LENGTH_MASK) * UNIT

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from creel.cache.memory.memfd import Descriptor
 from creel.loader.client.cluster.ranks import job_name
-from creel.loader.data.decoded.memory import Extent, index_nbytes, new_memory
-from creel.loader.data.decoded.store import DecodedStore
+from creel.loader.data.decoded.stores.memory import Extent, index_nbytes, new_memory
+from creel.loader.data.decoded.stores.store import DecodedStore
 from creel.system.forks import forget_in_child
 from creel.system.limits import descriptors_run_out
 from creel.system.unix_peers import known_apart, listener_at, view_of

@@ -7,21 +7,20 @@ that other processes are to find have a memfd each.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from creel.cache.memory.memfd import (
     F_ADD_SEALS,
     F_SEAL_GROW,
     F_SEAL_SHRINK,
     Descriptor,
-    mapped,
     memfd,
+    punch_hole,
 )
 from creel.system.forks import forget_in_child
 
@@ -57,19 +56,31 @@ class Extent(NamedTuple):
         """Give back the memory of the whole pages between two places; return how many bytes.
 
         Raises:
-            OSError, ValueError: there are no addresses for a mapping.
+            OSError: a file system without holes.
         """
         first, end = -(-first // PAGE_NBYTES) * PAGE_NBYTES, end // PAGE_NBYTES * PAGE_NBYTES
         if end <= first:
             return 0
-        with mapped(self.fd, end - first, offset=self.first + first) as memory:
-            memory.madvise(mmap.MADV_REMOVE)
+        punch_hole(self.fd, self.first + first, end - first)
         return end - first
+
+
+class Words(Protocol):
+    """int64 words that several processes read and write."""
+
+    def __getitem__(self, number: int, /) -> int: ...
+
+    def __setitem__(self, number: int, word: int, /) -> None: ...
 
 
 def index_nbytes(samples: int) -> int:
     """Return the bytes of a store without samples."""
     return -(-(WORDS_NBYTES + 8 * samples) // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def first_words(samples: int) -> bytes:
+    """Return END and USED of a store without samples."""
+    return struct.pack("<qq", *[index_nbytes(samples)] * 2)
 
 
 def new_memory(samples: int, name: str = "creel-decoded") -> Extent:
@@ -100,9 +111,9 @@ def _new_memfd(name: str, extents: int) -> Descriptor:
 
 
 def _begun(own: Extent, samples: int) -> Extent:
-    end = index_nbytes(samples)
-    os.posix_fallocate(own.fd, own.first, end)  # later accesses of the mapping cannot fail
-    os.pwrite(own.fd, struct.pack("<qq", end, end), own.first + 8 * END)  # and USED
+    # Later accesses of the mapping cannot fail.
+    os.posix_fallocate(own.fd, own.first, index_nbytes(samples))
+    os.pwrite(own.fd, first_words(samples), own.first + 8 * END)
     return own
 
 

@@ -1,0 +1,1 @@
+"""Stores of decoded samples: in memory for one job and its ranks, in a file for later jobs."""
