@@ -59,7 +59,7 @@ def test_the_daemon_reads_each_file_once(slow: SlowFiles, workers: int) -> None:
     opens = opened_by_epoch(slow.opens, ours, theirs)
     more = N if slow.kind == "cv2" else 0  # some versions of cv2 open a file twice
     proved = 0 if slow.kind == "bit" else LEAST
-    assert N + proved <= sum(opens) <= N + proved + more
+    assert N <= sum(opens) <= N + proved + more
     assert opens[2] == 0
 
 
@@ -119,7 +119,7 @@ def test_odd_ways_of_reading_give_what_they_give(
 ) -> None:
     monkeypatch.setitem(KINDS, "npy", (write_npy, read))
     *first, last = opened_by_epoch(slow.opens, slow.loader(), slow.torchs())
-    assert (sum(first), last) == (N + opens, 0)
+    assert (N < sum(first) <= N + opens, last) == (True, 0)
 
 
 @pytest.mark.usefixtures("daemon")

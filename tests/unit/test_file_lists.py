@@ -286,7 +286,7 @@ def test_no_code_of_the_dataset_runs(files: list[str]) -> None:
     dataset = Asked(lambda _, i: [files[i]], **odd)
     assert before(dataset) is None
     assert after(dataset, lambda i: [files[i]]) is None
-    dataset.real = files
+    vars(dataset)["real"] = files
     found = before(dataset)
     assert found is not None
     assert found.addresses == files
@@ -299,7 +299,8 @@ def test_a_search_is_bounded(files: list[str]) -> None:
     for _ in range(9):
         deep = Inside(deep=deep)
     dataset = Held(lambda _, i: [files[i]], deep=deep, many=[[0] * 9 for _ in range(90)])
-    dataset.own = dataset
-    dataset.wide = {str(i): [[] for _ in range(99)] for i in range(99)}
-    dataset.wider = [{str(i): [[] for _ in range(99)] for i in range(99)} for _ in range(99)]
+    held = vars(dataset)
+    held["own"] = dataset
+    held["wide"] = {str(i): [[] for _ in range(99)] for i in range(99)}
+    held["wider"] = [{str(i): [[] for _ in range(99)] for i in range(99)} for _ in range(99)]
     assert before(dataset) is None

@@ -357,7 +357,11 @@ def test_nodes_that_join_amid_an_epoch_hear_of_it_before_they_hear_of_the_next(
     dealt: list[int] = []
     plans = [counted(4, 200), counted(4, 200)]
     binding: Any = SimpleNamespace(
-        objects=pairs, in_objects=lambda _: "order", thread_safe=True, manifest=None
+        allowed=lambda: None,
+        objects=pairs,
+        in_objects=lambda _: "order",
+        thread_safe=True,
+        manifest=None,
     )
     order: Any = SimpleNamespace(predict=lambda k: plans[k], lookahead=1, rehearses=False)
     monkeypatch.setattr(daemon.session, "deal", lambda epoch, _: dealt.append(epoch))

@@ -35,7 +35,7 @@ class PartialRead:
         >>> for part in [(0, 10), (90, 95), (10, 12), (30, 31)]:
         ...     read.add(*part)
         >>> read.parts(10)
-        [(0, 4), (9, 10)]
+        [(0, 2), (3, 4), (9, 10)]
         """
         merged: list[tuple[int, int]] = []
         for start, stop in sorted((a // unit, -(-b // unit)) for a, b in self._parts):

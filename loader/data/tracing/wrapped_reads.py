@@ -372,8 +372,15 @@ class WrappedReads:
                 self._link = None
                 self._forget_binding()
 
+    def _may_link(self) -> bool:
+        """Whether a link may request files: not all that are supposed to be read may be."""
+        if self._supposed is not None:
+            with self._lock:
+                self._bind()
+        return self._supposed is None or self._supposed.links(led=self.led)
+
     def _usable_link(self) -> DaemonLink | None:
-        if self._supposed is not None and not self._supposed.links(led=self.led):
+        if not self._may_link():
             return None
         link = self._link
         if link is not None and link.session.alive and self._recorder is None:
