@@ -107,7 +107,8 @@ def test_a_script_is_run_for_some_steps_and_explained(
         assert [row["reads"] for row in told["by_memory"]] == [400, 300, 200, 100, 0]
         assert "keep_decoded" in {row["what"] for row in told["changes"]}
     else:
-        assert (told["samples"], told["by_memory"]) == (None, [])
+        assert (told["samples"], told["steps"]) == (FILES, FILES // BATCH)  # as its length says
+        assert (told["by_memory"], told["reads"]) == ([], None)
 
 
 def test_ranks_that_torchrun_starts_are_explained_together(

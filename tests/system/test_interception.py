@@ -5,9 +5,11 @@ from __future__ import annotations
 import builtins
 import errno
 import fcntl
+import importlib
 import io
 import mmap
 import os
+import sys
 import tarfile
 import threading
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.errors import ConfigError
+from creel.loader.data.interception.intercept import Intercepted
 from daemons import Running
 from testbed.same import same
 
@@ -70,6 +73,21 @@ def test_names_are_replaced_only_while_a_sample_is_read(tmp_path: Path) -> None:
         wrapped[3]
     assert originals() == ORIGINALS
     assert all(ours is not theirs for ours, theirs in zip(seen[0], ORIGINALS, strict=True))
+
+
+def test_a_library_is_served_as_soon_as_a_sample_has_imported_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "soundfile.py").write_text(
+        "class SoundFile:\n    def __init__(self, file, mode='r'):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "soundfile", raising=False)
+    with Intercepted():
+        library: Any = importlib.import_module("soundfile")
+        assert hasattr(library.SoundFile.__init__, "__wrapped__")
+    assert not hasattr(library.SoundFile.__init__, "__wrapped__")
+    monkeypatch.delitem(sys.modules, "soundfile")
 
 
 @pytest.mark.usefixtures("daemon")

@@ -512,3 +512,32 @@ def test_a_remote_file_is_read_in_blocks_by_whoever_takes_files_from_fsspec(tmp_
             assert same(list(loader), [torch.from_numpy(row(i)) for i in range(N)])
             gets.append(server.stats(reset=True)["gets"])
         assert gets[2:] == [0, 0]
+
+
+def test_with_memory_for_half_of_a_file_an_epoch_reads_the_other_half(
+    source: SlowFS, daemon_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
+    many, nbytes = 160, 100_000
+
+    class Rows(Samples):
+        def __len__(self) -> int:
+            return many
+
+    def read(data: Samples, i: int) -> Any:
+        file = data.kept(lambda path: open(path, "rb"))  # noqa: PTH123, SIM115
+        file.seek(i * nbytes)
+        return np.frombuffer(file.read(nbytes), np.uint8)
+
+    whole = np.random.default_rng(0).bytes(many * nbytes)
+    (Path(source.mountpoint).parent / "data/all").write_bytes(whole)
+    with Running(daemon_name, memory="8MiB"):
+        dataset = creel.wrap(Rows(source.mountpoint, read))
+        loader = creel.DataLoader(dataset, 4, True, generator=torch.Generator().manual_seed(5))
+        for epoch in range(4):
+            requests(source)
+            assert sum(len(batch) for batch in loader) == many
+            ((_, reads, got),) = requests(source).values()
+            if epoch > 1:
+                assert reads <= many
+                assert got <= (1 - (8 << 20) / len(whole) + 0.05) * len(whole)

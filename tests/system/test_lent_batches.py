@@ -143,7 +143,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             return True
 
     monkeypatch.setattr(Pinning, "of", lambda _: ForDevice(None, 0))
-    monkeypatch.setattr("creel.loader.making.workers.pinner.empty_pinned", torch.empty)
+    monkeypatch.setattr("creel.loader.making.places.pinner.empty_pinned", torch.empty)
     monkeypatch.setattr(prefetch_to, "moved", made.moved)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
@@ -319,7 +319,7 @@ def test_batches_are_joined_where_no_pinned_memory_is_left(
     device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = mock.Mock(side_effect=RuntimeError("none is left"))
-    monkeypatch.setattr("creel.loader.making.workers.pinner.empty_pinned", none)
+    monkeypatch.setattr("creel.loader.making.places.pinner.empty_pinned", none)
     check(list(on_late(loader_of(workers="shared"), device)))
     assert none.called
 

@@ -110,7 +110,7 @@ def test_workers_make_large_batches_of_rows(
     kept = loader(creel.DataLoader, num_workers=2, **more)
     iterator = iter(kept)
     place: type = WorkerPool if kind == "process" else Threads
-    assert type(iterator._place) is place  # type: ignore[attr-defined]
+    assert type(iterator._place) is place
     ours = [*iterator, *kept]  # all are held while slots are reused
     assert len(ours) == len(theirs) == 6
     for mine, his in zip(ours, theirs, strict=True):

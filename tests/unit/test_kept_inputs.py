@@ -322,6 +322,26 @@ def test_a_sample_with_an_open_that_is_not_understood_is_not_kept_and_it_is_said
     assert "loader.recheck" in said
 
 
+def test_a_file_that_another_thread_writes_meanwhile_is_none_of_the_samples_own(
+    tmp_path: Path,
+) -> None:
+    class Written(Ways):
+        def __getitem__(self, index: int) -> bytes:
+            while texts:
+                other.submit(path.write_bytes, texts.pop()).result()
+                settle(path)
+            return path.read_bytes()
+
+    path, texts = tmp_path / "x", [b"1"]
+    path.write_bytes(b"0")
+    with ThreadPoolExecutor(1) as other:
+        kept = creel.kept(Written(tmp_path), "1MiB")
+        assert [kept[0], kept[0]] == [b"1", b"1"]
+        path.write_bytes(b"2")
+        settle(path)
+        assert kept[0] == b"2"
+
+
 def test_an_os_open_that_was_imported_by_name_may_name_a_file_of_any_folder(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     folder = os_open(tmp_path, os.O_RDONLY)

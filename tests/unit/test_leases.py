@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ from torch.utils.data import (
     Subset,
 )
 
+from creel.loader.data.reading.lease import Lease
+from creel.loader.data.reading.observer import Intercepting
+from creel.loader.data.reading.this_thread import reader, this_thread
 from testbed.same import same
 
 pytestmark = pytest.mark.timeout(120)
@@ -102,3 +108,32 @@ def test_a_lease_ends_with_an_error(tmp_path: Path) -> None:
         raise KeyError
     leaf[0]
     assert not arena.taken
+
+
+def test_a_thread_of_a_library_reads_for_the_only_sample_that_is_being_read() -> None:
+    def found(prepare: Any = nullcontext) -> Any:
+        """Return the lease of another thread."""
+        leases: list[Any] = []
+
+        def look() -> None:
+            with prepare():
+                leases.append(reader()[0])
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return leases[0]
+
+    with Lease() as lease:
+        assert found() is None  # no code of a dataset runs
+        with Intercepting():
+            assert found() is lease
+            assert found(Intercepting) is None  # that thread reads a sample of its own
+            assert asyncio.run(asyncio.to_thread(lambda: this_thread.lease)) is lease
+            with ThreadPoolExecutor(1) as other:
+                begun = Intercepting()
+                other.submit(begun.__enter__).result()
+                assert found() is None  # of two samples
+                other.submit(begun.__exit__).result()
+            assert found() is lease
+    assert found() is None

@@ -12,7 +12,6 @@ import pytest
 
 from creel.loader.line.observers import own_files
 from creel.loader.line.observers.own_files import AwaitedFile, Looks, OwnFiles
-from creel.loader.line.observers.watch import watch
 from creel.loader.making.stages import READING
 from creel.loader.making.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
 from kit import until
@@ -108,7 +107,6 @@ def test_looks_end_before_their_time_with_the_readers(
     looks = looks_at(waiting[0])
     looks.end()
     assert looks.over
-    assert looks not in watch._looks
 
 
 class Sight(Looks):

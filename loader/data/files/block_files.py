@@ -21,6 +21,7 @@ from creel.loader.data.reading.storage import Options, read_range
 from creel.loader.data.reading.this_thread import reader
 
 if TYPE_CHECKING:
+    from creel.loader.data.reading.lease import Lease
     from creel.loader.data.reading.this_thread import ReadRecord
 
 T = TypeVar("T")
@@ -42,12 +43,11 @@ class _Parts:
         """Return where the reads of the present sample are recorded."""
         raise NotImplementedError
 
-    def _served(self, buffer: Any, at: int, *, whole: bool) -> int | None:
+    def _served(self, lease: Lease | None, buffer: Any, at: int, *, whole: bool) -> int | None:
         """Fill a buffer from the cache with what lies from `at` on.
 
         Returns how many bytes; None if the source has to be read. `whole`: a part is not enough.
         """
-        lease = reader()[0]
         if lease is None or not lease.serves or not self._address:
             return None
         (nbytes, version), out = self._state(), memoryview(buffer).cast("B")
@@ -62,18 +62,22 @@ class _Parts:
             done += copied
         return done
 
-    def _from_source(self, at: int, read: Callable[[], tuple[T, int]]) -> T:
+    def _from_source(
+        self,
+        whose: tuple[Lease | None, ReadRecord | None],
+        at: int,
+        read: Callable[[], tuple[T, int]],
+    ) -> T:
         """Return the result of `read`, which reads the source from `at` on; it tells how much."""
-        lease, began = reader()[0], time.monotonic_ns()
+        (lease, observed), began = whose, time.monotonic_ns()
         result, got = read()
         if lease is not None and lease.serves:
             lease.count_direct(1, got, time.monotonic_ns() - began)
-        self.note(at, at + got)
+        self.note(observed, at, at + got)
         return result
 
-    def note(self, start: int, stop: int) -> None:
+    def note(self, observed: ReadRecord | None, start: int, stop: int) -> None:
         """Record that the present sample reads bytes `start` to `stop`."""
-        observed = reader()[1]
         if observed is None or not self._address:
             return
         if observed.sample != self._sample:
@@ -81,11 +85,9 @@ class _Parts:
         if self._part is not None:
             self._part.add(start, stop)
 
-    @property
-    def noted(self) -> bool:
-        """Whether the present sample was recorded to read the file, or none is recorded."""
-        observed = reader()[1]
-        return observed is None or observed.sample == self._sample
+    def noted_by(self, observed: ReadRecord) -> bool:
+        """Whether the present sample was recorded to read the file."""
+        return observed.sample == self._sample
 
 
 class BlockFile(_Parts, MemoryFile):
@@ -150,23 +152,26 @@ class BlockFile(_Parts, MemoryFile):
         if self.closed:
             return super().readall()
         self._note_moved()
-        at = self.tell()
-        data = bytearray(max(self._status().st_size - at, 0))
-        if self._served(data, at, whole=True) is not None:
-            self._move(at + len(data))
-            return bytes(data)
-        return self._from_source(at, lambda: (data := self._real().readall(), len(data)))
+        at, whose = self.tell(), reader()
+        if whose[0] is not None and whose[0].serves:
+            data = bytearray(max(self._status().st_size - at, 0))
+            if self._served(whose[0], data, at, whole=True) is not None:
+                self._move(at + len(data))
+                return bytes(data)
+        return self._from_source(whose, at, lambda: (data := self._real().readall(), len(data)))
 
     def readinto(self, buffer: Any, /) -> int:
         if self.closed:
             return super().readinto(buffer)
         self._note_moved()
-        at = self.tell()
-        got = self._served(buffer, at, whole=self._whole)
+        at, whose = self.tell(), reader()
+        got = self._served(whose[0], buffer, at, whole=self._whole)
         if got is not None:
             self._move(at + got)
             return got
-        return self._from_source(at, lambda: (got := self._real().readinto(buffer), got or 0))
+        return self._from_source(
+            whose, at, lambda: (got := self._real().readinto(buffer), got or 0)
+        )
 
     def _move(self, at: int) -> None:
         if self._unopened:
@@ -177,7 +182,7 @@ class BlockFile(_Parts, MemoryFile):
     def _note_moved(self) -> None:
         """Record what was read through the descriptor since it was given out."""
         if self._given_at is not None:
-            self.note(self._given_at, self._real().tell())
+            self.note(reader()[1], self._given_at, self._real().tell())
             self._given_at = None
 
     def fileno(self) -> int:
@@ -237,9 +242,10 @@ class RemoteFile(_Parts, io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         out = memoryview(buffer).cast("B")
         left = min(len(out), max(self._nbytes - self._at, 0))
-        got = self._served(out, self._at, whole=False) if left else 0
+        whose = reader()
+        got = self._served(whose[0], out, self._at, whole=False) if left else 0
         if got is None:
-            data = self._from_source(self._at, lambda: (self._range(left), left))
+            data = self._from_source(whose, self._at, lambda: (self._range(left), left))
             out[:left], got = data, left
         self._at += got
         return got
@@ -255,9 +261,11 @@ class ObservedFile(io.BufferedReader):
 
     def _note_buffered(self) -> None:
         """Record what the present sample finds in the buffer, which an earlier one has filled."""
-        parts = self._parts
-        if parts is not None and not self.closed and not parts.noted:
-            parts.note(self.tell(), parts.tell())
+        parts, observed = self._parts, reader()[1]
+        if observed is None or parts is None or self.closed:
+            return
+        if not parts.noted_by(observed):
+            parts.note(observed, self.tell(), parts.tell())
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._note_buffered()

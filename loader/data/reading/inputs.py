@@ -227,7 +227,7 @@ def _opened(records: list[SampleInputs], path: Any, mode: str | None, flags: int
         if _TMPFILE and flags & _TMPFILE == _TMPFILE:
             continue
         if anew:
-            one.writes(path)
+            _written([one], path)
         elif reads:
             one.opens(path)
 
@@ -255,9 +255,10 @@ def _symlinked(records: list[SampleInputs], source: Any, target: Any, folder: in
     _named_anew(records, os.path.join(place, os.fsdecode(source)), "", folder)  # noqa: PTH118
 
 
-def _made_folder(records: list[SampleInputs], path: Any, *_: Any) -> None:
-    for one in records:
-        one.writes(path)
+def _written(records: list[SampleInputs], path: Any, *_: Any) -> None:
+    """A file or folder that is made anew: by another thread, it is none of the sample's own."""
+    if _of_this_thread(records):
+        records[0].writes(path)
 
 
 def _database(records: list[SampleInputs], path: Any, *_: Any) -> None:
@@ -276,8 +277,12 @@ def _program(records: list[SampleInputs], *_: Any) -> None:
 
 def _forked(records: list[SampleInputs], *_: Any) -> None:
     """Only by the sample's own thread: others start workers of loaders."""
-    if records == [this_thread.observed]:
+    if _of_this_thread(records):
         _program(records)
+
+
+def _of_this_thread(records: list[SampleInputs]) -> bool:
+    return len(records) == 1 and records[0] is this_thread.observed
 
 
 _EVENTS: dict[str, Callable[..., None]] = {
@@ -286,7 +291,7 @@ _EVENTS: dict[str, Callable[..., None]] = {
     "os.scandir": _listed,
     "os.getxattr": _listed,
     "os.listxattr": _listed,
-    "os.mkdir": _made_folder,
+    "os.mkdir": _written,
     "os.link": _named_anew,
     "os.rename": _named_anew,
     "os.symlink": _symlinked,

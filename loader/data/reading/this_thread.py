@@ -162,10 +162,12 @@ def reads_for_nobody() -> bool:
 
 def reader() -> tuple[Lease | None, ReadRecord | None]:
     """Return lease and record of the sample that this thread reads a file for."""
-    sample = only_sample() if reads_for_nobody() else None
-    if sample is not None:
-        return sample.get(_lease), sample.get(_observed)
-    return _lease.get(), _observed.get()
+    lease, observed = _lease.get(), _observed.get()
+    if lease is None and observed is None:
+        sample = only_sample()
+        if sample is not None:
+            return sample.get(_lease), sample.get(_observed)
+    return lease, observed
 
 
 at_fork(after_in_child=_reading.clear)

@@ -131,7 +131,8 @@ def _objects_of(items: Ints, name_of: Ints, nbytes: Ints, firsts: Ints) -> tuple
         nbytes: (names,) of files that are served in blocks, 0 of the others.
         firsts: of the leaf of blocks.
 
-    >>> items = np.array([[-1, 2, 1, 1 << 18, 0, 0], [-1, ALL, 0, 0, 0, 0]])
+    >>> from creel.loader.data.tracing.journal import FILE
+    >>> items = np.array([[FILE, 2, 1, 1 << 18, 0, 0], [FILE, ALL, 0, 0, 0, 0]])
     >>> _objects_of(items, np.array([1, 1]), np.array([0, 1 << 18, 0]), np.array([0, 4]))
     (array([2, 0]), array([1, 4]))
     """

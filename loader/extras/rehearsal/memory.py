@@ -44,7 +44,7 @@ class Rehearsal:
         memory = creel.Rehearsal(per_batch=32, budget=2000)
         for task in tasks:
             loader = creel.DataLoader(task, 32, shuffle=True, rehearsal=memory)
-            ...                                      # 32 rows of the first task, later 32 + 32
+            ...  # 32 rows of the first task, later 32 + 32
             memory.add(task, labels=task.targets)
 
     It keeps references to datasets and numbers of samples, no data. Its rows are a function of what

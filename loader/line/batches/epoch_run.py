@@ -112,6 +112,7 @@ class EpochRun:
             serving.stream.skip()
         if self.skipped:
             order.skip(self.skipped)
+        self.overdue.over = False
         watch.add(self.overdue)
         if state.args.creel is not False:
             self.pages.begin(loader.dataset, order)
@@ -213,7 +214,7 @@ class EpochRun:
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: also end its sampler."""
         self.pages.stop()
-        watch.discard(self.overdue)
+        self.overdue.over = True
         stream = self.serving.leave(deleted=deleted)
         self.statistics.ends(stream, self.delivered)
         if stream is not None:

@@ -74,9 +74,11 @@ class Batches(Lender, BaseDataLoaderIter):
         self._tag = place.tag
         if self._here is None:
             run.statistics.made_by(place)
+        if place.pins:
+            return
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         pinning = Pinning.of(self)
-        if pinning is not None and not place.pins:
+        if pinning is not None:
             place.pinner = Pinner(place.receive, pinning)
 
     def _begin(self, loader: DataLoader[Any], before: StateBefore) -> None:

@@ -20,8 +20,8 @@ from creel.loader.line.steps.batch_stream import BatchStream
 from creel.loader.making.stages import CAUSE_OF, IDLE, READING
 from creel.loader.making.workers.kernel_waits import Reader
 
-#: From so many ns on a batch is overdue.
-_OVERDUE_NS = 1_000_000_000
+#: From so many ns on a batch is overdue; seconds between two looks.
+_OVERDUE_NS, _LOOK_S = 1_000_000_000, 0.5
 #: A daemon that has not beaten for so long does not answer; it beats every 0.1 s.
 _SILENT_NS = 500_000_000
 
@@ -66,12 +66,10 @@ class Overdue:
         told: which session knows of it; None: none does. If one does, the wait ends with `ends`.
     """
 
-    every_s = 0.5
-
     def __init__(self, awaited: Callable[[], Awaited]) -> None:
         """`awaited`: a method of the iterator's run, which this does not keep alive."""
         self._awaited = weakref.WeakMethod(awaited)
-        self.since = 0
+        self.since, self.over, self.next_at = 0, False, 0.0  # the last two for `Watch`
         self.told: BatchStream | None = None
         self._counted = 0  # until when it was counted, ns
         #: ns by cause that were counted before the wait was over.
@@ -88,6 +86,7 @@ class Overdue:
 
     def look(self) -> None:
         """Count a wait that is too long, and tell the daemon of it; called by the thread."""
+        self.next_at = time.monotonic() + _LOOK_S
         since, now = self.since, time.monotonic_ns()
         if not since or now - since < _OVERDUE_NS:
             return

@@ -22,7 +22,7 @@ _log = logging.getLogger("creel.loader")
 
 #: Waits that are worth a word: a part of an epoch, so many seconds at most, and at least.
 _PART, _MOST_S, _LEAST_S = 0.1, 30.0, 1.0
-_LOOKS = 150
+_LOOKS, _EVERY_S = 150, 0.01
 #: After looks that found nothing, waits must have grown by this factor before the next ones.
 _AGAIN = 2.0
 
@@ -48,11 +48,9 @@ class Looks:
         file: one that was waited for; None: none was seen.
     """
 
-    every_s = 0.01
-
     def __init__(self, readers: Sequence[Reader], serves: Callable[[str], bool]) -> None:
         """`serves`: whether creel serves a file, so that it needs no word."""
-        self.over = False
+        self.over, self.next_at = False, 0.0
         self.file: AwaitedFile | None = None
         self._readers, self._serves = readers, serves
         self._seen: dict[tuple[str, bool], set[int]] = {}
@@ -65,6 +63,7 @@ class Looks:
         return self._waits / max(self._looked, 1)
 
     def look(self) -> None:
+        self.next_at = time.monotonic() + _EVERY_S
         for reader in self._readers:
             stage, batch = reader.stage()
             if stage == READING:
@@ -75,7 +74,6 @@ class Looks:
 
     def end(self) -> None:
         """Look no more, and say which file was waited for."""
-        watch.discard(self)
         # The file of most batches: a container that many samples read, if there is one.
         for (path, mapped), batches in sorted(self._seen.items(), key=lambda one: -len(one[1])):
             if not path or not self._serves(path):

@@ -1,13 +1,16 @@
-"""The thread of this process that looks at iterators while they wait. It exists while they do.
+"""Watch: a thread of this process that looks at things now and then. It exists while there are any.
 
-The thread that waits cannot: with `num_workers=0` it is inside `dataset[i]`.
+One thread looks for all iterators of the process, so that many loaders together cost one thread.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+import time
 import weakref
+from contextlib import suppress
 from typing import Protocol
 
 from creel.system.forks import forget_in_child, join, pause_before_fork
@@ -15,19 +18,29 @@ from creel.system.forks import forget_in_child, join, pause_before_fork
 _log = logging.getLogger("creel.loader")
 
 
-class Look(Protocol):
-    """What is looked at."""
+class Watched(Protocol):
+    """What is looked at.
 
-    every_s: float
+    Attributes:
+        next_at: when to look next (`time.monotonic`).
+    """
+
+    next_at: float
+
+    @property
+    def over(self) -> bool:
+        """Whether to look no more."""
+        ...
 
     def look(self) -> None:
-        """Look once; called by the thread."""
+        """Look once, and set `next_at`; called by the thread."""
 
 
 class Watch:
-    """The thread, and what it looks at."""
+    """The thread, and what it looks at, which it does not keep alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.forget()
         forget_in_child(self)
         pause_before_fork(self)
@@ -35,54 +48,74 @@ class Watch:
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
-        self._looks: weakref.WeakSet[Look] = weakref.WeakSet()
+        self._looks: list[weakref.ref[Watched]] = []
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._paused = False
 
-    def add(self, look: Look) -> None:
-        """Look at this from now on, until `discard`."""
+    def add(self, look: Watched) -> bool:
+        """Look at this until it is `over`; return whether the thread runs."""
         with self._lock:
-            self._looks.add(look)
-            if self._thread is not None:
-                return
-            self._stop = threading.Event()
-            name, args = "creel-waits", (self._stop,)
-            thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
-            try:
-                thread.start()
-                self._thread = thread
-            except RuntimeError:  # no thread available: only what is over is counted
-                _log.debug("no thread to look at waits", exc_info=True)
+            new = all(one() is not look for one in self._looks)
+            if new:
+                self._looks.append(weakref.ref(look))
+            self._start()
+        if new:
+            self.wake()
+        return self._thread is not None
 
-    def discard(self, look: Look) -> None:
-        """Look no more at this."""
+    def wake(self) -> None:
+        """Let the thread look at what has changed; takes no lock."""
+        if self._thread is not None:
+            self._wakeups.put(None)
+
+    def go_on(self) -> None:
+        """Start the thread again if a fork has ended it."""
+        if self._thread is None:
+            with self._lock:
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        self._paused = False
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread available: nothing is looked at
+            self._thread = None
+            _log.debug("no thread %s", self._name, exc_info=True)
+
+    def _run(self) -> None:
+        while (due := self._due()) is not None:
+            left_s = due.next_at - time.monotonic()
+            if left_s <= 0:
+                try:
+                    due.look()
+                except Exception:  # noqa: BLE001  the iterators go on meanwhile
+                    _log.debug("%s has not looked", self._name, exc_info=True)
+                    due.next_at = time.monotonic() + 1
+                continue
+            del due  # what it refers to may be dropped meanwhile
+            with suppress(queue.Empty):
+                self._wakeups.get(timeout=left_s)
+
+    def _due(self) -> Watched | None:
+        """Return what is to be looked at next; None, which ends the thread, if there is nothing."""
         with self._lock:
-            self._looks.discard(look)
+            looks = [look for one in self._looks if (look := one()) is not None and not look.over]
+            self._looks = [weakref.ref(look) for look in looks]
+            if self._paused or not looks:
+                self._thread = None
+                return None
+            return min(looks, key=lambda look: look.next_at)
 
     def pause(self) -> None:
-        """End the thread before a fork; the next epoch or count starts it again."""
-        thread, self._thread = self._thread, None
-        self._stop.set()
-        join(thread)
-
-    def _run(self, stop: threading.Event) -> None:
-        pause_s = 0.0
-        while not stop.wait(pause_s) and (looks := self._present()):
-            for look in looks:
-                try:
-                    look.look()
-                except Exception:  # noqa: BLE001, PERF203  the iterator goes on meanwhile
-                    _log.debug("a wait was not looked at", exc_info=True)
-            pause_s = min(look.every_s for look in looks)
-            del looks, look  # else they would live on while the thread waits
-
-    def _present(self) -> list[Look]:
-        """Return what is to be looked at; if there is nothing, the thread is to end."""
-        with self._lock:
-            looks = list(self._looks)
-            if not looks:
-                self._thread = None
-            return looks
+        """End the thread before a fork; `add` and `go_on` start it again."""
+        self._paused = True
+        self.wake()
+        join(self._thread)
 
 
-watch = Watch()
+#: Looks at waits. The thread that waits cannot: with `num_workers=0` it is inside `dataset[i]`.
+watch = Watch("creel-waits")
