@@ -141,7 +141,7 @@ def _named(context: click.Context) -> list[Named]:
 @json_option
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of a dataset, or the disk of decoded samples.
+    """Free what the daemon holds of a dataset.
 
     DATASET is a path, for all that lie there, or the first letters of a key (`creel ls`); or the
     name of decoded samples, all of which are removed.
