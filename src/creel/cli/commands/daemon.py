@@ -106,7 +106,10 @@ def warm(
 @json_option
 @click.pass_context
 def ls(context: click.Context, *, as_json: bool) -> None:
-    """List the datasets that the daemon holds, and decoded samples that have a name."""
+    """List the datasets that the daemon holds.
+
+    And decoded samples that have a name.
+    """
     from creel.cli.watching import view
 
     decoded = [one._asdict() for one in _named(context)]
