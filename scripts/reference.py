@@ -122,12 +122,12 @@ def signature(name: str, thing: Any) -> str:
         for parameter in inspect.signature(thing).parameters.values()
         if parameter.name not in {"self", "kwargs"}
     ]
-    called = f"{name}{inspect.Signature(parameters)}"
+    called = f"{name}{inspect.Signature(parameters)}".replace("'", '"')  # as ruff writes them
     if len(called) <= 76:  # what the site shows of a line of code
         return called
-    inside = ", ".join(map(str, inspect.Signature(parameters).parameters.values()))
+    inside = ", ".join(str(one).replace("'", '"') for one in parameters)
     if any(p.kind is p.KEYWORD_ONLY for p in parameters):
-        first = next(str(p) for p in parameters if p.kind is p.KEYWORD_ONLY)
+        first = next(str(p).replace("'", '"') for p in parameters if p.kind is p.KEYWORD_ONLY)
         inside = inside.replace(first, f"*, {first}", 1)
     body = textwrap.fill(inside, 76, initial_indent="    ", subsequent_indent="    ")
     return f"{name}(\n{body}\n)"

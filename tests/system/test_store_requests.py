@@ -27,7 +27,7 @@ import creel
 from creel.cache.storage import version
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import obstore_store, retry
+from creel.cache.storage.stores import arrow_store, obstore_store, retry
 from creel.cache.storage.stores.access import StorageOptions, check_grants
 from creel.cache.storage.stores.requests import Gate
 from creel.errors import ConfigError, NotFoundError, SourceError
@@ -127,13 +127,17 @@ def test_a_single_read_costs_one_request(s3: S3, read: Callable[[str], bytes]) -
 
 @pytest.mark.parametrize("make", [records, tars])
 def test_without_obstore_the_size_of_a_file_is_asked_once(
-    s3: S3, make: Callable[..., Dataset[Any]]
+    s3: S3, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Dataset[Any]]
 ) -> None:
+    """But now and then, as another object may lie there: then no other version is read."""
+    monkeypatch.setattr(arrow_store, "_REOPEN_S", 1e9)
     dataset = make(storage_options=BY_ARROW)
     s3.count.clear()
     got = list(DataLoader(dataset, None))
     assert len(got) == s3.count["gets"] > 40
     assert s3.count["heads"] == 1
+    monkeypatch.setattr(arrow_store, "_REOPEN_S", -1e9)
+    assert len(list(DataLoader(dataset, None))) + 1 == s3.count["heads"]
 
 
 def filled(source: Source, ids: NDArray[np.int64]) -> tuple[list[bytes | None], list[int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -38,6 +39,8 @@ T = TypeVar("T")
 _S3_SERVER = frozenset({"endpoint_override", "region", "scheme"})
 _S3_ACCOUNT = frozenset({"access_key", "secret_key", "session_token", "anonymous", "role_arn"})
 _MAX_OPENED = 64
+#: For so long an open file counts as the object at its address, which may be replaced meanwhile.
+_REOPEN_S = 30.0
 _MAX_FOLDERS, _LISTED_AT_ONCE = 1000, 16
 #: A listing is one call, however many requests it takes.
 _MAX_DEADLINES = 20
@@ -115,9 +118,9 @@ class ArrowStore:
         self._fs, root = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s, options)
         self._prefix = root.rstrip("/")
         self._requests = requests
-        #: The open files of which ranges were read last, by path: each knows its size, for which
-        #: opening it again would cost a request.
-        self._opened: OrderedDict[str, Any] = OrderedDict()
+        #: The open files of which ranges were read last, by path, and when they were opened: each
+        #: knows its size, for which opening it again would cost a request.
+        self._opened: OrderedDict[str, tuple[Any, float]] = OrderedDict()
 
     def _path(self, uri: str) -> str:
         return self._prefix + unquote(urlsplit(uri).path)
@@ -147,7 +150,10 @@ class ArrowStore:
     def _range(self, stored: StoredFile, offset: int, nbytes: int) -> bytes:
         """Return bytes of an object that others of its ranges have been read of, or will be."""
         path = self._path(stored.uri)
-        known = self._opened.get(path)
+        known, opened = self._opened.get(path, (None, 0.0))
+        now = time.monotonic()
+        if now - opened > _REOPEN_S:
+            known = None
         file = known or self._open(path)
         if known is None and stored.pinned != ANY:
             check_pin(stored, self._version(stored.uri, file))
@@ -159,7 +165,7 @@ class ArrowStore:
                 raise
             return self._range(stored, offset, nbytes)  # the object may be another one by now
         if known is None:
-            self._opened[path] = file
+            self._opened[path] = file, now
             while len(self._opened) > _MAX_OPENED:
                 with suppress(KeyError):  # another thread has removed it
                     self._opened.popitem(last=False)

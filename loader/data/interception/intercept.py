@@ -2,9 +2,10 @@
 
 While a thread reads samples below `creel.wrap`, the functions of `_NAMES` are replaced in their
 modules. A file opened for reading then becomes what `creel.open` would return: a copy in memory if
-this thread's lease covers the file, else the file that the original function opens, with its reads
-counted while a recording is active. Every other call, and every other thread, gets the original
-function. The originals are put back once no thread reads samples any more.
+this thread's lease covers the file, a file that asks for its blocks at each read, or the file that
+the original function opens. Every other call gets the original function, and so does every other
+thread, unless a library has started it in a worker that reads one sample (`only_sample`). The
+originals are put back once no thread reads samples any more.
 
 Only names that Python looks up at each use can be replaced. Of libraries in C that open files
 themselves, the functions that `libraries` knows are replaced.
