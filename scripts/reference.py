@@ -102,7 +102,7 @@ def prose(docstring: str) -> Iterator[str]:
             yield f"**{_HEADS.get(head, head[:-1])}**"
             yield "\n".join(_items(textwrap.dedent(below)))
         elif block.startswith(("    ", ">>> ")):
-            yield f"```python\n{textwrap.dedent(block)}\n```"
+            yield f"```text\n{textwrap.dedent(block)}\n```"
         else:
             yield wrapped(linked(block))
 
@@ -137,7 +137,7 @@ def _api() -> Iterator[str]:
     for name, methods in _API.items():
         thing: Any = pydoc.locate(f"creel.{name}")
         yield f"## creel.{name}"
-        yield f"```python\n{signature(f'creel.{name}', thing)}\n```"
+        yield f"```text\n{signature(f'creel.{name}', thing)}\n```"
         yield from prose(thing.__doc__)
         for method in methods:
             yield from _method(thing, method)
@@ -150,7 +150,7 @@ def _method(owner: type, name: str) -> Iterator[str]:
     called = signature(name, found) if inspect.isfunction(found) else name
     yield f"### {owner.__name__}.{name}"
     if called != name:
-        yield f"```python\n{called}\n```"
+        yield f"```text\n{called}\n```"
     yield from prose(found.__doc__ or "")
 
 

@@ -106,7 +106,10 @@ def warm(
 @json_option
 @click.pass_context
 def ls(context: click.Context, *, as_json: bool) -> None:
-    """List the datasets that the daemon holds, and decoded samples that have a name."""
+    """List the datasets that the daemon holds.
+
+    And decoded samples that have a name.
+    """
     from creel.cli.watching import view
 
     decoded = [one._asdict() for one in _named(context)]
@@ -141,7 +144,7 @@ def _named(context: click.Context) -> list[Named]:
 @json_option
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of a dataset, or the disk of decoded samples.
+    """Free what the daemon holds of a dataset.
 
     DATASET is a path, for all that lie there, or the first letters of a key (`creel ls`); or the
     name of decoded samples, all of which are removed.
