@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from creel.loader.client.client import Client
 from creel.loader.client.session import STALE_NS, Session
 from daemons import COMMAND, Running, content, folder, opened, plan, read_steps, status
 from kit import until
+from testbed.dead_mount import dead_file
+from testbed.same import needs_fuse
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -306,34 +307,34 @@ def test_a_second_daemon_of_the_name_is_turned_away(daemon: Running) -> None:
     assert status(daemon)["state"] == "serving"
 
 
+@needs_fuse
 def test_a_thread_in_a_dead_mount_holds_up_neither_others_nor_the_end(
     daemon: Running, tmp_path: Path
 ) -> None:
-    """A named pipe without a writer stands for the mount: open(2) never returns."""
-    (tmp_path / "dead").mkdir()
-    os.mkfifo(tmp_path / "dead/0000")
     (tmp_path / "live").mkdir()
     live = folder(tmp_path / "live", [1000] * 50)
-    dead = Manifest.of_files(["0000"], root=str(tmp_path / "dead"))
-    with daemon.client() as client:
+    with dead_file(tmp_path) as file, daemon.client() as client:
+        dead = Manifest.of_files([file.name], root=str(file.parent))
         stuck = opened(client, dead)
         plan(stuck, np.zeros(1, np.int32), 1)
         assert not stuck.wait(0, 0.3)
         session = opened(client, live)
         plan(session, np.arange(50, dtype=np.int32), 10)
         assert read_steps(session, live, np.arange(50), 10) == 50
-    daemon.end()
+        client.close()
+        daemon.end()
 
 
+@needs_fuse
 def test_hung_reads_of_a_source_do_not_hold_up_its_other_reads(
     daemon: Running, tmp_path: Path
 ) -> None:
     live = folder(tmp_path, [1000] * 50)
-    for i in range(3):
-        os.mkfifo(tmp_path / f"dead{i}")
     dead = Manifest.of_files([f"dead{i}" for i in range(3)], root=str(tmp_path))
     manifest = Manifest.concat([live, dead])
-    with daemon.client() as client:
+    with dead_file(tmp_path) as file, daemon.client() as client:
+        for i in range(3):
+            (tmp_path / f"dead{i}").symlink_to(file)
         key = client.register(manifest)
         stuck, session = opened(client, key, "a"), opened(client, key, "b")
         plan(stuck, np.arange(50, 53, dtype=np.int32), 1)

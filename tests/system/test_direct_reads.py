@@ -362,7 +362,10 @@ def test_files_that_are_waited_for_are_learnt_and_read_once(
             assert all(map(torch.equal, mine, theirs))
             gets.append(server.stats(reset=True)["gets"])
     assert served
-    assert gets == [FILES, FILES, 0]  # by the samples, by the daemon, by none
+    by_samples, by_the_daemon, later = gets
+    # The daemon begins once the list of files is proved, so it reads some of them in time.
+    assert (by_samples, later) == (FILES, 0)
+    assert 0 < by_the_daemon <= FILES
 
 
 def linked(name: str) -> bool:

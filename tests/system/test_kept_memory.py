@@ -25,6 +25,8 @@ from creel.loader.client.client import Client
 from creel.settings import MemorySettings
 from daemons import content, folder, opened, plan, read_steps
 from kit import until
+from testbed.dead_mount import dead_file
+from testbed.same import needs_fuse
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -310,14 +312,15 @@ def test_a_damaged_index_costs_the_memory_alone(
     assert "bug" not in manager.log()
 
 
+@needs_fuse
 def test_memory_that_a_hung_read_could_write_to_is_not_kept(
     manager: Manager, tmp_path: Path
 ) -> None:
     manifest = data(tmp_path, "unknown")
-    pipe = Path(manifest.uri(7))
-    pipe.unlink()
-    os.mkfifo(pipe)  # nobody writes: it is opened for ever
-    with manager.start() as client:
+    with dead_file(tmp_path) as file, manager.start() as client:
+        hanging = Path(manifest.uri(7))
+        hanging.unlink()
+        hanging.symlink_to(file)
         session = opened(client, manifest)
         plan(session, IDS, 10)
         assert not session.wait(0, 1)

@@ -203,7 +203,8 @@ def test_the_daemon_reads_what_it_opens_once_and_samples_are_torchs(
         ours: Any = creel.DataLoader(wrapped, 3, generator=generator(), creel=patient, **kwargs)
         theirs = DataLoader(dataset(str(source)), 3, generator=generator(), **kwargs)
         opens = opened_by_epoch(lambda: fs.totals()["opens"], ours, theirs)
-    assert opens == [TREES[tree] * N, TREES[tree] * N, 0]
+    # All of them list their files, so the first epoch is read ahead, too.
+    assert opens == [TREES[tree] * N, 0, 0]
 
 
 assert folder  # imported for its side effect
