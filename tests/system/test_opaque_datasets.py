@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import sys
 import time
 import tracemalloc
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,17 +280,17 @@ def test_a_module_that_takes_the_place_of_another_is_served_too(
         package.read_image = lambda path, of=package: of.read_file(path)[:8]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "torchvision.io", package)
         bare = Plain(folder, by_torchvision)
-        until(lambda paths=bare.paths: all(map(settled, paths)))
+        until(partial(settled, bare.paths))
         ours = loader(creel.wrap(bare))
         read = [{tuple(x.tolist()) for batch in ours for x in batch} for _ in range(3)]
         assert read[0] == read[1] == read[2]
     assert [source["reads"] for source in daemon_stats(daemon)["sources"]] == [N, N]
 
 
-def settled(path: str) -> bool:
-    """Whether the file is read once: one that has just changed may change again unnoticed."""
+def settled(paths: list[str]) -> bool:
+    """Whether files are read once: one that has just changed may change again unnoticed."""
     now_ns = time.time_ns()
-    return of_stat(os.stat(path), now_ns) != CHANGING  # noqa: PTH116  a string
+    return all(of_stat(Path(path).stat(), now_ns) != CHANGING for path in paths)
 
 
 def test_a_library_that_the_first_sample_imports_is_seen_from_the_second_on(
