@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from creel.system.python_open import python_open
+
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
 #: Linux 5.1: later mappings of the descriptor are read-only.
@@ -171,7 +173,7 @@ def sealed_file(name: str, write: Callable[[BinaryIO], object]) -> int:
 
     fd = memfd(name, sealable=True)
     try:
-        with open(fd, "wb", closefd=False) as file:
+        with python_open(fd, "wb", closefd=False) as file:
             write(file)
         fcntl.fcntl(fd, F_ADD_SEALS, _ALL_SEALS)
     except BaseException:

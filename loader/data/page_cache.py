@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
+
+from creel.system.python_open import bytes_of
 
 #: Local file systems. Those on a disk keep files in the page cache, and can say whether a read
 #: would wait; those in memory never wait. All others count as slow.
@@ -101,7 +102,7 @@ def _readable_now(name: int, nbytes: int) -> bool:
 def _mounts() -> list[_Mount]:
     """Return this process's mounts in the order they were made; [] if the system does not tell."""
     try:
-        return _parsed(Path("/proc/self/mountinfo").read_bytes())
+        return _parsed(bytes_of("/proc/self/mountinfo"))
     except OSError:
         return []
 

@@ -35,6 +35,7 @@ from creel.settings import (
     MemorySettings,
     WindowSettings,
 )
+from creel.system.python_open import text_of
 from creel.units import format_size, parse_seconds, parse_size
 
 log = logging.getLogger("creel.config")
@@ -311,7 +312,7 @@ def _read_toml(path: Path) -> dict[str, object]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(text_of(path, encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not TOML: {e}") from e
 

@@ -235,7 +235,7 @@ class Lit(Samples):
 KINDS: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
     "HDF5, a file for each sample": (Hdf5Files, True),
     "Parquet, a file for each sample": (ParquetFiles, True),
-    "Parquet, row groups": (RowGroups, False),
+    "Parquet, row groups": (RowGroups, True),
     "HDF5, one file": (Hdf5Rows, False),
     "Zarr": (ZarrRows, False),
     "LMDB": (Lmdb, False),

@@ -315,34 +315,45 @@ def test_other_processes_know_that_an_early_daemon_starts(daemon_name: str) -> N
 
 
 class Opens(torch.utils.data.Dataset[bytes]):
-    """Files that are unknown before they are opened."""
+    """Files that are unknown before they are opened; `listed`: unless it holds their paths."""
 
-    def __init__(self, folder: Path, n: int) -> None:
-        self.paths = [folder / f"{i}.raw" for i in range(n)]
-        for path in self.paths:
-            path.write_bytes(b"x" * 1000)
+    def __init__(self, folder: Path, n: int, *, listed: bool = False) -> None:
+        self.folder, self.n = folder, n
+        for i in range(n):
+            self.path(i).write_bytes(b"x" * 1000)
+        if listed:
+            self.paths = [self.path(i) for i in range(n)]
+
+    def path(self, index: int) -> Path:
+        return self.folder / f"{index}.raw"
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return self.n
 
     def __getitem__(self, index: int) -> bytes:
-        return self.paths[index].read_bytes()
+        return self.path(index).read_bytes()
 
 
-def test_below_wrap_it_starts_once_reads_are_recorded(
-    daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("listed", [False, True])
+def test_below_wrap_it_starts_once_it_has_files_to_read(
+    daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, listed: bool
 ) -> None:
-    """Before that it has nothing to do, and would take processors from the first batch."""
+    """A list of files counts at once, else reads that were recorded.
+
+    Before that it has nothing to do, and would take processors from the first batch.
+    """
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")  # all reads are recorded
     options = {"daemon.name": daemon_name, "daemon.linger_s": 0.2, "memory.budget": "32MiB"}
-    loader = creel.DataLoader(creel.wrap(Opens(tmp_path, 20)), collate_fn=list, creel=options)
+    dataset = Opens(tmp_path, 20, listed=listed)
+    loader = creel.DataLoader(creel.wrap(dataset), collate_fn=list, creel=options)
     batches = iter(loader)
-    assert not held(daemon_name)
+    early = held(daemon_name)
     assert len(list(batches)) == 20
     assert held(daemon_name)
     pid = pid_of(daemon_name)
     connections.disconnect(daemon_name)
     until(lambda: gone(pid), what="the daemon ends")
+    assert early == listed
 
 
 def held(name: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import time
 import tracemalloc
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ from opaque import (
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import creel
+from creel.cache.storage.version import CHANGING, of_stat
 from daemons import Running
+from kit import until
 from testbed.same import needs_fuse, same
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -275,10 +279,18 @@ def test_a_module_that_takes_the_place_of_another_is_served_too(
         package.read_file = lambda path: torch.tensor(list(read_in_c(str(path))))  # type: ignore[attr-defined]
         package.read_image = lambda path, of=package: of.read_file(path)[:8]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "torchvision.io", package)
-        ours = loader(creel.wrap(Plain(folder, by_torchvision)))
+        bare = Plain(folder, by_torchvision)
+        until(partial(settled, bare.paths))
+        ours = loader(creel.wrap(bare))
         read = [{tuple(x.tolist()) for batch in ours for x in batch} for _ in range(3)]
         assert read[0] == read[1] == read[2]
     assert [source["reads"] for source in daemon_stats(daemon)["sources"]] == [N, N]
+
+
+def settled(paths: list[str]) -> bool:
+    """Whether files are read once: one that has just changed may change again unnoticed."""
+    now_ns = time.time_ns()
+    return all(of_stat(Path(path).stat(), now_ns) != CHANGING for path in paths)
 
 
 def test_a_library_that_the_first_sample_imports_is_seen_from_the_second_on(

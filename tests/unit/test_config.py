@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from unittest import mock
 
 import pytest
@@ -19,6 +19,7 @@ from creel.errors import ConfigError
 from creel.settings import MemorySettings
 from creel.streams.producer import Producer
 from creel.system import limits
+from creel.system.python_open import text_of
 from creel.units import format_size, parse_seconds, parse_size
 
 ROOT = Path(__file__).parent.parent.parent
@@ -180,14 +181,13 @@ def test_a_file_that_was_found_and_cannot_be_read_is_left_out_and_told_once(
     """It may be another user's, in a folder above. A file named by the user must be readable."""
     path = home / "project/creel.toml"
     path.write_text("[fetch]\nthreads = 3\n")
-    read = Path.read_text
 
-    def fails(self: Path, *args: Any, **kwargs: Any) -> str:
-        if self == path:
-            raise OSError(number, os.strerror(number), str(self))
-        return read(self, *args, **kwargs)
+    def fails(file: Path, *, encoding: str) -> str:
+        if file == path:
+            raise OSError(number, os.strerror(number), str(file))
+        return text_of(file, encoding=encoding)
 
-    monkeypatch.setattr(Path, "read_text", fails)
+    monkeypatch.setattr("creel.config.text_of", fails)
     for _ in range(2):
         assert load(home)[0] == Config()
     (said,) = caplog.messages

@@ -38,6 +38,7 @@ from creel.cache.storage.stores.store import (
 )
 from creel.errors import SourceError, SourceNotFoundError
 from creel.system.forks import at_fork
+from creel.system.python_open import text_of
 
 #: Options of a client that this store understands (pyarrow's names).
 _KNOWN = frozenset(
@@ -173,7 +174,7 @@ def _metadata_server() -> str | None:
 
 def _is_ec2() -> bool:
     with suppress(OSError):
-        return "Amazon EC2" in Path("/sys/class/dmi/id/sys_vendor").read_text()
+        return "Amazon EC2" in text_of("/sys/class/dmi/id/sys_vendor")
     return False
 
 

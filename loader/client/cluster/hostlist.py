@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 
 from creel.errors import ConfigError
+from creel.system.python_open import text_of
 
 #: Most nodes in an expanded list.
 _MAX_HOSTS = 1 << 16
@@ -96,7 +96,7 @@ def _numbers(ranges: str) -> list[str]:
 def _in_file(path: str) -> list[str]:
     """Return the first word of each line, without comments; PBS has a line for each core."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = text_of(path, encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the list of nodes {path} cannot be read: {e}") from e
     words = (line.split("#", 1)[0].split() for line in lines)

@@ -25,6 +25,7 @@ from creel.loader.client.cluster.hostlist import hosts_of
 from creel.loader.client.cluster.ranks import job_name
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
+from creel.system.python_open import python_open
 
 _MIN_KEY = 16  # bytes
 #: The first and the longest pause between two requests to the daemon, in seconds.
@@ -140,7 +141,7 @@ def secret_of(settings: ClusterSettings, env: Mapping[str, str]) -> bytes:
         )
     path = Path(settings.key_file).expanduser()
     try:
-        with path.open("rb") as file:
+        with python_open(path, "rb") as file:
             found = os.fstat(file.fileno())
             if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in {os.getuid(), 0}:
                 raise ConfigError(f"the key {path} may be read by others: chmod 600 {path}")

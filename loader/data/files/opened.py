@@ -26,12 +26,11 @@ from creel.loader.data.reading.observer import find, take_address
 from creel.loader.data.reading.read_counts import os_open
 from creel.loader.data.reading.storage import Options, absolute, absolute_path, is_local, read_all
 from creel.loader.data.reading.this_thread import reader, this_thread
+from creel.system.python_open import python_open
 
 if TYPE_CHECKING:
     from creel.loader.data.reading.read_counts import PartialRead
 
-#: Python's own open, even while `intercept` has replaced it.
-_python_open = io.open
 #: Files in these folders change without a change of their status.
 NO_FILES = ("/proc/", "/sys/", "/dev/")
 #: Copying all of a file of at most this many bytes costs no more than opening it.
@@ -98,7 +97,7 @@ def _announced(uri: str | os.PathLike[str]) -> str:
 
 def open_local(path: str) -> IO[bytes]:
     """Open the real file, observed if this thread's reads are being recorded."""
-    file: IO[bytes] = open_in_blocks(path) or observed_file(_python_open(path, "rb"), path)
+    file: IO[bytes] = open_in_blocks(path) or observed_file(python_open(path, "rb"), path)
     return file
 
 
@@ -115,7 +114,7 @@ def open_served(path: str, buffering: int = -1) -> IO[bytes] | None:
     if file is not None or observed is None or not observed.sample:
         return file
     try:
-        raw: Any = _python_open(path, "rb", 0)
+        raw: Any = python_open(path, "rb", 0)
     except OSError:  # the library raises its own
         return None
     size = raw._blksize if buffering < 0 else buffering  # noqa: SLF001  Python's choice
@@ -142,7 +141,7 @@ def open_in_blocks(address: str, name: Any = None, buffering: int = -1) -> Any:
 
 def open_blocks(address: str) -> Any:
     """Open a file that is read in blocks, whoever opens it, for samples that read it later."""
-    return open_in_blocks(address) or taken_over(_python_open(address, "rb"), address, -1)
+    return open_in_blocks(address) or taken_over(python_open(address, "rb"), address, -1)
 
 
 def observed_file(real: Any, address: str, *, buffering: int = -1) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from creel.system.python_open import bytes_of
 
 
 class MappedRange(NamedTuple):
@@ -41,7 +42,7 @@ class Mappings:
 
     def __init__(self) -> None:
         try:
-            lines = Path("/proc/self/maps").read_bytes().splitlines()
+            lines = bytes_of("/proc/self/maps").splitlines()
         except OSError:  # this system does not say
             lines = []
         self._mappings = list(map(_parsed, filter(_of_file, lines)))  # ascending

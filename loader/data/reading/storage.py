@@ -31,6 +31,7 @@ from creel.config import Config
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.settings import FetchSettings
 from creel.streams.redis_stream import is_redis
+from creel.system.python_open import python_open
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -165,14 +166,14 @@ def read_all(address: str, options: Options = None) -> bytes:
     try:
         return read_file(address)  # costs half as much as a file object
     except OSError:
-        with open(address, "rb") as f:  # noqa: PTH123  raises open()'s own error, as for a folder
+        with python_open(address, "rb") as f:  # raises open()'s own error, as for a folder
             return f.read()
 
 
 def read_range(address: str, offset: int, nbytes: int, options: Options = None) -> bytes:
     """Read `nbytes` bytes from `offset` on; fewer only at the end of a local file."""
     if not scheme_of(address):
-        with Path(address).open("rb") as f:
+        with python_open(address, "rb") as f:
             f.seek(offset)
             return f.read(nbytes)
     return _read(address, offset, nbytes, options)

@@ -19,6 +19,7 @@ import msgspec
 from creel.errors import ConfigError
 from creel.loader.client.backoff import pauses
 from creel.policies.order.remap import nodes_alike
+from creel.system.python_open import text_of
 
 #: The first and the longest pause between two looks at the store, in seconds.
 _PAUSES_S = 0.001, 0.1
@@ -69,7 +70,7 @@ _TERMS, _DECISION = msgspec.msgpack.Decoder(Terms), msgspec.msgpack.Decoder(Deci
 
 def node_name() -> str:
     """Return a name that ranks share if they can connect to each other's abstract sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = text_of("/proc/sys/kernel/random/boot_id").strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.geteuid()}"
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -34,6 +33,7 @@ from creel.loader.making.workers.worker import WorkerArgs, worker_main
 from creel.loader.making.workers.worker_words import BATCH, SINCE_NS, STAGE, WorkerWords
 from creel.system.forks import at_fork
 from creel.system.limits import may_keep
+from creel.system.python_open import text_of
 
 if TYPE_CHECKING:
     from creel.loader.making.places.leader import SentBatches
@@ -374,7 +374,7 @@ def _stage(row: memoryview) -> tuple[int, int]:
 def _process_state(pid: int | None) -> str:
     """Return the state of a process from /proc, in a few words."""
     try:
-        line = Path(f"/proc/{pid}/stat").read_text()
+        line = text_of(f"/proc/{pid}/stat")
     except OSError:
         return "gone"
     letter = line.rpartition(")")[2].split()[0]

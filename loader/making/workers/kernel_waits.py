@@ -11,10 +11,10 @@ import platform
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from creel.loader.making.stages import IDLE, READING
+from creel.system.python_open import python_open, text_of
 
 #: Numbers of system calls whose first argument is a descriptor that they read: read, pread64,
 #: readv, preadv, fstat, getdents64.
@@ -127,7 +127,7 @@ def _threads(pid: int) -> list[int]:
 def _call(pid: int, thread: int) -> list[int]:
     """Return the number and arguments of the system call in which a thread is; [] if in none."""
     try:
-        words = Path(f"/proc/{pid}/task/{thread}/syscall").read_text(encoding="ascii").split()
+        words = text_of(f"/proc/{pid}/task/{thread}/syscall", encoding="ascii").split()
         if words[0] == "running":
             return []
         return [int(words[0]), *(int(word, 16) for word in words[1:])]
@@ -149,7 +149,7 @@ def _link(pid: int, name: str) -> str:
 def _text(pid: int, address: int) -> str:
     """Return the text that a process has at an address; "" if it cannot be read."""
     try:
-        with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        with python_open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
             memory.seek(address)
             text, end, _ = memory.read(_MAX_PATH).partition(b"\0")
         return os.fsdecode(text) if end else ""
@@ -172,7 +172,7 @@ def _mapped_file(pid: int) -> str:
     """Return the only data file that a process maps; "" if there are none or several."""
     data: set[str] = set()
     code: set[str] = set()
-    with Path(f"/proc/{pid}/maps").open("rb") as maps:
+    with python_open(f"/proc/{pid}/maps", "rb") as maps:
         for line in maps:
             _, rights, _, _, _, *path = os.fsdecode(line.rstrip(b"\n")).split(None, 5)
             if path and path[0].startswith("/") and not path[0].startswith(_NO_DATA):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from creel.errors import SourceError
 from creel.streams import files
+from creel.system.python_open import python_open
 
 _DIGITS = 9
 #: Whether a file is one that this class writes to; those of C programs have other names.
@@ -141,7 +142,7 @@ class LogFolder:
         with (
             self._failing(),
             suppress(FileNotFoundError, NotADirectoryError),
-            open(f"{self.path}/{name}", "rb") as file,  # noqa: PTH123  quick: for every chunk
+            python_open(f"{self.path}/{name}", "rb") as file,
         ):
             return file.read()
         return None

@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from creel.system.python_open import text_of
+
 _ROOT = Path("/")  # has proc/ and sys/
 #: cgroup v1 writes "no limit" as a number near 2**63; no machine has an exbibyte.
 _NO_LIMIT = 1 << 60
@@ -117,7 +119,7 @@ def _number(text: str) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return text_of(path)
     except (OSError, UnicodeDecodeError):
         return ""
 

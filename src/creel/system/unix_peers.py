@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from creel.system.python_open import text_of
+
 #: (device, inode) of mount namespace, user namespace and root directory (None: this kernel has no
 #: such file), and the number of the mount that has the root directory.
 View: TypeAlias = tuple[tuple[int, int] | str | None, ...]
@@ -72,7 +74,7 @@ def _mount(path: str) -> str:
     """
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+        lines = text_of(f"/proc/self/fdinfo/{fd}").splitlines()
     finally:
         os.close(fd)
     return next((line for line in lines if line.startswith("mnt_id:")), "")
@@ -144,7 +146,7 @@ def owner_of(address: str) -> int | None:
 def _bound() -> dict[str, int]:
     """Return the inodes of all abstract SOCK_SEQPACKET addresses of this network namespace."""
     found = {}
-    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+    for line in text_of("/proc/net/unix", errors="replace").splitlines()[1:]:
         words = line.split(maxsplit=7)
         # Accepted connections have the same name, but are not in state 1, "unconnected".
         if words[4:6] == ["0005", "01"] and len(words) == 8 and words[7].startswith("@"):
