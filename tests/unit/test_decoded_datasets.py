@@ -256,9 +256,10 @@ def test_attributes_that_change_between_epochs_are_named_and_samples_made_anew(
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "in the first sample"])
 @pytest.mark.parametrize("holds", [np.random.default_rng, np.random.RandomState, random.Random])
 def test_a_dataset_that_draws_from_a_generator_of_its_own_is_not_kept(
-    holds: Any, late: bool, caplog: pytest.LogCaptureFixture
+    holds: Any, late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And it draws as often as without creel: the batches are torch's."""
+    monkeypatch.setattr(keeping, "_others_run", lambda: False)  # pytest-xdist has threads
 
     class Own(Sized):
         def __init__(self) -> None:
