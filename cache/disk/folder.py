@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -104,6 +103,8 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def _locked(fd: int) -> bool:
+    import fcntl  # missing on Windows, where this module is imported as well
+
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,7 +6,6 @@ The key covers all that is known of how samples are made; several keys may have 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -143,6 +142,8 @@ def _remove(folder: int, key: str, *, unused: bool = False) -> None:
 
 def claim(fd: int) -> bool:
     """Claim a file until this process and its forks have closed `fd`; False if another one has."""
+    import fcntl  # missing on Windows, where this module is imported as well
+
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

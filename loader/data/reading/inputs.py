@@ -38,8 +38,9 @@ _NO_DATA = ("/proc/", "/sys/")
 _TMPFILE = getattr(os, "O_TMPFILE", 0)
 #: Code that imports modules. Python's `os` and `codecs` are frozen as well, and open any files.
 _IMPORTS = "<frozen importlib", "<frozen zipimport"
-#: Threads of creel, which make no samples.
-_OWN_THREADS = "creel-"
+#: Threads that make no samples: creel's, and those by which torch's workers send. The latter
+#: look for a free name of a socket, which is there soon.
+_OTHER_THREADS = ("creel-", "QueueFeederThread")
 
 #: The records that are active in this process.
 _active: dict[int, SampleInputs] = {}
@@ -316,7 +317,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 def _without_record() -> list[SampleInputs]:
     """Return the records that may be concerned by what a thread does that has none of its own."""
-    mine = _active and threading.current_thread().name.startswith(_OWN_THREADS)
+    mine = _active and threading.current_thread().name.startswith(_OTHER_THREADS)
     return [] if mine else list(_active.values())
 
 
