@@ -18,6 +18,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -69,7 +70,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """As Popen.send_signal; the process that forked it waits for it if it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """As Popen.terminate."""
