@@ -116,7 +116,10 @@ def litdata_chunks(folder: str, **how: Any) -> Iterable[int]:
 
     given: Any = {"storage_options": endpoint(), "cache_dir": folder}
     data = StreamingDataset(f"s3://{BUCKET}/chunks", shuffle=True, **given)
-    return StreamingDataLoader(data, **{k: v for k, v in how.items() if k != "shuffle"})
+    loader: Iterable[int] = StreamingDataLoader(
+        data, **{k: v for k, v in how.items() if k != "shuffle"}
+    )
+    return loader
 
 
 def webdataset(shards: list[str], **how: Any) -> Iterable[int]:

@@ -19,5 +19,5 @@ def dead_file(folder: Path) -> Iterator[Path]:
     source.mkdir()
     (source / "file").write_bytes(bytes(1000))
     with SlowFS(str(source), str(mount)) as fs:  # type: ignore[no-untyped-call]
-        fs.set(stall=_STALL_S)  # type: ignore[no-untyped-call]
+        fs.set(stall=_STALL_S)
         yield mount / "file"
