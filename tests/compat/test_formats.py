@@ -237,7 +237,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
     "Parquet, a file for each sample": (ParquetFiles, True),
     "Parquet, row groups": (RowGroups, True),
     "HDF5, one file": (Hdf5Rows, False),
-    "Zarr": (ZarrRows, False),
+    "Zarr": (ZarrRows, True),
     "LMDB": (Lmdb, False),
     "memmap": (Tokens, False),
     "Megatron": (Megatron, False),

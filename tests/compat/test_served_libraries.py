@@ -238,5 +238,6 @@ def test_a_library_reads_from_the_source_what_torch_does_and_then_nothing(
             reads.append(source.totals()["reads"])  # type: ignore[no-untyped-call]
         batches.append(found)
     assert same(batches[0], batches[1])
-    assert reads[4] <= reads[0]
+    # A file that decord, in C, has opened is read once more to fill the cache: at times at once.
+    assert reads[4] <= (2 if name == "decord" else 1) * reads[0]
     assert reads[6:] == [0, 0]
