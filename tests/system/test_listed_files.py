@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import creel
 from creel.loader.client import connections
-from creel.loader.data.binding.wrapped import reads_of
 from creel.loader.data.tracing.lists.hypothesis import LEAST
 from daemons import Running
 from kit import seeds
@@ -322,7 +321,7 @@ def test_no_sample_gets_other_bytes_than_its_own_open_would_have_read(
 def test_files_of_a_quick_source_stay_alone(
     tmp_path: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No daemon is started for what lies in the page cache, and nothing is bound."""
+    """No daemon is started for what lies in the page cache."""
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
     for i in range(64):
         (tmp_path / f"{i:02}").write_bytes(os.urandom(500))
@@ -330,7 +329,6 @@ def test_files_of_a_quick_source_stay_alone(
     ours: Any = creel.DataLoader(dataset, 4)
     for _ in range(2):
         assert same(list(ours), list(DataLoader(Files(str(tmp_path)), 4)))
-        assert reads_of(dataset).supposed() is None  # type: ignore[arg-type]  # wrapped
     assert connections.connected(embedded) is None
 
 
