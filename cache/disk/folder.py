@@ -94,7 +94,7 @@ def _check_private(fd: int, path: Path) -> None:
 
 
 def _lock(fd: int, path: Path) -> None:
-    while not _locked(fd):
+    while not locked(fd):
         if not _is_left(fd):
             raise BlockingIOError(errno.EWOULDBLOCK, "another daemon uses it", str(path))
         time.sleep(_LOOK_AGAIN_S)
@@ -102,7 +102,12 @@ def _lock(fd: int, path: Path) -> None:
         os.unlink(_LEAVING_FILE, dir_fd=fd)
 
 
-def _locked(fd: int) -> bool:
+def locked(fd: int) -> bool:
+    """Lock until this process and its forks have closed `fd`; False if another one has the lock.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
     import fcntl  # missing on Windows, where this module is imported as well
 
     try:

@@ -13,7 +13,7 @@ import struct
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from creel.cache.disk.folder import subfolder
+from creel.cache.disk.folder import locked, subfolder
 
 _FOLDER, _ABOUT, _NEW = "decoded", ".json", "new."
 #: At most so many keys of one name; beyond that, those that were used last stay.
@@ -142,10 +142,7 @@ def _remove(folder: int, key: str, *, unused: bool = False) -> None:
 
 def claim(fd: int) -> bool:
     """Claim a file until this process and its forks have closed `fd`; False if another one has."""
-    import fcntl  # missing on Windows, where this module is imported as well
-
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return locked(fd)
     except OSError:
         return False
-    return True

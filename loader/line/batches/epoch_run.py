@@ -172,7 +172,6 @@ class EpochRun:
 
         A batch that raised counts as read if training goes on, and is read again if training stops
         there.
-
         """
         meter, stream = self._state.observers.meter, self.serving.stream
         meter["batches"] += 1
