@@ -14,7 +14,7 @@ import fsspec
 from creel.cache.storage.uris import scheme_of
 from creel.loader.data.files.block_files import RemoteFile, buffered
 from creel.loader.data.files.opened import open_blocks, read
-from creel.loader.data.reading.storage import absolute
+from creel.loader.data.reading.storage import absolute, status_of
 
 try:
     from fsspec.implementations.chained import ChainedFileSystem
@@ -63,8 +63,8 @@ class CreelFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no
         address = self._address(path)
         if not scheme_of(address):
             return open_blocks(address)
-        nbytes = self.fs.size(self._below(path))
-        return buffered(RemoteFile(address, nbytes, self._options), _BUFFER_NBYTES)
+        nbytes, version = status_of(address, self._options)
+        return buffered(RemoteFile(address, nbytes, version, self._options), _BUFFER_NBYTES)
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **more: Any

@@ -179,6 +179,15 @@ def read_range(address: str, offset: int, nbytes: int, options: Options = None) 
     return _read(address, offset, nbytes, options)
 
 
+def read_part(address: str, offset: int, nbytes: int, options: Options, version: int) -> bytes:
+    """Read bytes of a remote file for a sample.
+
+    Raises:
+        SourceError: also if it is not the `version` that `status_of` has told, unless that is ANY.
+    """
+    return _read(address, offset, nbytes, options, objects=True, version=version)
+
+
 def nbytes_of(address: str, options: Options = None) -> int:
     """Return the size in bytes; raises as `status_of`."""
     return status_of(address, options)[0]
@@ -263,9 +272,15 @@ def _with_retries(
 
 
 def _read(
-    address: str, offset: int, length: int, options: Options, *, objects: bool = False
+    address: str,
+    offset: int,
+    length: int,
+    options: Options,
+    *,
+    objects: bool = False,
+    version: int = ANY,
 ) -> bytes:
-    stored = StoredFile(address)
+    stored = StoredFile(address, pinned=version)
 
     def read(store: Store) -> bytes:
         return store.read(stored, offset, length)[0]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 #: Format of journals; a different meaning of their records needs a new number.
-_FORM = 5
+_FORM = 6
 #: torchrun's names of a job that the user gave no name.
 _NO_NAMES = ("", "none")
 #: Number of joint journals that this process has asked for, by description.
