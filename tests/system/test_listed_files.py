@@ -19,7 +19,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import creel
 from creel.loader.client import connections
+from creel.loader.data.binding.wrapped import reads_of
+from creel.loader.data.tracing import wrapped_reads
 from creel.loader.data.tracing.lists.hypothesis import LEAST
+from creel.policies.thread_use import ThreadUse
 from daemons import Running
 from kit import seeds
 from testbed.same import needs_fuse, opened_by_epoch, same
@@ -321,14 +324,23 @@ def test_no_sample_gets_other_bytes_than_its_own_open_would_have_read(
 def test_files_of_a_quick_source_stay_alone(
     tmp_path: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No daemon is started for what lies in the page cache."""
+    """Nothing is bound, nor a daemon started, for one wait: of an import, or for a processor."""
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    calls = iter(range(10**6))
+
+    def thread_use() -> ThreadUse:
+        """Return what a thread has used that sleeps while it reads the second batch."""
+        call = next(calls)
+        return ThreadUse((call + 10 * (call > 2)) * 10**6, call * 10**6, int(call > 2), 0)
+
+    monkeypatch.setattr(wrapped_reads, "thread_use", thread_use)
     for i in range(64):
         (tmp_path / f"{i:02}").write_bytes(os.urandom(500))
     dataset = creel.wrap(Files(str(tmp_path)))
     ours: Any = creel.DataLoader(dataset, 4)
     for _ in range(2):
         assert same(list(ours), list(DataLoader(Files(str(tmp_path)), 4)))
+        assert reads_of(dataset).supposed() is None  # type: ignore[arg-type]  # wrapped
     assert connections.connected(embedded) is None
 
 

@@ -181,7 +181,7 @@ class WrappedReads:
             if self._bypass.active:
                 recorder.drop()
             elif not self._bypass.undecided:
-                recorder.write()
+                recorder.write(waits=self._bypass.waits)
 
     def trace(self) -> AccessTrace | None:
         """Return the trace of the dataset once it is complete (see `recorder`), else None.
