@@ -191,6 +191,7 @@ class WrappedReads:
         """
         with self._lock:
             if self._bound or not bindable(self.dataset):
+                self._meet_at = 0.0  # an epoch begins: the other ranks ask now, too
                 self._bind()
             return self._trace
 
