@@ -102,7 +102,7 @@ def numpy_fromfile(original: Call) -> Call:
         if dtype.hasobject or not dtype.itemsize:
             return original(file, *args, **more)
         given = read_by_methods(file)
-        opened = file if given else _file_of(file)
+        opened = file if given else file_of(file)
         if opened is None:
             return original(file, *args, **more)
         try:
@@ -175,7 +175,7 @@ def takes_file(original: Call, path_as: str = "") -> Call:
     def opening(*args: Any, **more: Any) -> Any:
         path, mode = [*args[method:], None, None][:2]
         reads = more.get("mode", mode) in {None, "r"}
-        file = _file_of(path) if reads and len(args) > method else None
+        file = file_of(path) if reads and len(args) > method else None
         if file is None:
             return original(*args, **more)
         made = original(*args[:method], file, *args[method + 1 :], **more)
@@ -210,7 +210,7 @@ def loads_bytes(original: Call) -> Call:
 
     @wraps(original)
     def loading(filename: Any, *args: Any, **more: Any) -> Any:
-        file = None if args or more else _file_of(filename)
+        file = None if args or more else file_of(filename)
         if file is None:
             return original(filename, *args, **more)
         with file:
@@ -249,7 +249,7 @@ def without_mapping(original: Call) -> Call:
     return reading
 
 
-def _file_of(path: Any) -> Any:
+def file_of(path: Any) -> Any:
     """Return a file object for a path that a library would open itself; None to let it do so."""
     announce(path)
     address = local_address(path) if this_thread.intercepts else None
