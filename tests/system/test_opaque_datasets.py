@@ -215,8 +215,7 @@ def hdf5_driver(path: str) -> Any:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_no_copy_of_an_hdf5_file_is_made_on_its_way_to_hdf5(tmp_path: Path) -> None:
-    """HDF5's file image is a copy already, in memory that is not Python's."""
+def test_one_copy_of_an_hdf5_file_is_made_on_its_way_to_hdf5(tmp_path: Path) -> None:
     bare = Plain(tmp_path, hdf5_driver)
     for i, path in enumerate(bare.paths):
         write_large_hdf5(path, i)
@@ -229,8 +228,8 @@ def test_no_copy_of_an_hdf5_file_is_made_on_its_way_to_hdf5(tmp_path: Path) -> N
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert drivers == ["core"] * N
-    assert most < Path(bare.paths[0]).stat().st_size
+    assert drivers == ["fileobj"] * N
+    assert most < 1.5 * Path(bare.paths[0]).stat().st_size
 
 
 def read_hdf5_part(path: str) -> Any:
