@@ -1,6 +1,6 @@
 """Layouts that people train from: creel.wrap never reads more from the source than torch.
 
-Only to fill the cache it may read each file once more, and it opens a mapped one in each epoch.
+Only to fill the cache it may read each file once more, and open a mapped one.
 What Python opens, or a library that takes a file object, is then read no more.
 """
 
@@ -426,8 +426,8 @@ def check(
     for path, (opens, reads, nbytes) in requests(fs).items():
         size = (folder / path).stat().st_size
         most = torchs[path]
-        # Pages of a mapped file are asked for by a descriptor that is held while an epoch runs.
-        assert opens <= most[0] + (EPOCHS if layout.mapped else 1)
+        # Once more to fill the cache, or to ask for pages of a mapped file.
+        assert opens <= most[0] + 1
         if not layout.mapped:
             assert reads <= most[1] + 1 + size // PIECE_NBYTES
             assert nbytes <= most[2] + size

@@ -352,6 +352,31 @@ class Parts(Files):
             return int.from_bytes(f.read(4), "big")
 
 
+class Gaps(Files):
+    """Some of the files do not exist."""
+
+    def __getitem__(self, i: int) -> int:
+        try:
+            return read(self.paths[i])
+        except FileNotFoundError:
+            return -1
+
+
+@needs_fuse
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_of_a_list_that_are_missing_are_missing_as_in_torch(
+    source: Source, workers: int
+) -> None:
+    ours, theirs = source.loaders(Gaps, num_workers=workers)
+    for path in sorted(source.folder.iterdir())[1:-1:20]:
+        if path.name != f"{N // 2:03}":
+            path.unlink()
+    first, *later = opened_by_epoch(source.opens, ours, theirs)
+    assert first <= N
+    assert later[-1] == 0
+
+
 class Shared(Files):
     """Six samples have one file."""
 

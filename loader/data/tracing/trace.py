@@ -209,11 +209,13 @@ def _read_at_opening(
         (k,) samples for which an earlier one had opened a file; (k,) such blocks of it.
     """
     samples, objects = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    order = np.argsort(name_of, kind="stable")
-    for of in np.split(order, np.flatnonzero(np.diff(name_of[order])) + 1):
+    kept_open = np.flatnonzero(np.isin(name_of, np.unique(name_of[items[:, UNITS] < 0])))
+    order = kept_open[np.argsort(name_of[kept_open], kind="stable")]
+    each = np.split(order, np.flatnonzero(np.diff(name_of[order])) + 1) if len(order) else []
+    for of in each:
         again = items[of, UNITS] < 0
         opened = of[(items[of, UNITS] > 0)]
-        if again.any() and len(opened):
+        if len(opened):
             found, times = np.unique(stretches(number[opened], many[opened]), return_counts=True)
             common = found[times == len(np.unique(entry[opened]))]
             readers = np.unique(entry[of[again]])

@@ -90,18 +90,21 @@ class MappedPages:
         ahead: batches that were looked at, and that training is not known to have.
     """
 
-    def __init__(self, window: WindowSettings) -> None:
-        self._window = window
-        self._files = PageFiles()
-        self.forget()
+    def __init__(self, window: WindowSettings, idle: list[PageFiles]) -> None:
+        """`idle`: the files of earlier iterators of the loader, and where they are left."""
+        self._window, self._idle = window, idle
+        self._reset()
         forget_in_child(self)
         pause_before_fork(self)
         _all.add(self)
 
     def forget(self) -> None:
         """Read nothing ahead, as after a fork in the child."""
-        self._files.close()  # which the child has inherited
-        self._files = PageFiles()
+        self._idle.clear()  # the child has inherited it
+        self._reset()
+
+    def _reset(self) -> None:
+        self._files = self._idle.pop() if self._idle else PageFiles()
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -133,12 +136,16 @@ class MappedPages:
         self.pause()
         if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
             self._files = PageFiles()
+        elif not self._idle:
+            self._idle.append(self._files)
+            self._files = PageFiles()
         self._files.close()
 
     def begin(self, dataset: object, order: EpochOrder) -> None:
         """Prepare an epoch; numbers of a rehearsal's memory are not the dataset's."""
         self.stop()
-        self.forget()
+        self._reset()
+        self._files.begin()
         if order.rehearses or order.paced:
             return
         self._kind = type(dataset).__name__
@@ -201,8 +208,6 @@ class MappedPages:
         self.unknown = None
         if shown:
             self._ranges, self.over = ranges, False
-        else:
-            self._files.close()
 
     # --- the thread ---------------------------------------------------------------------------
 
@@ -249,7 +254,7 @@ class MappedPages:
             _log.debug("no pages are read ahead", exc_info=True)
             self.over = True
         finally:
-            if self.over or files is not self._files:
+            if files is not self._files:
                 files.close()
             self._ends(stop)
 
