@@ -321,6 +321,68 @@ def test_no_sample_gets_other_bytes_than_its_own_open_would_have_read(
         writer.join()
 
 
+class RewritingRows(Dataset[bool]):
+    """Parts of one large file, kept open or opened anew, which samples rewrite."""
+
+    writes = False
+
+    def __init__(self, path: Path, seed: int, *, stays: bool) -> None:
+        self.path, self.stays, self.rng = path, stays, random.Random(seed)
+        self.content = bytearray(self.rng.randbytes(40 * 70_000))
+        self.path.write_bytes(self.content)
+        self.opened: Any = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def write(self) -> None:
+        """Change some bytes in place, or put another file there."""
+        at, data = self.rng.randrange(len(self.content)), self.rng.randbytes(5000)
+        replaces = self.rng.random() < 0.3
+        if replaces:
+            self.content = bytearray(self.content)
+        self.content[at : at + 5000] = data[: len(self.content) - at]
+        if replaces:
+            other = self.path.with_suffix(".new")
+            other.write_bytes(self.content)
+            other.replace(self.path)
+        else:
+            with open(self.path, "r+b") as f:  # noqa: PTH123
+                f.seek(at)
+                f.write(data[: len(self.content) - at])
+
+    def __getitem__(self, i: int) -> bool:
+        if self.writes and self.rng.random() < 0.1:
+            self.write()
+        if self.opened is None or not self.stays:
+            self.opened = open(self.path, "rb", buffering=0), self.content  # noqa: PTH123, SIM115
+        file, content = self.opened
+        file.seek(70_000 * i)
+        return bool(file.read(70_000) == content[70_000 * i : 70_000 * (i + 1)])
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("seed", seeds(2))
+def test_parts_of_a_file_are_those_of_their_moment_also_when_the_daemon_is_killed(
+    tmp_path: Path, daemon_name: str, seed: int, *, stays: bool
+) -> None:
+    with Running(daemon_name) as daemon:
+        dataset = RewritingRows(tmp_path / "rows", seed, stays=stays)
+        ours: Any = creel.DataLoader(creel.wrap(dataset), 4, shuffle=True, generator=seeded())
+        for epoch in range(6):
+            dataset.writes = epoch >= 3  # a file that changes while it is recorded is left out
+            if epoch == 3:
+                with daemon.client("cli") as client:
+                    assert client.ask("stats")["core"]["datasets"]
+            for i, batch in enumerate(ours):
+                if (epoch, i) == (4, 5):
+                    daemon.process.kill()
+                assert batch.all()
+        daemon.process.wait()
+    connections.disconnect(daemon_name)
+
+
 def test_files_of_a_quick_source_stay_alone(
     tmp_path: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,7 +268,7 @@ class Lease:
                 numbers.update(zip(names, zip(own.tolist(), repeat(leaf)), strict=True))
             for file in () if leaf.whole_files else leaf.in_blocks(own - base):
                 blocks[file.address] = file._replace(first=base + file.first), leaf
-        self._numbers, self._blocks = numbers, blocks
+        self._blocks, self._numbers = blocks, numbers  # in this order: other threads look, too
         return numbers, blocks
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
