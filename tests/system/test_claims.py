@@ -169,7 +169,7 @@ def test_a_batch_that_raised_leaves_nothing_behind(
 class Backwards(OrderCombinator):
     """An order that nobody has: each batch the other way round."""
 
-    changes, digest = True, "backwards"  # type: ignore[assignment]  # a property there
+    changes, digest = True, "backwards"
 
     def __init__(self, batches: Any) -> None:
         self.batches, self.sampler = batches, batches.sampler
