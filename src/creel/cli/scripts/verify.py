@@ -31,7 +31,7 @@ import xxhash
 
 from creel.errors import ConfigError, CreelError
 from creel.loader.dataloader import DataLoader as CreelLoader
-from creel.system.progress import ProgressLine
+from creel.system.progress import progress_line
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
 Report: TypeAlias = dict[str, Any]
@@ -222,7 +222,7 @@ def _run(
         process = multiprocessing.get_context("fork").Process(target=_record, args=args)
         start = time.monotonic()
         process.start()
-        with ProgressLine(f"{kind}'s batches", lambda: int(written.value), steps or 0):
+        with progress_line(f"{kind}'s batches", lambda: int(written.value), steps or 0):
             process.join()
         seconds = time.monotonic() - start
         out.seek(0)
