@@ -61,6 +61,7 @@ from creel.messages import (
     decode,
     encode,
 )
+from creel.system.transfers import transfer
 from creel.system.unix_peers import peer_of, why_apart
 
 log = logging.getLogger("creel.control_socket")
@@ -404,12 +405,8 @@ def _is_sealed(fd: int) -> bool:
         return False
 
 
-def _copied(fd: int, nbytes: int) -> bytes:
-    pieces, at = [], 0
-    while at < nbytes:
-        piece = os.pread(fd, min(nbytes - at, 64 << 20), at)
-        if not piece:
-            raise MalformedError(f"a file of {at} bytes, not {nbytes}")
-        pieces.append(piece)
-        at += len(piece)
-    return b"".join(pieces)
+def _copied(fd: int, nbytes: int) -> bytearray:
+    copy = bytearray(nbytes)
+    if transfer(os.preadv, fd, [copy]) < nbytes:
+        raise MalformedError(f"a file of fewer than {nbytes} bytes")
+    return copy
