@@ -25,6 +25,7 @@ from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
 from creel.daemon.core.restart.kept import KeptObjects, Restored, kept_of, restore
 from creel.errors import IllegalEventError, MalformedError
+from creel.messages import Begin, Close, Truncate
 from creel.policies.arrays import Index
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Window
@@ -73,12 +74,12 @@ class Core:
         }
         of_session: dict[type, Callable[[RankStream, Any], None]] = {
             events.PlanExtended: self._extended,
-            events.EpochBegan: self._begun,
+            Begin: self._begun,
             events.EpochDealt: self._dealt,
             events.EpochFollowed: self._followed,
             events.SamplesTold: self._told,
-            events.PlanTruncated: self._truncated,
-            events.SessionClosed: self._closed,
+            Truncate: self._truncated,
+            Close: self._closed,
         }
         untimed: dict[type, Callable[[Any], None]] = {
             events.DatasetAdded: self._registered,
@@ -225,7 +226,7 @@ class Core:
 
         return handle_if_open
 
-    def _begun(self, s: RankStream, e: events.EpochBegan) -> None:
+    def _begun(self, s: RankStream, e: Begin) -> None:
         s.begin(e.epoch, self._generation())
 
     def _dealt(self, s: RankStream, e: events.EpochDealt) -> None:
@@ -254,7 +255,7 @@ class Core:
         s.residency.policy.plan_extended(e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._set_reaches()
 
-    def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
+    def _truncated(self, s: RankStream, e: Truncate) -> None:
         if e.step >= s.stream.end:
             return
         step = max(e.step, s.cursors.done)
@@ -281,7 +282,7 @@ class Core:
             s.stalls += cursors.stalling
         self._prefetcher.set_reach(s, len(self._sessions))
 
-    def _closed(self, s: RankStream, e: events.SessionClosed) -> None:
+    def _closed(self, s: RankStream, e: Close) -> None:
         del self._sessions[e.session]
         unpinned = s.pinned().astype(np.intp)
         s.residency.unpin(unpinned)

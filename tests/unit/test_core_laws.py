@@ -19,7 +19,6 @@ from creel.daemon.core.events import (
     SOURCE,
     DatasetAdded,
     Dropped,
-    EpochBegan,
     PlanExtended,
     PlanRetention,
     Progressed,
@@ -28,6 +27,7 @@ from creel.daemon.core.events import (
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
+from creel.messages import Begin
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.recent import MostRecentFirst
 from kit import default_window, lengths_of, seeds
@@ -272,7 +272,7 @@ def test_objects_read_later_are_never_fetched_sooner_however_the_pace_changes() 
     rig.checking = False
     rig.register("d", [100] * batch * steps)
     rig.open(1, "d", recheck="epoch")
-    rig.feed(EpochBegan(1, 0))
+    rig.feed(Begin("", 1, 0))
     rig.extend(1, 0, np.arange(batch * steps).reshape(steps, batch).tolist())
     reader = rig.readers[1]
     while reader.done < steps:

@@ -18,15 +18,14 @@ from creel.daemon.core.events import (
     Dropped,
     Fetched,
     PlanExtended,
-    PlanTruncated,
     Progressed,
-    SessionClosed,
     SessionOpened,
     Tick,
     Unregistered,
 )
 from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError, MalformedError
+from creel.messages import Close, Truncate
 from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 
 DOCS = Path(__file__).parents[2] / "docs" / "states.md"
@@ -233,7 +232,7 @@ def truncated(rig: One) -> None:
     if 1 in rig.readers:
         rig.truncate(1, 0)
     else:
-        rig.feed(PlanTruncated(1, 0))
+        rig.feed(Truncate("", 1, 0))
 
 
 def done(rig: One) -> None:
@@ -245,7 +244,7 @@ def done(rig: One) -> None:
 
 def closed(rig: One) -> None:
     rig.readers.pop(1, None)
-    rig.feed(SessionClosed(1))
+    rig.feed(Close(1))
 
 
 def opened(rig: One) -> None:
