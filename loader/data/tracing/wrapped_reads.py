@@ -47,7 +47,7 @@ from creel.loader.data.tracing.lists.hypothesis import Hypothesis
 from creel.loader.data.tracing.recorder import AccessRecorder, recordable
 from creel.loader.data.tracing.recording import RanksJournal, journal_of_ranks, recorder_on
 from creel.loader.data.tracing.trace import AccessTrace
-from creel.policies.bypass import Bypass
+from creel.policies.direct import Bypass
 from creel.system.forks import at_fork, forget_in_child
 
 if TYPE_CHECKING:
