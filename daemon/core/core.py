@@ -204,10 +204,10 @@ class Core:
         self._residencies[e.dataset].take_over(self._residencies[e.old])
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
-        if e.dataset not in self._residencies or e.session in self._sessions:
-            raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
-        who = (e.session, e.job, e.rank, e.world)
-        joined = self._readers[e.dataset].join(*who, now, e.recheck, self._generation())
+        dataset = e.asked.dataset
+        if dataset not in self._residencies or e.session in self._sessions:
+            raise IllegalEventError(f"session {e.session} of {dataset!r} cannot open")
+        joined = self._readers[dataset].join(e.session, e.asked, now, self._generation())
         self._sessions[e.session] = joined
         self._set_reaches()
 

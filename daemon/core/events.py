@@ -10,7 +10,7 @@ from creel.cache.memory.pools.allocator import Lengths
 from creel.cache.memory.pools.offsets import Places
 from creel.cache.memory.pools.runs import Runs
 from creel.daemon.core.versions import Versions
-from creel.messages import Begin, Close, Truncate
+from creel.messages import Begin, Close, Open, Truncate
 from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
@@ -61,17 +61,10 @@ class DatasetGrew(BaseEvent, frozen=True):
 
 
 class SessionOpened(BaseEvent, frozen=True):
-    """A session begins: rank `rank` of `world` of job `job` will read from `dataset`.
-
-    `recheck`: when file versions are checked again; see `messages.Open`.
-    """
+    """A session begins, as a client has asked for it."""
 
     session: int
-    dataset: str
-    job: str
-    rank: int
-    world: int
-    recheck: str
+    asked: Open
 
 
 class PlanExtended(BaseEvent, frozen=True):

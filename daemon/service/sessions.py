@@ -70,8 +70,7 @@ class Sessions:
             )
         alone = not self._registry.sessions
         session = self._registry.open(token, request)
-        fields = (session.id, request.dataset, request.job, request.rank, request.world)
-        if not self._shell.handle(events.SessionOpened(*fields, request.recheck)):
+        if not self._shell.handle(events.SessionOpened(session.id, request)):
             raise UnavailableError("this daemon cannot open another session")
         owner = request.job or self._loop.pids().get(token, 0)
         self.runs.opened(owner, time.monotonic(), self._count, alone=alone)

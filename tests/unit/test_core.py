@@ -25,7 +25,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError, MalformedError
-from creel.messages import Close, Truncate
+from creel.messages import Close, Open, Truncate
 from creel.policies.prefetch import SourceRate
 from kit import default_window, lengths_of, seeds
 
@@ -245,7 +245,7 @@ def test_a_plan_with_a_gap_is_refused_and_changes_nothing(rig: Rig) -> None:
 
 def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
     with pytest.raises(IllegalEventError):
-        rig.feed(SessionOpened(1, "nothing", "", 0, 1, "never"))
+        rig.feed(SessionOpened(1, Open("nothing", "", 0, 1, "never")))
     columns = rig.offset["d"], rig.length["d"], lengths_of(rig.length["d"])
     with pytest.raises(IllegalEventError):
         rig.feed(DatasetAdded("d", *columns, Versions(len(rig.length["d"]))))

@@ -27,7 +27,7 @@ from creel.daemon.core.events import (
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
-from creel.messages import Begin
+from creel.messages import Begin, Open
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.recent import MostRecentFirst
 from kit import default_window, lengths_of, seeds
@@ -226,7 +226,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
     try:
         core = Core(Allocator(2_000_000), default_window())
         core.handle(DatasetAdded("d", offset, length, lengths, one_file), 0.0)
-        core.handle(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
+        core.handle(SessionOpened(1, Open("d", "", 0, 1, "never")), 0.0)
         for epoch, ids in enumerate(plans):
             told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends, unplanned=False)
             asked = [a for a in core.handle(told, 0.0) if isinstance(a, PlanRetention)]

@@ -25,7 +25,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError, MalformedError
-from creel.messages import Close, Truncate
+from creel.messages import Close, Open, Truncate
 from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 
 DOCS = Path(__file__).parents[2] / "docs" / "states.md"
@@ -248,7 +248,7 @@ def closed(rig: One) -> None:
 
 
 def opened(rig: One) -> None:
-    rig.feed(SessionOpened(1, "d", "j", 0, 1, "never"))
+    rig.feed(SessionOpened(1, Open("d", "j", 0, 1, "never")))
     idle_reader = idle().readers[1]
     rig.readers.setdefault(1, idle_reader)
 
