@@ -191,10 +191,10 @@ class Core:
     def _registered(self, e: events.DatasetAdded) -> None:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
-        columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
         old = self._residencies.get(e.begins_with)
         page = 0 if old is None or old.pool.same_size else old.pool.page
-        residency = Residency(e.dataset, *columns, self.disk, e.page or page)
+        space = self._admission.space
+        residency = Residency(e, space, self._emit, self.disk, e.page or page)
         self._readers[e.dataset] = DatasetReaders(residency)
         self._residencies[e.dataset] = residency
 

@@ -15,6 +15,7 @@ from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.events import (
     Checked,
+    DatasetAdded,
     Dropped,
     Fetched,
     PlanExtended,
@@ -301,7 +302,8 @@ def test_a_state_follows_only_the_states_that_it_may(old: int, new: int) -> None
     """Between the table's states; SKIPPED behaves as absent, OVERDUE as in flight."""
     unused: Any = None
     columns = np.full(3, NOWHERE), np.full(3, 9), Lengths.of(np.array([9]), np.array([3]))
-    held = Residency("d", *columns, Allocator(100), unused, unused, DiskTier(100))
+    added = DatasetAdded("d", *columns, unused)
+    held = Residency(added, Allocator(100), unused, DiskTier(100))
     held.state[:2] = old
     may = {
         ABSENT: {RESIDENT, FETCHING, OVERDUE},

@@ -53,7 +53,7 @@ class DatasetReaders:
         else:
             group = JobGroup(job, world, NextUses(len(self._residency)))
             self.groups.append(group)
-        session = RankStream(number, self._residency, group, rank, now, asked.recheck, generation)
+        session = RankStream(number, self._residency, group, asked, now, generation)
         group.sessions[rank] = session
         self._count()
         return session
