@@ -30,7 +30,8 @@ from creel.system.limits import few_descriptors
 
 _log = logging.getLogger("creel.loader")
 
-#: Seconds from a failure to reach or start a daemon to the next attempt: at first, and at most.
+#: Seconds from a failure to reach or start a daemon to the next attempt: at first, and at most. A
+#: wrapped dataset looks as often whether its files lie in the page cache.
 RETRY_S, MAX_RETRY_S = 30.0, 600.0
 #: Seconds for which a service that has ended is expected back, and between two looks for it. To
 #: start a daemon meanwhile would take the training away from the memory that the service keeps.
