@@ -46,7 +46,7 @@ class _Way:
     start: DaemonStart | None = None  # of a daemon that is starting
     not_before: float = 0.0  # the next attempt
     returns_by: float = 0.0  # when a service that has ended is not expected any more
-    pause_s: float = RETRY_S / 2  # after the last failure
+    pause_s: float = 0.0  # after the last failure
     seen_starting: float = math.inf  # when another process was first seen starting a daemon
 
 
@@ -90,10 +90,10 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
         elif not hung:
             way.client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
         if way.client is None:
-            way.pause_s = min(2 * way.pause_s, MAX_RETRY_S)
+            way.pause_s = min(2 * way.pause_s or RETRY_S, MAX_RETRY_S)
             way.not_before = time.monotonic() + way.pause_s
         else:
-            way.pause_s, way.returns_by = RETRY_S / 2, 0.0
+            way.pause_s = way.returns_by = 0.0
         return way.client
 
 
