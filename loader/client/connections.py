@@ -115,6 +115,7 @@ def running_client(config: Config) -> Client | None:
     except (UnavailableError, OSError):
         return None
     with _lock:
+        way = _ways[name]
         client = way.client = way.client or made
     if client is not made:
         made.close()

@@ -28,6 +28,7 @@ from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
 from creel.loader.data.binding.bind import bind
 from creel.loader.line.steps.batch_stream import open_batch_stream
+from creel.system import fd_packets
 from daemons import Running, folder, opened, plan, read_steps
 from kit import descriptors, until
 
@@ -183,7 +184,7 @@ def test_closing_ends_a_question_of_another_thread_in_silence(
     settings, asked = config(daemon.name), threading.Event()
     client = connections.client_of(settings)
     assert client is not None
-    receive = packets.receive
+    receive = fd_packets.receive
 
     def asking(*args: Any) -> Any:
         asked.set()
