@@ -22,7 +22,7 @@ from creel.loader.client import connections
 from creel.loader.data.binding.wrapped import reads_of
 from creel.loader.data.tracing import wrapped_reads
 from creel.loader.data.tracing.lists.hypothesis import LEAST
-from creel.policies.thread_use import ThreadUse
+from creel.policies.direct import ThreadUse
 from daemons import Running
 from kit import seeds
 from testbed.same import needs_fuse, opened_by_epoch, same

@@ -209,13 +209,12 @@ def _read_at_opening(
         (k,) samples for which an earlier one had opened a file; (k,) such blocks of it.
     """
     samples, objects = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    kept_open = np.flatnonzero(np.isin(name_of, np.unique(name_of[items[:, UNITS] < 0])))
+    kept_open = np.flatnonzero(np.isin(name_of, name_of[items[:, UNITS] < 0]))  # few, if any
     order = kept_open[np.argsort(name_of[kept_open], kind="stable")]
-    each = np.split(order, np.flatnonzero(np.diff(name_of[order])) + 1) if len(order) else []
-    for of in each:
+    for of in np.split(order, np.flatnonzero(np.diff(name_of[order])) + 1):
         again = items[of, UNITS] < 0
         opened = of[(items[of, UNITS] > 0)]
-        if len(opened):
+        if again.any() and len(opened):
             found, times = np.unique(stretches(number[opened], many[opened]), return_counts=True)
             common = found[times == len(np.unique(entry[opened]))]
             readers = np.unique(entry[of[again]])
