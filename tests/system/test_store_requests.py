@@ -223,7 +223,7 @@ def test_a_file_that_is_open_while_another_replaces_it_is_never_a_mixture(
     monkeypatch.setattr(s3, "root", tmp_path)
     path = tmp_path / "bucket/records"
     old, ours = list(map(kept, DataLoader(Opened(), None))), creel.wrap(Opened())
-    never = {"creel": {"loader.direct": "never"}}
+    never: dict[str, Any] = {"creel": {"loader.direct": "never"}}
     loader = creel.DataLoader(ours, None, **never)
     assert [list(map(kept, loader)) for _ in range(3)] == [old] * 3
     unwrapped = Opened()

@@ -69,7 +69,7 @@ class EpochRun:
         reader = this_thread(lambda: min(by_batch, default=None))
         self.overdue = Overdue(self._awaited, state.config.loader.hung_s)
         self.statistics = Statistics(state, self.overdue, reader)
-        self.pages = MappedPages(state.config.window, state.page_files)
+        self.pages = MappedPages(state.config.window)
         self.order: EpochOrder | None = None
         self.epoch = self.skipped = self.delivered = 0
         self.finished = self.paced = False
@@ -115,7 +115,7 @@ class EpochRun:
         self.overdue.over = False
         watch.add(self.overdue)
         if state.args.creel is not False:
-            self.pages.begin(loader.dataset, order)
+            self.pages.begin(loader.dataset, order, None if last is None else last.pages)
         self._slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
 

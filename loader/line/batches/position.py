@@ -14,11 +14,14 @@ from creel.loader.line.order.samplers import resharded, resized, resume, without
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from creel.loader.line.steps.mapped_pages import MappedPages
+
 
 class LastRun(Protocol):
     """What remains of an iterator's last epoch (`EpochRun`)."""
 
     finished: bool
+    pages: MappedPages
 
     def progress(self, delivered: int | None) -> Progress:
         """Return the position in training, as `DataLoader.state_dict`."""

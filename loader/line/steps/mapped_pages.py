@@ -71,21 +71,19 @@ class MappedPages:
         follows: whether `claimed` and `done` need be called.
     """
 
-    def __init__(self, window: WindowSettings, idle: list[PageFiles]) -> None:
-        """`idle`: the files of earlier iterators of the loader, and where they are left."""
-        self._window, self._idle = PageWindow(window), idle
-        self._reset()
+    def __init__(self, window: WindowSettings) -> None:
+        self._window = PageWindow(window)
+        self.forget()
         forget_in_child(self)
         pause_before_fork(self)
         _all.add(self)
 
     def forget(self) -> None:
         """Read nothing ahead, as after a fork in the child."""
-        self._idle.clear()  # the child has inherited it
+        self._files = PageFiles()  # the child closes what it has inherited
         self._reset()
 
     def _reset(self) -> None:
-        self._files = self._idle.pop() if self._idle else PageFiles()
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()  # of this thread
@@ -111,15 +109,22 @@ class MappedPages:
         self.pause()
         if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
             self._files = PageFiles()
-        elif not self._idle:
-            self._idle.append(self._files)
-            self._files = PageFiles()
-        self._files.close()
 
-    def begin(self, dataset: object, order: EpochOrder) -> None:
-        """Prepare an epoch; nothing is read ahead of an order with more than the dataset."""
+    def leave_files(self) -> PageFiles:
+        """Return the open files, for the next iterator; none while this one reads."""
+        files = self._files if self._over and self._thread is None else PageFiles()
+        self._files = PageFiles() if files is self._files else self._files
+        return files
+
+    def begin(self, dataset: object, order: EpochOrder, before: MappedPages | None) -> None:
+        """Prepare an epoch; nothing is read ahead of an order with more than the dataset.
+
+        before: those of the loader's last iterator.
+        """
         self.stop()
         self._reset()
+        if before is not None:
+            self._files = before.leave_files()
         self._files.begin()
         if order.extended or order.paced:
             return
