@@ -303,7 +303,7 @@ class Residency:
         ids = np.flatnonzero((old.state == RESIDENT) & (self.state[:n] == ABSENT))
         ids = ids[same[old.versions.files(ids)] & (self.length[ids] == old.length[ids])]
         if old.first_readers is not None:
-            self.first_readers = FirstReaders(self.name, len(self))
+            self.first_readers = self.first_readers or FirstReaders(self.name, len(self))
             self.first_readers.inherit(old.first_readers)
         place = old.vacate(ids, "")
         old.evict(old.unpinned(), "dropped")

@@ -14,17 +14,22 @@ from creel.cache.storage import manifest
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.stores.access import Access
 from creel.daemon.core.events import (
+    SOURCE,
     CheckVersions,
     DatasetAdded,
     DatasetGrew,
     EpochBegan,
+    EpochDealt,
     FetchObjects,
+    SamplesTold,
     SessionClosed,
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
-from kit import lengths_of, seeds
+from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
+from creel.policies.rehearsal.passes import Passes
+from kit import cluster_view, lengths_of, seeds
 
 
 def add(shell: CoreShell, name: str, length: np.ndarray, begins_with: str = "") -> Versions:
@@ -153,6 +158,39 @@ def test_a_dataset_with_readers_is_not_taken_over() -> None:
     shell.open(1, "a")
     with pytest.raises(IllegalEventError, match="in use"):
         shell.core.handle(DatasetGrew("b", "a"), 0.0)
+
+
+def test_who_reads_what_first_is_known_whenever_a_dataset_takes_over_another() -> None:
+    """All nodes must know the same, though not all take over before they are told of an epoch."""
+    view = cluster_view([SOURCE, 1, 2], 1 << 16)
+    tasks = SampleObjects(np.arange(12)), SampleObjects(np.append(np.arange(12, 24), np.arange(4)))
+    replays = JobReplays(Passes(4, 1, 3, 5), 0)
+    orders = [JobOrder(12, 3, 4, 2, 7, among=tasks[0])]
+    orders.append(orders[0]._replace(among=tasks[1], replays=replays))
+    digests = []
+    for grows in (1, 2, 3):
+        shell = CoreShell(1 << 16)
+        for task, name in enumerate("ab"):
+            session = 1 + task
+            add(shell, name, np.full(12 * session, 10), "a" if task else "")
+            shell.open(session, name, world=3)
+            shell.feed(SamplesTold(session, tasks[task]))
+            if task and grows == 1:
+                shell.feed(DatasetGrew("b", "a"))
+            for epoch in range(2):
+                dealt = orders[task]._replace(seed=epoch)
+                shell.feed(EpochDealt(session, epoch, dealt, view))
+                ids = dealt.by_rank(range(3))[0]
+                shell.tell(session, epoch, ids, np.array([len(ids)]))
+                shell.settle()
+                if task and grows == 2 + epoch:
+                    shell.feed(DatasetGrew("b", "a"))
+            if not task:
+                shell.feed(SessionClosed(session))
+        shell.settle()
+        digests.append(shell.core.plans.digests(view.cluster))
+    assert digests[0][0].digest
+    assert digests == digests[:1] * 3
 
 
 @pytest.mark.parametrize("seed", seeds(60))
