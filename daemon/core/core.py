@@ -146,6 +146,7 @@ class Core:
 
     def _settle(self, now: float, *, every: bool) -> None:
         self._admission.changed()
+        self._grow()
         self._serving.advance(now, every=every)
         for session in self._sessions.values():
             self._prefetcher.advance_ready(session)
@@ -198,13 +199,31 @@ class Core:
         self._residencies[e.dataset] = residency
 
     def _grew(self, e: events.DatasetGrew) -> None:
-        if not {e.dataset, e.old} <= set(self._residencies) or self.busy(e.old):
+        if not {e.dataset, e.old} <= set(self._residencies) or self._residencies[e.old].active:
             raise IllegalEventError(f"dataset {e.old!r} is still in use")
-        self._residencies[e.dataset].take_over(self._residencies[e.old])
+        residency, old = self._residencies[e.dataset], self._residencies[e.old]
+        residency.learn_readers(old)  # before it is told of an epoch, on all nodes
+        if old not in residency.heads:
+            residency.heads.append(old)
+        self._grow()
+
+    def _grow(self) -> None:
+        """Let datasets take over those of which nothing is under way."""
+        for residency in self._residencies.values():
+            for old in [head for head in residency.heads if not self.busy(head.name)]:
+                residency.heads.remove(old)
+                residency.take_over(old)
+                self._prefetcher.stuck.clear()
+
+    def _keep_apart(self, dataset: str) -> None:
+        """Let no other dataset take over this one."""
+        for residency in self._residencies.values():
+            residency.heads = [old for old in residency.heads if old.name != dataset]
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:
             raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
+        self._keep_apart(e.dataset)
         who = (e.session, e.job, e.rank, e.world)
         joined = self._readers[e.dataset].join(*who, now, e.recheck, self._generation())
         self._sessions[e.session] = joined
@@ -337,6 +356,7 @@ class Core:
         if e.dataset not in self._residencies or self.busy(e.dataset):
             raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
         residency = self._residencies[e.dataset]
+        self._keep_apart(e.dataset)
         residency.disk.closed()
         residency.evict_all()
         self._admission.space.discard(residency.pool)

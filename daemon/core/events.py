@@ -50,7 +50,7 @@ class DatasetAdded(Event, frozen=True):
 class DatasetGrew(Event, frozen=True):
     """A dataset takes over the residents of another one, which is all that it begins with.
 
-    The other one, `old`, has no readers and no fetches in flight (`Core.busy`).
+    The other one, `old`, has no readers. It may have transfers under way: they end first.
     """
 
     dataset: str

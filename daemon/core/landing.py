@@ -65,8 +65,8 @@ class Landing:
             good[good] = self._still_current(pending, good, version, asked)
             self._count_answer(pending, good, nbytes)
             # What no reader wants any more was read ahead by one that has left.
-            wanted = residency.active or residency.warming >= 0 or residency.pins[pending.ids] > 0
-            again, deadline = ~good & wanted, pending.deadline
+            used = (residency.active or residency.warming >= 0) and not pending.cancelled
+            again, deadline = ~good & (used | (residency.pins[pending.ids] > 0)), pending.deadline
         if some(again):
             self._fetch_again(pending.only(again), now, deadline)
             pending, nbytes, good = pending.only(~again), nbytes[~again], good[~again]
@@ -84,7 +84,7 @@ class Landing:
         who = "disk" if pending.origin == DISK else "peer"
         residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
         residency.counts[f"{who}_nbytes"] += int(nbytes[good].sum())
-        residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
+        residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good & ~pending.cancelled))
         if pending.origin == DISK:
             self.prefetcher.stuck.clear()  # the room on disk of these objects may be reused now
             residency.disk.changed(len(pending.ids))

@@ -77,6 +77,7 @@ class Residency:
         first_readers: who reads objects first, once a job rehearses; as `policy`.
         sessions: how many ranks' streams read the dataset; as `policy`.
         served: the objects pinned for each peer request; `Serving` writes it.
+        heads: datasets to take over, once nothing of them is under way; `Core` writes it.
         warming: the next object to load for `Warm`, or -1.
     """
 
@@ -120,6 +121,7 @@ class Residency:
         self.latency = Latency()
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}
+        self.heads: list[Residency] = []
         self.departed = Departed(self.pool)
         self.warming = -1
         self.sessions = 0
@@ -286,6 +288,12 @@ class Residency:
             self.emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
 
+    def learn_readers(self, old: Residency) -> None:
+        """Learn who has read first the objects of a dataset that this one begins with."""
+        if old.first_readers is not None:
+            self.first_readers = self.first_readers or FirstReaders(self.name, len(self))
+            self.first_readers.inherit(old.first_readers)
+
     def take_over(self, old: Residency) -> None:
         """Take over the residents of a dataset without readers that this one begins with.
 
@@ -302,9 +310,6 @@ class Residency:
             self.set_lengths(learnt, old.length[learnt])
         ids = np.flatnonzero((old.state == RESIDENT) & (self.state[:n] == ABSENT))
         ids = ids[same[old.versions.files(ids)] & (self.length[ids] == old.length[ids])]
-        if old.first_readers is not None:
-            self.first_readers = self.first_readers or FirstReaders(self.name, len(self))
-            self.first_readers.inherit(old.first_readers)
         place = old.vacate(ids, "")
         old.evict(old.unpinned(), "dropped")
         self.pool.take_over(old.pool)
@@ -352,6 +357,20 @@ class Residency:
         """Return (k,) whether the peer that holds each object in `epoch` will get it only later."""
         later = self.policy.awaited(ids, epoch, clock)
         return later & (self.disk.state[ids] != STORED) if later is not None else None
+
+    def arriving(self, ids: Index) -> Mask | None:
+        """Return (k,) whether each absent object is to be taken over; None: there are no `heads`.
+
+        Objects that are on their way to one of the heads count, too.
+        """
+        if not self.heads:
+            return None
+        arriving = np.zeros(len(ids), np.bool_)
+        for old in self.heads:
+            inside = np.flatnonzero(ids < len(old))
+            state = old.state[ids[inside]]
+            arriving[inside] |= (state == RESIDENT) | (state == FETCHING)
+        return arriving & (self.state[ids] < FETCHING)
 
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
         """Group objects (k,) by the origin to fetch them from in `epoch`: (origin, positions)."""
