@@ -18,7 +18,6 @@ from creel.daemon.core.events import (
     SOURCE,
     Action,
     CheckVersions,
-    DatasetAdded,
     DatasetGrew,
     EpochBegan,
     EpochDealt,
@@ -36,7 +35,7 @@ from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
 from creel.policies.rehearsal.passes import Passes
-from kit import cluster_view, lengths_of, seeds
+from kit import cluster_view, seeds
 
 A = TypeVar("A", bound=Action)
 
@@ -44,9 +43,7 @@ A = TypeVar("A", bound=Action)
 def add(shell: CoreShell, name: str, length: np.ndarray, begins_with: str = "") -> Versions:
     """Add a dataset that may begin with another one; return its versions."""
     versions = Versions(len(length))
-    shell.offset[name] = np.full(len(length), NOWHERE, np.int64)
-    shared = shell.offset[name].view()
-    shell.feed(DatasetAdded(name, shared, length, lengths_of(length), versions, begins_with))
+    shell.add(name, length, versions, begins_with)
     return versions
 
 
