@@ -33,6 +33,9 @@ from creel.policies.prefetch import Window
 #: directly: one hung read must not hold up all later steps.
 _OVERDUE_S = 5.0
 _MAX_OVERDUE_S = 30.0
+#: What another dataset leaves to one is awaited for so long, in seconds, while transfers of the
+#: former end: a peer's answer may take 1 s.
+_TAKEN_OVER_S = 2.0
 
 
 class Core:
@@ -66,6 +69,7 @@ class Core:
         self._landing = Landing(*parts, self._sessions, self._announce)
         timed: dict[type, Callable[[Any, float], None]] = {
             events.SessionOpened: self._opened,
+            events.DatasetGrew: self._grew,
             events.Progressed: self._progressed,
             events.Fetched: self._landing.fetched,
             events.PeerAsked: self._serving.asked,
@@ -82,7 +86,6 @@ class Core:
         }
         untimed: dict[type, Callable[[Any], None]] = {
             events.DatasetAdded: self._registered,
-            events.DatasetGrew: self._grew,
             events.Checked: self._landing.checked,
             events.RetentionPlanned: self._planned,
             events.Warm: self._warmed,
@@ -198,27 +201,26 @@ class Core:
         self._readers[e.dataset] = DatasetReaders(residency)
         self._residencies[e.dataset] = residency
 
-    def _grew(self, e: events.DatasetGrew) -> None:
+    def _grew(self, e: events.DatasetGrew, now: float) -> None:
         if not {e.dataset, e.old} <= set(self._residencies) or self._residencies[e.old].active:
             raise IllegalEventError(f"dataset {e.old!r} is still in use")
         residency, old = self._residencies[e.dataset], self._residencies[e.old]
         residency.learn_readers(old)  # before it is told of an epoch, on all nodes
-        if old not in residency.heads:
-            residency.heads.append(old)
+        residency.heads.setdefault(old, now + _TAKEN_OVER_S)
         self._grow()
 
     def _grow(self) -> None:
         """Let datasets take over those of which nothing is under way."""
         for residency in self._residencies.values():
             for old in [head for head in residency.heads if not self.busy(head.name)]:
-                residency.heads.remove(old)
+                del residency.heads[old]
                 residency.take_over(old)
                 self._prefetcher.stuck.clear()
 
     def _keep_apart(self, dataset: str) -> None:
         """Let no other dataset take over this one."""
         for residency in self._residencies.values():
-            residency.heads = [old for old in residency.heads if old.name != dataset]
+            residency.heads.pop(self._residencies[dataset], None)
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:

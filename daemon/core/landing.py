@@ -17,7 +17,7 @@ from creel.daemon.core.events import DISK, HELD, SOURCE, Checked, Fetched
 from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.readers.sessions import RankStream
-from creel.daemon.core.residency import Residency
+from creel.daemon.core.residency import NO_EPOCH, Residency
 from creel.policies.arrays import Floats, Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 
@@ -91,9 +91,14 @@ class Landing:
             residency.disk.lost(pending.ids[~good])
 
     def _fetch_again(self, lacking: InflightFetch, now: float, deadline: float) -> None:
-        """Fetch missing objects from the source, into the same rooms."""
-        room = lacking.ids, lacking.offset, lacking.length
-        self.inflight.start(lacking.residency, *room, lacking.due, now, deadline)
+        """Fetch missing objects into the same rooms; from peers only if none was asked yet."""
+        residency = lacking.residency
+        origins: list[tuple[int, slice | Index]] = [(SOURCE, slice(None))]
+        if lacking.cancelled and lacking.origin != SOURCE:
+            origins = residency.origins(lacking.ids, NO_EPOCH)
+        for origin, of in origins:
+            room = lacking.ids[of], lacking.offset[of], lacking.length[of]
+            self.inflight.start(residency, *room, lacking.due, now, deadline, origin=origin)
 
     def _current(self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats) -> Mask:
         """Return (k,) whether each object read is current; may outdate others of its file."""

@@ -282,7 +282,7 @@ class Prefetcher:
         ids = ids[:k]
         step = s.stream.step_at(s.cursors.front)
         epoch = s.stream.epoch(step)[0] + s.epoch_shift
-        ids, k = self._not_awaited(s, ids, epoch, urgent=urgent)
+        ids, k = self._not_awaited(s, ids, epoch, now, urgent=urgent)
         if not len(ids):
             return 0
         due = s.policy_step(step)
@@ -301,7 +301,7 @@ class Prefetcher:
         return min(k, settled)
 
     def _not_awaited(
-        self, s: RankStream, ids: Index, epoch: int, *, urgent: bool
+        self, s: RankStream, ids: Index, epoch: int, now: float, *, urgent: bool
     ) -> tuple[Index, int]:
         """Return the ids that are not awaited, and how many precede one that is.
 
@@ -310,7 +310,7 @@ class Prefetcher:
         """
         residency = s.residency
         awaited = None if urgent else residency.awaited(ids, epoch, s.group.clock())
-        arriving = None if s.cursors.starved else residency.arriving(ids)
+        arriving = None if s.cursors.starved else residency.arriving(ids, now)
         if arriving is not None:
             awaited = arriving if awaited is None else awaited | arriving
         if awaited is None or not some(awaited):

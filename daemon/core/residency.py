@@ -57,6 +57,10 @@ _REGION_NBYTES = 64 << 20
 #: Objects and bytes read from storage, and failed objects. Objects and bytes that peers sent, and
 #: objects that they lacked. Objects and bytes sent to peers, and objects refused. Objects and bytes
 #: read from disk, objects that it lacked, and objects and bytes written to it.
+#: An epoch that no plan is about: the plans of this node's ranks do not say where to read an object
+#: then. Homes do, in any epoch.
+NO_EPOCH = -2
+
 _COUNTED = (
     *("reads", "read_nbytes", "failed", "peer_reads", "peer_nbytes", "peer_misses"),
     *("served", "served_nbytes", "refused"),
@@ -77,7 +81,8 @@ class Residency:
         first_readers: who reads objects first, once a job rehearses; as `policy`.
         sessions: how many ranks' streams read the dataset; as `policy`.
         served: the objects pinned for each peer request; `Serving` writes it.
-        heads: datasets to take over, once nothing of them is under way; `Core` writes it.
+        heads: datasets to take over, once nothing of them is under way, and the time until which
+            their objects are awaited; `Core` writes it.
         warming: the next object to load for `Warm`, or -1.
     """
 
@@ -121,7 +126,7 @@ class Residency:
         self.latency = Latency()
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}
-        self.heads: list[Residency] = []
+        self.heads: dict[Residency, float] = {}
         self.departed = Departed(self.pool)
         self.warming = -1
         self.sessions = 0
@@ -358,15 +363,16 @@ class Residency:
         later = self.policy.awaited(ids, epoch, clock)
         return later & (self.disk.state[ids] != STORED) if later is not None else None
 
-    def arriving(self, ids: Index) -> Mask | None:
-        """Return (k,) whether each absent object is to be taken over; None: there are no `heads`.
+    def arriving(self, ids: Index, now: float) -> Mask | None:
+        """Return (k,) whether each absent object is about to be taken over; None: none is.
 
-        Objects that are on their way to one of the heads count, too.
+        Objects that are on their way to one of the `heads` count, too.
         """
-        if not self.heads:
+        heads = [old for old, until in self.heads.items() if now < until]
+        if not heads:
             return None
         arriving = np.zeros(len(ids), np.bool_)
-        for old in self.heads:
+        for old in heads:
             inside = np.flatnonzero(ids < len(old))
             state = old.state[ids[inside]]
             arriving[inside] |= (state == RESIDENT) | (state == FETCHING)

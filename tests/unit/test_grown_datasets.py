@@ -175,7 +175,7 @@ def taken(shell: CoreShell, kind: type[A]) -> list[A]:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_what_another_dataset_leaves_is_awaited_while_it_moves(hangs: bool) -> None:
-    """By a reader and by a peer; a reader waits until a tick, and a peer as long as it can."""
+    """By a reader until a tick, by a peer as long as it can, and by nobody after two seconds."""
     shell = CoreShell(1 << 16)
     add(shell, "a", np.full(6, 10))
     read(shell, 1, "a", [0, 1, 2])
@@ -199,6 +199,9 @@ def test_what_another_dataset_leaves_is_awaited_while_it_moves(hangs: bool) -> N
         shell.now += 1.1
         shell.feed(Tick())
         assert [answer.nbytes.tolist() for answer in taken(shell, ServeObjects)] == [[-1, -1]]
+        shell.now += 1.0
+        shell.tell(3, 0, np.array([2], np.int32), np.array([1]))
+        assert [fetch.ids.tolist() for fetch in taken(shell, FetchObjects)] == [[2]]
     shell.feed(Fetched(coming.fetch, np.full(2, 10)))
     shell.core.check()
     assert not taken(shell, FetchObjects)

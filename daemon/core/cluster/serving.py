@@ -21,16 +21,13 @@ from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.readers.dataset_readers import DatasetReaders
-from creel.daemon.core.residency import Residency
+from creel.daemon.core.residency import NO_EPOCH, Residency
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Mask, every, some
 from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED, NoEviction
 from creel.policies.prefetch import affordable
 
-#: An epoch that no plan is about: the plans of this node's ranks do not say where to read an object
-#: that a peer asks for. Homes do, in any epoch.
-_NO_EPOCH = -2
 #: Requests examined in each event, 32 MiB at most; 255 peers may have a thousand waiting.
 _LOOKED_AT = 16
 #: Most unknown datasets that are remembered.
@@ -121,7 +118,8 @@ class Serving:
         reads here is waited for once.
         """
         if residency is not None:
-            arriving = residency.arriving(e.ids[(e.ids >= 0) & (e.ids < len(residency))])
+            ids = e.ids[(e.ids >= 0) & (e.ids < len(residency))].astype(np.intp)
+            arriving = residency.arriving(ids, now)
             if arriving is not None and some(arriving):
                 return True
             if residency.first_readers is not None or not isinstance(residency.policy, NoEviction):
@@ -153,7 +151,7 @@ class Serving:
             length = residency.length[absent]
             place, lack = self._admission.room(residency, length, FOR_PEERS, Urgency.AHEAD)
             absent, place, length = absent[~lack], place[~lack], length[~lack]
-            for origin, of in residency.origins(absent, _NO_EPOCH):
+            for origin, of in residency.origins(absent, NO_EPOCH):
                 room = absent[of], place[of], length[of]
                 self._inflight.start(residency, *room, FOR_PEERS, now, now, origin=origin)
         coming = ids[residency.state[ids] == FETCHING]
