@@ -602,6 +602,30 @@ def test_kept_below_and_above_other_datasets(paths: list[str]) -> None:
     assert isinstance(inner, CreelDataset)
 
 
+@pytest.mark.parametrize("outside", [True, False], ids=["kept", "keep_decoded"])
+def test_each_new_loader_decodes_remote_files_anew(outside: bool) -> None:
+    """Their versions are not asked for at each use."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+
+    def decode(data: bytes) -> bytes:
+        calls.append(data)
+        return data
+
+    calls: list[bytes] = []
+    paths = [f"memory://creel-decoded-{uuid4().hex}/{i}" for i in range(2)]
+    inner = creel.FileDataset(paths, decode=decode, keep_decoded=None if outside else "1MiB")
+    data: Any = creel.kept(inner, "1MiB") if outside else inner
+    for version in (b"1", b"2"):
+        for path in paths:
+            memory.pipe(path, version)
+        loader = creel.DataLoader(data, 2, collate_fn=list, creel=False)
+        before = len(calls)
+        for _ in range(3):
+            assert list(loader) == [[version] * 2]
+        assert len(calls) - before <= 3  # the first sample is made twice
+
+
 def test_samples_of_records_are_not_kept(
     paths: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
