@@ -23,7 +23,7 @@ from creel.addresses import first_address
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
-from creel.loader.client.packets import close_all, exchange
+from creel.loader.client.packets import exchange
 from creel.messages import (
     PROTOCOL,
     Attach,
@@ -41,6 +41,7 @@ from creel.messages import (
     Welcome,
     encode,
 )
+from creel.system.fd_packets import close_all
 from daemons import Running, content, folder, opened, plan, read_steps, status
 from kit import knock, until
 
@@ -111,7 +112,7 @@ def test_a_client_that_does_not_say_hello_is_not_served(daemon: Running) -> None
             assert s.recv(1000) == b""
 
 
-@pytest.mark.parametrize("rest", [[], ["cli", 1], [{}, "cli", None, 7]])
+@pytest.mark.parametrize("rest", [[], ["cli", 1], [{}, "cli", None, 7], ["cli", "", PROTOCOL + 1]])
 def test_another_protocol_is_told_what_to_do(daemon: Running, rest: list[object]) -> None:
     """Whatever its Hello has beside the number: it heard only that the connection was closed."""
     with knock(first_address(daemon.name)) as s:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_rig import SESSION
@@ -18,6 +19,7 @@ from creel.cli import doctor
 from creel.cli.checks import dataset, exposed, nodes, running
 from creel.cli.checks.finding import Finding
 from creel.config import Config
+from creel.loader.data import page_cache
 from creel.settings import ClusterSettings, DaemonSettings
 from testbed.s3_server import S3
 
@@ -100,7 +102,7 @@ def test_a_daemon_in_the_wrong_cgroup(ours: str, its: str, said: str) -> None:
     ],
 )
 def test_a_metrics_page_that_others_reach_is_named(address: str, level: str) -> None:
-    (page,) = exposed.looks(Config(daemon=DaemonSettings(metrics=address)))
+    (page,) = exposed.looks(Config(daemon=DaemonSettings(metrics=address)), {})
     assert (page.level, "no password" in page.remedy) == (level, level == "warn")
 
 
@@ -110,8 +112,28 @@ def test_a_key_that_others_may_read_is_named(tmp_path: Path, mode: int | None, l
     if mode is not None:
         key.touch(mode)
         key.chmod(mode)
-    (found,) = exposed.looks(Config(cluster=ClusterSettings(key_file=str(key))))
+    (found,) = exposed.looks(Config(cluster=ClusterSettings(key_file=str(key))), {})
     assert found.level == level
+
+
+@pytest.mark.parametrize(
+    "cluster, env, name, level",
+    [
+        ({"hosts": "a,b"}, {}, "encryption", "warn"),
+        ({"hosts": "a,b", "encrypt": True}, {}, "encryption", "ok"),
+        ({}, {"MASTER_ADDR": "node1"}, "key", "warn"),
+        ({}, {"MASTER_ADDR": "127.0.0.1"}, "", ""),
+        ({}, {"AWS_ENDPOINT_URL": "http://user:secret@store:9000"}, "endpoint", "warn"),
+        ({}, {"AWS_ENDPOINT_URL_S3": "https://store"}, "", ""),
+        ({}, {"AWS_ENDPOINT_URL": "http://[::1]:9000"}, "", ""),
+    ],
+)
+def test_what_travels_in_the_clear_is_named(
+    cluster: dict[str, Any], env: dict[str, str], name: str, level: str
+) -> None:
+    found = list(exposed.looks(Config(cluster=ClusterSettings(**cluster)), env))
+    assert [(one.name, one.level) for one in found] == ([(name, level)] if name else [])
+    assert "secret" not in str(found)
 
 
 def test_a_full_dev_shm() -> None:
@@ -195,7 +217,8 @@ def test_stripes_are_those_that_lfs_tells(tmp_path: Path, monkeypatch: pytest.Mo
     lfs.write_text('#!/bin/sh\n[ "$1 $2" = "getstripe --stripe-count" ] && echo 4\n')
     lfs.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(dataset, "_is_lustre", lambda path: path == str(tmp_path / "a"))
+    kinds = {f"{tmp_path.resolve() / 'a'}/": "lustre"}
+    monkeypatch.setattr(page_cache, "kind_of", lambda path: kinds.get(path, ""))
     found = {one.name: one for one in dataset.looks(str(tmp_path / "a"), "", time.time())}
     assert found["Lustre"].found.startswith("4 stripes")
 
