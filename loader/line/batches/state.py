@@ -82,15 +82,15 @@ class LoaderState:
 
     def binding(self, loader: DataLoader[Any]) -> Binding | None:
         """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
+        keepings = keepings_in(loader.dataset)
+        for keeping in keepings:
+            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         if self.args.creel is False:
             return None
         for one in wrapped_in(loader.dataset):
             lead(one)
             if isinstance(self.args.creel, (dict, str)):
                 configure(one, self.config, self._origins)
-        keepings = keepings_in(loader.dataset)
-        for keeping in keepings:
-            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         dataset, binding, _ = self._bound
         self._bound = (dataset, binding, keepings)
         return self.bound(loader)
