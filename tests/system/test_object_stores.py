@@ -21,13 +21,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.cache.storage import lookup
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import arrow_store
 from creel.cache.storage.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader.client.client import Client
-from creel.loader.data.reading import storage
 from creel.settings import FetchSettings
 from kit import forget_stores, until
 from testbed.gcs_server import gcs
@@ -138,8 +138,8 @@ def test_a_listing_has_every_key_once_however_many_folders_are_listed_at_once(
 ) -> None:
     monkeypatch.setattr(arrow_store, "_MAX_FOLDERS", most)
     rows: list[tuple[str, int]] = []
-    listed = storage.list_remote("s3://bucket", None, rows)
-    assert listed.names == storage.walk(str(bucket)).names
+    listed = lookup.list_remote("s3://bucket", None, rows)
+    assert listed.names == lookup.walk(str(bucket)).names
     assert listed.nbytes == [(bucket / name).stat().st_size for name in listed.names]
     assert sorted(name for name, _ in rows) == sorted(listed.names), "so far, for people"
     assert s3.count["lists"] == (3 if most else 1 + 2)
@@ -233,16 +233,16 @@ def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
             source.read(1)
         assert failed.value.errno == errno.ETIMEDOUT
         with pytest.raises(SourceError, match="no answer"):
-            storage.read_all(f"{root}/2")
+            lookup.read_all(f"{root}/2")
         versions = source.versions(np.arange(3))
         if silent == "all":
             assert versions.tolist() == [MISSING] * 3
-            for ask in (storage.nbytes_of, storage.list_remote):
+            for ask in (lookup.nbytes_of, lookup.list_remote):
                 with pytest.raises(SourceError, match="no answer"):
                     ask(f"{root}/0")
         else:
             assert (versions > 0).all()
-            assert storage.nbytes_of(f"{root}/0") == 11
+            assert lookup.nbytes_of(f"{root}/0") == 11
         assert time.monotonic() - start < 30
     until(lambda: not any(t.name == "creel-gs" for t in threading.enumerate()), what="all ended")
 
@@ -259,7 +259,7 @@ def test_a_wrong_address_is_one_clear_sentence(s3: S3, address: str, says: str) 
         creel.FileDataset(address)
     assert str(told.value) == says
     with pytest.raises(SourceError, match=rf"{address}'$") as failed:
-        storage.read_all(address)
+        lookup.read_all(address)
     assert isinstance(failed.value, FileNotFoundError)
     assert s3.count["gets"] == 0
 
@@ -273,7 +273,7 @@ def test_wrong_credentials_are_one_clear_sentence_without_them(
     with pytest.raises(ConfigError) as told:
         creel.FileDataset("s3://bucket/files")
     assert str(told.value) == wanted
-    for ask in (storage.nbytes_of, storage.read_all):
+    for ask in (lookup.nbytes_of, lookup.read_all):
         with pytest.raises(CreelError, match="access denied") as failed:
             ask(f"s3://AKIAOTHER:{SECRET}@bucket/tokens.bin")
         assert SECRET not in str(failed.value)

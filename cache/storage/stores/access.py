@@ -18,10 +18,13 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import Grant, survives
+
+#: `storage_options` of a dataset or a call, in fsspec's convention; None: the environment's.
+Options: TypeAlias = Mapping[str, Any] | None
 
 #: Schemes that pyarrow.fs reads and lists with its own clients.
 ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
@@ -64,7 +67,7 @@ _OF_ONE_PROCESS = frozenset({"memory"})
 class StorageOptions:
     """The `storage_options` of a dataset, which the person may replace to renew credentials."""
 
-    options: Mapping[str, Any] | None = None
+    options: Options = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Access:
         return {scheme: grant_of(scheme, self.given.options) for scheme in self.schemes}
 
 
-def options_of(scheme: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def options_of(scheme: str, given: Options) -> dict[str, Any]:
     """Return the options of a scheme's client: the given ones, else those of the environment.
 
     For S3 and Google they have pyarrow's names; fsspec's are understood, too.
@@ -222,7 +225,7 @@ def _class_of(protocol: str) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def grant_of(scheme: str, given: Mapping[str, Any] | None) -> Grant:
+def grant_of(scheme: str, given: Options) -> Grant:
     """Return what a daemon needs to read a scheme's addresses as this process does.
 
     Raises:
@@ -239,7 +242,7 @@ def grant_of(scheme: str, given: Mapping[str, Any] | None) -> Grant:
     return Grant(options, environment_of(scheme, options))
 
 
-def _resolved(scheme: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _resolved(scheme: str, given: Options) -> dict[str, Any]:
     """Return the options of a scheme's client, with what fsspec.config has for it.
 
     fsspec itself adds that when it makes a client in this process.
@@ -303,7 +306,7 @@ def shown(options: Mapping[str, Any]) -> str:
 _first_key: dict[str, str] = {}
 
 
-def _identity(scheme: str, given: Mapping[str, Any] | None) -> str:
+def _identity(scheme: str, given: Options) -> str:
     options = _resolved(scheme, given)
     key = options.get("access_key")
     if key is not None and key not in (given or {}).values():

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from creel.cache.storage.stores.access import shown
 from creel.cache.storage.stores.refusals import may_be_expired, refusal, unreachable
-from creel.errors import CreelError, SourceError, SourceNotFoundError
+from creel.errors import ConfigError, CreelError, SourceError, SourceNotFoundError
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
@@ -178,6 +178,7 @@ def retried(
     job: Callable[[], T],
     uri: str,
     *,
+    options: Callable[[], Mapping[str, Any] | None] = lambda: None,
     error: Exception | None = None,
     began: float | None = None,
     on_retry: Callable[[], None] = lambda: None,
@@ -186,14 +187,34 @@ def retried(
     """Return `job()`, repeating it after transient errors: the only place with retries of reads.
 
     Args:
-        uri: the address that is read, for the log.
+        uri: the address that is read, for logs and errors.
+        options: returns those of the client, which say who reads from which server.
         error, began: error of a first attempt, if it has failed, and its start (`time.monotonic`).
         on_retry: called before each further attempt.
         reached: whether the storage has answered before; if not, it is soon given up.
 
     Raises:
-        Exception: that of the last attempt.
+        ConfigError: there is no such client.
+        SourceError: any other exception of the last attempt (`source_error`).
     """
+    try:
+        return _retried(settings, job, uri, error, began, on_retry, reached)
+    except ConfigError:
+        raise
+    except Exception as e:  # noqa: BLE001  stores raise what they like
+        # The sentence alone: a library's frames would bury it.
+        raise source_error(e, uri, options()) from None
+
+
+def _retried(
+    settings: FetchSettings,
+    job: Callable[[], T],
+    uri: str,
+    error: Exception | None,
+    began: float | None,
+    on_retry: Callable[[], None],
+    reached: bool,
+) -> T:
     began = time.monotonic() if began is None else began
     tries, renewed = 0, False
     try:

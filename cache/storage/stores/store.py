@@ -131,6 +131,15 @@ def path_of(uri: str) -> str:
     return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
 
 
+def version_at(path: str) -> int:
+    """Return the present version of a local file (`cache/storage/version.py`)."""
+    now_ns = time.time_ns()
+    try:
+        return version.of_stat(os.stat(path), now_ns)  # noqa: PTH116  a third of the time of Path.stat
+    except (OSError, ValueError):
+        return version.MISSING
+
+
 def read_file(path: str) -> bytes:
     """Return all bytes of a local file of any length, without the cost of a file object.
 

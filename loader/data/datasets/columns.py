@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from creel.cache.storage.stores.retry import public
-from creel.cache.storage.uris import text_array
+from creel.cache.storage.uris import absolute, text_array
 from creel.errors import ConfigError
 from creel.loader.data.datasets.base import CreelDataset, Sample, position, positions
-from creel.loader.data.reading.storage import absolute
 from creel.policies.arrays import Ints
 
 T = TypeVar("T")

@@ -10,9 +10,12 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from creel.cache.storage.lookup import check_installed, is_folder, nbytes_of
 from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.retry import public
 from creel.cache.storage.stores.store import read_file
+from creel.cache.storage.uris import absolute, escape, several
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import (
     CreelDataset,
@@ -26,15 +29,6 @@ from creel.loader.data.datasets.columns import Labelled, Names, addresses, strin
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole
 from creel.loader.data.reading.listing import files_below, glob_pattern
-from creel.loader.data.reading.storage import (
-    Options,
-    absolute,
-    check_installed,
-    escape,
-    is_folder,
-    nbytes_of,
-    several,
-)
 
 Paths = Sequence[str | os.PathLike[str]]
 

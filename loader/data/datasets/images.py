@@ -12,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from creel.cache.storage.lookup import Listing, read_all, walk
 from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.retry import public
-from creel.cache.storage.uris import scheme_of
+from creel.cache.storage.uris import absolute, escape, scheme_of, unescape
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import Sample, check_callable, each, position
 from creel.loader.data.datasets.columns import LazySequence, Names, addresses, strings
@@ -23,15 +25,6 @@ from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole
 from creel.loader.data.files.opened import read as read_address
 from creel.loader.data.reading.listing import files_below, parse_index, write_index
-from creel.loader.data.reading.storage import (
-    Listing,
-    Options,
-    absolute,
-    escape,
-    read_all,
-    unescape,
-    walk,
-)
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -14,9 +14,10 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from creel.cache.storage.lookup import status_of
 from creel.cache.storage.manifest import ANY, Manifest
-from creel.cache.storage.stores.access import Access, StorageOptions
-from creel.cache.storage.uris import scheme_of
+from creel.cache.storage.stores.access import Access, Options, StorageOptions
+from creel.cache.storage.uris import absolute, scheme_of, several
 from creel.errors import ConfigError, SourceError
 from creel.loader.data.datasets.base import (
     CreelDataset,
@@ -30,7 +31,6 @@ from creel.loader.data.datasets.columns import strings
 from creel.loader.data.datasets.tarindex import members
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.reading.listing import braces
-from creel.loader.data.reading.storage import Options, absolute, several, status_of
 from creel.policies.arrays import Ids, Ints
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.

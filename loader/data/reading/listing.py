@@ -16,20 +16,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import UNKNOWN, Manifest
-from creel.cache.storage.stores.retry import public
-from creel.cache.storage.uris import scheme_of
-from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
-from creel.loader.client.cluster.ranks import rank_and_world
-from creel.loader.data.reading.storage import (
+from creel.cache.storage.lookup import (
     Listing,
-    Options,
     in_walk_order,
     is_folder,
     list_remote,
     read_all,
     walk,
 )
+from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.stores.access import Options
+from creel.cache.storage.stores.retry import public
+from creel.cache.storage.uris import scheme_of
+from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
+from creel.loader.client.cluster.ranks import rank_and_world
 from creel.system.progress import ProgressLine
 
 #: File names of an index below an http(s) root, in the order they are tried.
