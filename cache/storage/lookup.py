@@ -32,7 +32,7 @@ from creel.system.python_open import python_open
 R = TypeVar("R")
 
 #: Schemes whose stores tag each version of an object, whoever asks.
-_PINNED = frozenset({"s3", "gs", "gcs"})
+_PINNED = frozenset({"s3", "gs", "gcs", "az", "abfs", "abfss"})
 
 # --- the stores of this process ---------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Remote stores: s3 by obstore or `pyarrow.fs`, gs, hdfs and abfs by the latter, others by fsspec.
+"""Remote stores: s3, gs and az by obstore or `pyarrow.fs`, hdfs by the latter, others by fsspec.
 
 All are imported with the first such address (local datasets save 8 and 15 MB), and so is asyncio
 (16 ms of a daemon's start). Every request ends within a deadline. `cache/storage/source.py` has
@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from creel.cache.storage.buckets.find import bucket_of
 from creel.cache.storage.stores.access import ARROW
 from creel.cache.storage.stores.arrow_store import ArrowStore, GcsStore
-from creel.cache.storage.stores.obstore_store import ObstoreStore, config_of, usable
+from creel.cache.storage.stores.obstore_store import ObstoreStore, usable
 from creel.cache.storage.stores.redis_store import RedisStore
 from creel.cache.storage.stores.requests import Requests
 from creel.cache.storage.stores.retry import public
@@ -118,12 +119,10 @@ def open_store(
     """
     scheme = uri.partition("://")[0].lower()
     requests = requests or Requests()
+    if not forks and usable() and (bucket := bucket_of(uri, options)) is not None:
+        return ObstoreStore(bucket, deadline_s, requests)
     if scheme in {"gs", "gcs"}:
         return GcsStore(uri, deadline_s, options, requests)
-    if scheme == "s3" and not forks and usable():
-        config = config_of(uri, options)
-        if config is not None:
-            return ObstoreStore(config, deadline_s, requests)
     if scheme in ARROW:
         return ArrowStore(uri, deadline_s, options, requests)
     if is_redis(uri):
