@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -143,6 +144,57 @@ def test_a_listing_has_every_key_once_however_many_folders_are_listed_at_once(
     assert listed.nbytes == [(bucket / name).stat().st_size for name in listed.names]
     assert sorted(name for name, _ in rows) == sorted(listed.names), "so far, for people"
     assert s3.count["lists"] == (3 if most else 1 + 2)
+
+
+def test_a_listing_is_taken_again_while_its_marker_says_that_nothing_changed(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else it is made anew: without a marker, with other keys, where the kept one is broken."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(s3, "root", tmp_path)
+    s3.keys.add("AKIAOTHER")
+    root = tmp_path / "bucket/data"
+    root.mkdir(parents=True)
+    files = ["a b/1#%.bin", "c.bin"]
+
+    def write(*names: str) -> None:
+        for name in names:
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_bytes(os.urandom(9))
+
+    def listed(**more: Any) -> tuple[list[str], int]:
+        before = s3.count["lists"]
+        data = creel.FileDataset("s3://bucket/data", **more)
+        assert data.manifest.lengths().tolist() == [9] * len(data)
+        names = [unquote(path.removeprefix("s3://bucket/data/")) for path in data.paths]
+        return names, s3.count["lists"] - before
+
+    write(*files, "_SUCCESS")
+    first = listed(marker="_SUCCESS")
+    assert (first[0], first[1] > 0) == (files, True)
+    heads = s3.count["heads"]
+    assert listed(marker="s3://bucket/data/_SUCCESS") == (files, 0)
+    assert listed(marker="_SUCCESS") == (files, 0)
+    assert s3.count["heads"] - heads == 2
+    write("d.bin")
+    assert listed(marker="_SUCCESS") == (files, 0), "what the marker means"
+    assert listed()[1] > 0
+    write("_SUCCESS")
+    assert listed(marker="_SUCCESS") == ([*files, "d.bin"], first[1])
+    assert listed(marker="_SUCCESS") == ([*files, "d.bin"], 0)
+    other = {"key": "AKIAOTHER", "secret": SECRET}
+    assert listed(marker="_SUCCESS", storage_options=other)[1] == first[1]
+    for path in (tmp_path / "cache/creel").iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+        path.write_bytes(path.read_bytes()[:-100])
+    assert listed(marker="_SUCCESS") == ([*files, "d.bin"], first[1])
+    assert len(list((tmp_path / "cache/creel").iterdir())) == 2, "one for each who may list"
+    assert not caplog.records
+    assert listed(marker="_NONE")[1] == first[1]
+    assert "s3://bucket/data/_NONE has no version" in caplog.text
+    for paths, marker in (("s3://bucket/data", ""), (str(root), "x"), (["a"], "x")):
+        with pytest.raises(ConfigError, match="marker"):
+            creel.FileDataset(paths, marker=marker)
 
 
 def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from creel.loader.data.datasets.base import (
 from creel.loader.data.datasets.columns import strings
 from creel.loader.data.datasets.tarindex import members
 from creel.loader.data.decoded.limit import Decoded
+from creel.loader.data.reading.kept_listing import cache_folder
 from creel.loader.data.reading.listing import braces
 from creel.policies.arrays import Ids, Ints
 
@@ -287,8 +288,7 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
             raise ConfigError(f"index='beside' writes next to {shards[0]}: use 'user' or a path")
         return Path(shards[0]).parent / name
     if index == "user":
-        cache_folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(cache_folder).expanduser() / "creel" / name
+        return cache_folder() / name
     return Path(index).expanduser()
 
 
