@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import creel
 from creel.cache.storage.stores.requests import in_threads
-from creel.cache.storage.uris import absolute
+from creel.cache.storage.uris import absolute, addresses
 from creel.errors import ConfigError, CreelError, NotFoundError
 from creel.loader.data.datasets import (
     FileDataset,
@@ -22,7 +22,6 @@ from creel.loader.data.datasets import (
     RecordDataset,
     TarDataset,
 )
-from creel.loader.data.datasets.columns import addresses
 
 pytestmark = pytest.mark.timeout(120)
 

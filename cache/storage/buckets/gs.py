@@ -18,8 +18,10 @@ _KNOWN = frozenset(
     | {"project_id"}
 )
 #: What only obstore reads: the client that lists and the one that reads would differ.
-_OF_OBSTORE = ("SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_BEARER_TOKEN")
-_OF_OBSTORE += ("GOOGLE_BASE_URL", "GOOGLE_SKIP_SIGNATURE")
+_OF_OBSTORE = (
+    "SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_BEARER_TOKEN", "GOOGLE_BASE_URL",
+    "GOOGLE_SKIP_SIGNATURE",
+)  # fmt: skip
 #: Google's own variable of another server, a test's.
 _EMULATOR = "CLOUD_STORAGE_EMULATOR_ENDPOINT"
 #: Kinds of key files that obstore understands.

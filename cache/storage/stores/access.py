@@ -217,8 +217,8 @@ def environment_of(scheme: str, options: Mapping[str, Any]) -> dict[str, str]:
         known = options.keys() & {"anonymous", "access_token"} and "endpoint_override" in options
         names = [] if known else [*_starting(_GOOGLE), "HOME"]
     elif scheme in AZURES:
-        known = options.keys() & {"account_key", "sas_token", "anonymous"}
-        names = [] if known else [*_starting(_AZURE), "HOME"]
+        who = options.keys() & {"account_key", "sas_token", "anonymous"}
+        names = [] if who else [*_starting(_AZURE), "HOME"]
     elif scheme in ARROW:
         names = [*_starting(_HADOOP), "HOME"]
     elif scheme in {"http", "https"}:

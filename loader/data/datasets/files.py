@@ -15,7 +15,7 @@ from creel.cache.storage.manifest import UNKNOWN, Manifest
 from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.retry import public
 from creel.cache.storage.stores.store import read_file
-from creel.cache.storage.uris import absolute, escape, several
+from creel.cache.storage.uris import absolute, addresses, escape, several, strings
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import (
     CreelDataset,
@@ -25,7 +25,7 @@ from creel.loader.data.datasets.base import (
     each,
     position,
 )
-from creel.loader.data.datasets.columns import Labelled, Names, addresses, strings
+from creel.loader.data.datasets.columns import Labelled, Names
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole
 from creel.loader.data.reading.listing import files_below, glob_pattern

@@ -16,10 +16,10 @@ from creel.cache.storage.lookup import Listing, read_all, walk
 from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.retry import public
-from creel.cache.storage.uris import absolute, escape, scheme_of, unescape
+from creel.cache.storage.uris import absolute, addresses, escape, scheme_of, strings, unescape
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import Sample, check_callable, each, position
-from creel.loader.data.datasets.columns import LazySequence, Names, addresses, strings
+from creel.loader.data.datasets.columns import LazySequence, Names
 from creel.loader.data.datasets.files import WholeFiles
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from creel.cache.storage.lookup import status_of
 from creel.cache.storage.manifest import ANY, Manifest
 from creel.cache.storage.stores.access import Access, Options, StorageOptions
-from creel.cache.storage.uris import absolute, scheme_of, several
+from creel.cache.storage.uris import absolute, scheme_of, several, strings
 from creel.errors import ConfigError, SourceError
 from creel.loader.data.datasets.base import (
     CreelDataset,
@@ -27,7 +27,6 @@ from creel.loader.data.datasets.base import (
     position,
     positions,
 )
-from creel.loader.data.datasets.columns import strings
 from creel.loader.data.datasets.tarindex import members
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.reading.kept_listing import cache_folder

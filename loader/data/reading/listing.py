@@ -56,7 +56,7 @@ def files_below(root: str, options: Options = None, marker: str | None = None) -
     """
     if marker is None:
         return _listed(root, options)
-    if not isinstance(marker, str) or not marker:
+    if not marker:
         raise ConfigError(f"marker is the name of an object below the root, not {marker!r}")
     if not scheme_of(root):
         raise ConfigError(f"a marker keeps the listing of a remote folder, and {root} is local")
