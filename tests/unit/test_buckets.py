@@ -21,6 +21,7 @@ AZURITE = (
     "BlobEndpoint=http://127.0.0.1:10000/dev;"
 )
 SERVICE = {"AZURE_TENANT_ID": "t", "AZURE_CLIENT_ID": "c"}
+KEYS = {"key": "k", "secret": "s"}
 OWN = {"client_id": "c", "client_secret": "s", "tenant_id": "t"}
 
 
@@ -44,16 +45,10 @@ UNDERSTOOD: list[tuple[str, dict[str, Any], dict[str, str], str, dict[str, objec
     ("gs://b", {"token": "anon", "endpoint_url": "http://h:1"}, {}, "http://h:1", {"bucket": "b"}),
     ("gs://b?endpoint_override=h:1&scheme=http", {"anon": True}, {}, "http://h:1", {}),
     ("gs://b", {"access_token": "t"}, {}, "https://storage.googleapis.com", {"token": "t"}),
-    *[
-        (
-            "gs://b",
-            {},
-            {"GOOGLE_APPLICATION_CREDENTIALS": f"~/{kind}"},
-            "https://storage.googleapis.com",
-            {"application_credentials": f"~/{kind}"},
-        )
-        for kind in ("service_account", "authorized_user")
-    ],
+    ("gs://b", {}, {"GOOGLE_APPLICATION_CREDENTIALS": "~/service_account"},
+     "https://storage.googleapis.com", {"application_credentials": "~/service_account"}),
+    ("gs://b", {}, {"GOOGLE_APPLICATION_CREDENTIALS": "~/authorized_user"},
+     "https://storage.googleapis.com", {"application_credentials": "~/authorized_user"}),
     ("az://c", {"account_name": "a", "account_key": KEY}, {}, "https://a.blob.core.windows.net",
      {"access_key": KEY, "container_name": "c", "account_name": "a"}),
     ("az://c", {"account_name": "a", "sas_token": "?sv=1&sig=x"}, {},
@@ -121,6 +116,13 @@ def test_each_way_to_name_rights_reaches_the_client(
         ("abfs://c:key@a.dfs.core.windows.net", {}, {}),
         ("abfs://c@a.dfs.core.chinacloudapi.cn", {"account_key": KEY}, {}),
         ("hdfs://h", {}, {}),
+        ("s3://b", {"anon": True, "background_writes": False}, {}),
+        ("s3://b--x-s3", KEYS, {}),
+        ("s3://b", {}, {"AWS_WEB_IDENTITY_TOKEN_FILE": "/f", "AWS_ENDPOINT_URL": "http://h"}),
+        ("s3://b", KEYS, {"AWS_USE_FIPS_ENDPOINT": "true"}),
+        ("s3://b", KEYS, {"AWS_USE_DUALSTACK_ENDPOINT": "true"}),
+        ("s3://b", KEYS | {"endpoint_url": "https://h"}, {"AWS_CA_BUNDLE": "/f"}),
+        ("s3://b", {"endpoint_url": "http://h"}, {"AWS_CONFIG_FILE": "~/service_account"}),
     ],
 )
 def test_what_only_another_client_understands_is_left_to_it(
