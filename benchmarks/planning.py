@@ -63,6 +63,7 @@ from creel.daemon.core.events import (
 from creel.daemon.core.versions import Versions
 from creel.loader.client import connections
 from creel.loader.client.client import Client
+from creel.messages import Open
 from creel.policies.prefetch import Window
 from creel.settings import FetchSettings, WindowSettings
 
@@ -232,7 +233,7 @@ def core_s() -> tuple[list[float], list[float]]:
 
     lengths = Lengths.of(length, np.ones(len(length), np.int64))
     feed(DatasetAdded("d", offset, length, lengths, Versions(len(length))), 0.0)
-    feed(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
+    feed(SessionOpened(1, Open("d", "", 0, 1, "never")), 0.0)
     steps = -(-IMAGENET // BATCH)
     extends, spent = [], []
     for epoch in range(2):

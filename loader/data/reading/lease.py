@@ -26,7 +26,7 @@ from creel.cache.storage.stores.store import version_at
 from creel.cache.storage.uris import is_local
 from creel.cache.storage.version import MISSING, stands_for
 from creel.loader.data.reading.this_thread import this_thread, thread_use
-from creel.policies.thread_use import NO_USE
+from creel.policies.direct import NO_USE
 
 if TYPE_CHECKING:
     from creel.loader.client.session import Session

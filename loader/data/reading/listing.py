@@ -31,7 +31,7 @@ from creel.cache.storage.uris import escape, scheme_of, unescape
 from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
 from creel.loader.client.cluster.ranks import rank_and_world
 from creel.loader.data.reading.kept_listing import listing_since
-from creel.system.progress import ProgressLine
+from creel.system.progress import progress_line
 
 #: File names of an index below an http(s) root, in the order they are tried.
 INDEX_NAMES = ("index.arrow", "index.json")
@@ -72,7 +72,7 @@ def files_below(root: str, options: Options = None, marker: str | None = None) -
 def _listed(root: str, options: Options) -> Listing:
     rows: list[tuple[str, int]] = []
     counted = (lambda: len(rows)) if scheme_of(root) else None
-    with ProgressLine(f"listing {public(root)}", counted, shown=rank_and_world()[0] == 0):
+    with progress_line(f"listing {public(root)}", counted, shown=rank_and_world()[0] == 0):
         found = _found_below(root, options, rows)
     if scheme_of(root) and not len(found):
         raise NotFoundError(

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
-from creel.loader.client.packets import close_all
 from creel.loader.data.reading.bad_samples import Key
 from creel.loader.making.places.leader import SentBatch, checksum
 from creel.loader.making.places.made import Event, Loss, Made
@@ -18,6 +17,7 @@ from creel.loader.making.places.place import BatchPlace
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import Inbox
 from creel.loader.making.transport.channel import Channel
+from creel.system.fd_packets import close_all
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
