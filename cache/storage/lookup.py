@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from creel.cache.storage.manifest import ANY, UNKNOWN
 from creel.cache.storage.stores.access import ARROW, Options, options_of
 from creel.cache.storage.stores.remote import Stores, store_key
-from creel.cache.storage.stores.retry import public, retried
+from creel.cache.storage.stores.retry import public, retried, source_error
 from creel.cache.storage.stores.store import LocalStore, Store, StoredFile, read_file
 from creel.cache.storage.uris import scheme_of
 from creel.config import Config
@@ -179,10 +179,13 @@ def _ask(address: str, job: Callable[[Store], R], options: Options, *, sample: b
 def _read(
     address: str, offset: int, length: int, options: Options, *, sample: bool = False
 ) -> bytes:
-    stored = StoredFile(address)
-    return _ask(
-        address, lambda store: store.read(stored, offset, length)[0], options, sample=sample
-    )
+    def read(store: Store) -> bytes:
+        return store.read(StoredFile(address), offset, length)[0]
+
+    try:
+        return _ask(address, read, options, sample=sample)
+    except ConfigError as e:  # for who reads it is an error of the storage, as any other
+        raise source_error(e, address) from None
 
 
 # --- listings ---------------------------------------------------------------------------------

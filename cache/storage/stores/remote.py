@@ -19,7 +19,6 @@ from creel.cache.storage.stores.arrow_store import ArrowStore, GcsStore
 from creel.cache.storage.stores.obstore_store import ObstoreStore, usable
 from creel.cache.storage.stores.redis_store import RedisStore
 from creel.cache.storage.stores.requests import Requests
-from creel.cache.storage.stores.retry import public
 from creel.cache.storage.stores.store import Store
 from creel.errors import ConfigError, SourceError
 from creel.settings import FetchSettings
@@ -73,9 +72,12 @@ class Stores:
             return open_store(
                 uri, deadline_s, options, handed=self._handed, forks=forks, requests=requests
             )
+        except ConfigError:
+            raise
         except (ImportError, ValueError, SourceError) as e:  # fsspec or a part is missing
             why = e.strerror if isinstance(e, SourceError) else e
-            raise ConfigError(f"{public(uri)} cannot be opened: {why}") from None
+            scheme = uri.partition("://")[0]
+            raise ConfigError(f"{scheme}:// addresses cannot be opened: {why}") from None
 
 
 def store_key(uri: str) -> tuple[str, str, str]:
