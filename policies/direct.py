@@ -1,20 +1,117 @@
-"""How long a reader waits for the daemon before it reads directly. Pure.
+"""Whether a source makes its readers wait, and who then reads past the daemon. Pure.
 
-Reading a file from the page cache takes less time than asking another process for it. For such
-files a reader does not wait: it takes the ready objects from the arena and reads the others
-directly, while the daemon keeps filling the arena ahead of it. Slow sources are left to the daemon,
-which reads many objects at once.
+Reading a file from the page cache takes less time than asking another process for it. So what a
+thread read shows, by the kernel's counters, whether it had to wait (`waited`), and two ask that:
 
-Objects that the loader itself finds in the page cache before an epoch are not counted here
-(`loader.page_cache`).
+* a loader's reader, after each batch that it read directly (`DirectReads`). While it need not wait,
+  it takes the ready objects from the arena and reads the others directly, and the daemon keeps
+  filling the arena ahead of it. Slow sources are left to the daemon, which reads many objects at
+  once;
+* a wrapped dataset that no daemon serves yet (`Bypass`). Intercepting each file that a sample opens
+  costs some microseconds, which a file in the page cache never wins back.
+
+What the kernel can say before anything is read is asked once an epoch (`loader.data.page_cache`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
-from creel.policies.thread_use import ThreadUse, waited
+#: Reads waited for their source if the thread slept at least once in this many of them ...
+_READS_PER_SLEEP = 8
+#: ... or slept for this part (1/n) of its time and a device was read: a file may hold many samples;
+_OFF_CPU_PART = 10
+#: in both cases only if it slept longer than this many ns per read. Threads wait some 100 us per
+#: batch for the interpreter's lock; a file system that answers at once takes 50 us.
+_OFF_CPU_NS = 20_000
+
+
+class ThreadUse(NamedTuple):
+    """Resources that a thread has used; times in ns."""
+
+    wall_ns: int
+    cpu_ns: int
+    sleeps: int  # how often it gave up the processor by itself
+    device_reads: int  # blocks read, and pages of mapped files
+
+    def __sub__(self, other: ThreadUse) -> ThreadUse:
+        """Return the use since `other`."""
+        return ThreadUse(*(now - then for now, then in zip(self, other, strict=True)))
+
+    def __add__(self, other: tuple[int, ...]) -> ThreadUse:  # type: ignore[override]  # no tuple
+        """Return the sum of both."""
+        return ThreadUse(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+NO_USE = ThreadUse(0, 0, 0, 0)
+
+
+def slept(reads: int, use: ThreadUse) -> bool:
+    """Whether a thread slept longer during `reads` reads than it would for other threads."""
+    return use.sleeps > 0 and use.wall_ns - use.cpu_ns >= reads * _OFF_CPU_NS
+
+
+def waited(reads: int, use: ThreadUse) -> bool:
+    """Whether `reads` reads had to wait for their source.
+
+    >>> waited(64, ThreadUse(10_000_000, 2_000_000, sleeps=64, device_reads=0))
+    True
+    >>> waited(64, ThreadUse(10_000_000, 9_990_000, sleeps=0, device_reads=0))
+    False
+    """
+    often = use.sleeps * _READS_PER_SLEEP > reads
+    device = use.device_reads > 0 and (use.wall_ns - use.cpu_ns) * _OFF_CPU_PART >= use.wall_ns
+    return slept(reads, use) and (often or device)
+
+
+#: Number of samples whose reads are judged together.
+_WINDOW_SAMPLES = 64
+#: Number of recent windows remembered. Reads are intercepted while two of them had to wait for the
+#: source: a single one may be chance.
+_REMEMBERED_WINDOWS = 8
+#: Samples between two measurements while reads are not intercepted, if samples are read singly.
+_UNMEASURED_SAMPLES = 16
+
+
+class Bypass:
+    """Decides for one reader in one process, from the kernel's counters of its thread."""
+
+    def __init__(self, *, allowed: bool) -> None:
+        """`allowed`: False if every read must be intercepted."""
+        self._allowed = allowed
+        self.active = False
+        self._slept = False  # in any read so far
+        self._samples, self._use = 0, NO_USE  # of this window
+        self._waited: deque[bool] = deque(maxlen=_REMEMBERED_WINDOWS)
+        self._unmeasured = 0
+
+    @property
+    def undecided(self) -> bool:
+        """Whether reads are intercepted only because too few were measured."""
+        return self._allowed and not self.active and not self._slept
+
+    def measures(self, samples: int) -> bool:
+        """Whether to measure the next read of `samples` samples that is not intercepted."""
+        self._unmeasured += samples
+        if self._unmeasured < _UNMEASURED_SAMPLES:
+            return False
+        self._unmeasured = 0
+        return True
+
+    def saw(self, samples: int, use: ThreadUse) -> None:
+        """Enter a read of `samples` samples and the resources its thread used."""
+        self._slept |= slept(samples, use)
+        self._samples += samples
+        self._use += use
+        if self._samples < _WINDOW_SAMPLES:
+            return
+        had_to_wait = waited(self._samples, self._use)
+        self._samples, self._use = 0, NO_USE
+        self._waited.append(had_to_wait)
+        self.active = self._allowed and sum(self._waited) < 2 and (self.active or not had_to_wait)
+
 
 #: A source is worth a direct read, which shows how quick it is, if the daemon's best time stays
 #: below this limit, in ns per read and per byte. From the page cache, objects of 300 B, 20 KB and

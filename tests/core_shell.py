@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ from creel.daemon.core.events import (
     SpillObjects,
 )
 from creel.daemon.core.versions import Versions
+from creel.messages import Open
 from creel.policies.prefetch import Window
 from kit import default_window, lengths_of
 
@@ -155,11 +157,11 @@ class CoreShell:
         job: str = "j",
         rank: int = 0,
         world: int = 1,
-        recheck: str = "never",
+        recheck: Any = "never",
     ) -> None:
         """Open a session; see `SessionOpened`."""
         self.ready[session], self.steps[session] = SetReady(session, 0, 0), 0
-        self.feed(SessionOpened(session, name, job, rank, world, recheck))
+        self.feed(SessionOpened(session, Open(name, job, rank, world, recheck)))
 
     def tell(
         self,

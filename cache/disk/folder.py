@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from creel.cache.memory.memfd import Descriptor
+from creel.system.transfers import transfer
 
 _OBJECTS_FILE = "objects"
 _LEAVING_FILE = "leaving"
@@ -222,19 +223,12 @@ class DataFile:
 
     def write(self, view: memoryview, offset: int) -> None:
         own = self._own
-        write_all(own.fd, view, offset)
+        transfer(os.pwritev, own.fd, [view], offset)
         if not self.direct:  # drops all pages that are written back already
             os.posix_fadvise(own.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         self._open = None
-
-
-def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` to a file; one system call may write less."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
 
 
 def buffer(nbytes: int) -> memoryview:

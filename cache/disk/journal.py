@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from creel.cache.disk.folder import write_all
 from creel.policies.arrays import Index
+from creel.system.transfers import transfer
 
 #: One run of a record. `serial` numbers records in the order of writing. `start`, `units` (of the
 #: run) and `room` (of all runs) are in units of the disk, `nbytes` is the object's size in bytes,
@@ -57,16 +57,14 @@ class Journal:
     def load(self) -> Entries:
         """Return all entries in the order of writing, without those of damaged blocks."""
         data = bytearray(self._blocks * _BLOCK_NBYTES)
-        view, done = memoryview(data), 0
-        while done < len(data) and (got := os.preadv(self._fd, [view[done:]], done)):
-            done += got
+        view, done = memoryview(data), transfer(os.preadv, self._fd, [data])
         found = (_unpack(view[at : at + _BLOCK_NBYTES], self._unit) for at in _steps(done))
         return np.concatenate([np.empty(0, ENTRY), *found])
 
     def append(self, entries: Entries) -> None:
         """Append entries of records that are on disk already."""
         data = _pack(entries, self._unit)
-        write_all(self._fd, memoryview(data), self._blocks * _BLOCK_NBYTES)
+        transfer(os.pwritev, self._fd, [data], self._blocks * _BLOCK_NBYTES)
         self._blocks += len(data) // _BLOCK_NBYTES
 
     def too_long(self, live: int) -> bool:
@@ -78,7 +76,7 @@ class Journal:
         fd = self._open(_NEW, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             data = _pack(entries, self._unit)
-            write_all(fd, memoryview(data), 0)
+            transfer(os.pwritev, fd, [data])
             os.fdatasync(fd)
             os.rename(_NEW, _NAME, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except BaseException:

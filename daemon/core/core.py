@@ -25,6 +25,7 @@ from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
 from creel.daemon.core.restart.kept import KeptObjects, Restored, kept_of, restore
 from creel.errors import IllegalEventError, MalformedError
+from creel.messages import Begin, Close, Truncate
 from creel.policies.arrays import Index
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Window
@@ -73,12 +74,12 @@ class Core:
         }
         of_session: dict[type, Callable[[RankStream, Any], None]] = {
             events.PlanExtended: self._extended,
-            events.EpochBegan: self._begun,
+            Begin: self._begun,
             events.EpochDealt: self._dealt,
             events.EpochFollowed: self._followed,
             events.SamplesTold: self._told,
-            events.PlanTruncated: self._truncated,
-            events.SessionClosed: self._closed,
+            Truncate: self._truncated,
+            Close: self._closed,
         }
         untimed: dict[type, Callable[[Any], None]] = {
             events.DatasetAdded: self._registered,
@@ -190,10 +191,10 @@ class Core:
     def _registered(self, e: events.DatasetAdded) -> None:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
-        columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
         old = self._residencies.get(e.begins_with)
         page = 0 if old is None or old.pool.same_size else old.pool.page
-        residency = Residency(e.dataset, *columns, self.disk, e.page or page)
+        space = self._admission.space
+        residency = Residency(e, space, self._emit, self.disk, e.page or page)
         self._readers[e.dataset] = DatasetReaders(residency)
         self._residencies[e.dataset] = residency
 
@@ -203,10 +204,10 @@ class Core:
         self._residencies[e.dataset].take_over(self._residencies[e.old])
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
-        if e.dataset not in self._residencies or e.session in self._sessions:
-            raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
-        who = (e.session, e.job, e.rank, e.world)
-        joined = self._readers[e.dataset].join(*who, now, e.recheck, self._generation())
+        dataset = e.asked.dataset
+        if dataset not in self._residencies or e.session in self._sessions:
+            raise IllegalEventError(f"session {e.session} of {dataset!r} cannot open")
+        joined = self._readers[dataset].join(e.session, e.asked, now, self._generation())
         self._sessions[e.session] = joined
         self._set_reaches()
 
@@ -225,7 +226,7 @@ class Core:
 
         return handle_if_open
 
-    def _begun(self, s: RankStream, e: events.EpochBegan) -> None:
+    def _begun(self, s: RankStream, e: Begin) -> None:
         s.begin(e.epoch, self._generation())
 
     def _dealt(self, s: RankStream, e: events.EpochDealt) -> None:
@@ -254,7 +255,7 @@ class Core:
         s.residency.policy.plan_extended(e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._set_reaches()
 
-    def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
+    def _truncated(self, s: RankStream, e: Truncate) -> None:
         if e.step >= s.stream.end:
             return
         step = max(e.step, s.cursors.done)
@@ -281,7 +282,7 @@ class Core:
             s.stalls += cursors.stalling
         self._prefetcher.set_reach(s, len(self._sessions))
 
-    def _closed(self, s: RankStream, e: events.SessionClosed) -> None:
+    def _closed(self, s: RankStream, e: Close) -> None:
         del self._sessions[e.session]
         unpinned = s.pinned().astype(np.intp)
         s.residency.unpin(unpinned)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from creel.cache.memory.pools.allocator import Lengths
 from creel.cache.memory.pools.offsets import Places
 from creel.cache.memory.pools.runs import Runs
 from creel.daemon.core.versions import Versions
+from creel.messages import Begin, Close, Open, Truncate
 from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster import boundary
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
@@ -21,14 +24,14 @@ SOURCE, HELD, DISK = boundary.SOURCE, -2, -3
 # --- events -----------------------------------------------------------------------------------
 
 
-class Event(msgspec.Struct, frozen=True, eq=False):
-    """Base class of events; creating one takes 90 ns, a frozen dataclass 540.
+class BaseEvent(msgspec.Struct, frozen=True, eq=False):
+    """Base class of events that no message is; creating one takes 90 ns, a frozen dataclass 540.
 
     Events compare by identity, as most of them hold arrays.
     """
 
 
-class DatasetAdded(Event, frozen=True):
+class DatasetAdded(BaseEvent, frozen=True):
     """A dataset is registered; `offset` and `length` are columns of its location table.
 
     Only the shell writes to `offset`, a live view, when it executes `Publish`; all offsets are
@@ -47,7 +50,7 @@ class DatasetAdded(Event, frozen=True):
     page: int = 0
 
 
-class DatasetGrew(Event, frozen=True):
+class DatasetGrew(BaseEvent, frozen=True):
     """A dataset takes over the residents of another one, which is all that it begins with.
 
     The other one, `old`, has no readers and no fetches in flight (`Core.busy`).
@@ -57,21 +60,14 @@ class DatasetGrew(Event, frozen=True):
     old: str
 
 
-class SessionOpened(Event, frozen=True):
-    """A session begins: rank `rank` of `world` of job `job` will read from `dataset`.
-
-    `recheck`: when file versions are checked again; see `messages.Open`.
-    """
+class SessionOpened(BaseEvent, frozen=True):
+    """A session begins, as a client has asked for it."""
 
     session: int
-    dataset: str
-    job: str
-    rank: int
-    world: int
-    recheck: str
+    asked: Open
 
 
-class PlanExtended(Event, frozen=True):
+class PlanExtended(BaseEvent, frozen=True):
     """A session's plan continues; see `messages.Extend` (already checked against the manifest)."""
 
     session: int
@@ -82,7 +78,7 @@ class PlanExtended(Event, frozen=True):
     unplanned: bool
 
 
-class EpochDealt(Event, frozen=True):
+class EpochDealt(BaseEvent, frozen=True):
     """How an epoch is dealt to all ranks of a session's job, and the nodes they run on."""
 
     session: int
@@ -91,28 +87,28 @@ class EpochDealt(Event, frozen=True):
     view: boundary.ClusterView
 
 
-class SamplesTold(Event, frozen=True):
+class SamplesTold(BaseEvent, frozen=True):
     """A session's job rehearses: from now on it reads these objects and no others."""
 
     session: int
     samples: SampleObjects
 
 
-class EpochFollowed(Event, frozen=True):
+class EpochFollowed(BaseEvent, frozen=True):
     """A session's job runs on these nodes, not all of which know the order of all ranks."""
 
     session: int
     view: boundary.ClusterView
 
 
-class ClusterChanged(Event, frozen=True):
+class ClusterChanged(BaseEvent, frozen=True):
     """Nodes of a cluster are silent, or answer again; `view` None: this node has left it."""
 
     cluster: str
     view: boundary.ClusterView | None
 
 
-class PlanShared(Event, frozen=True):
+class PlanShared(BaseEvent, frozen=True):
     """The answer to an `AskPlan`: which node holds each object; `plan` None: the peer knows not."""
 
     dataset: str
@@ -120,14 +116,14 @@ class PlanShared(Event, frozen=True):
     plan: SharedPlan | None
 
 
-class PlanDoubted(Event, frozen=True):
+class PlanDoubted(BaseEvent, frozen=True):
     """Peers have another plan for the epoch of this order (`seed`); see `PlanDigest`."""
 
     dataset: str
     seed: int
 
 
-class PlanAsked(Event, frozen=True):
+class PlanAsked(BaseEvent, frozen=True):
     """A peer asks for the plan of an epoch; `SharePlan` is the answer. `request` is unique."""
 
     request: int
@@ -135,21 +131,7 @@ class PlanAsked(Event, frozen=True):
     seed: int
 
 
-class EpochBegan(Event, frozen=True):
-    """A session's epoch begins: known versions of its files may now be out of date."""
-
-    session: int
-    epoch: int
-
-
-class PlanTruncated(Event, frozen=True):
-    """A session's plan is void from `step` on."""
-
-    session: int
-    step: int
-
-
-class Progressed(Event, frozen=True):
+class Progressed(BaseEvent, frozen=True):
     """Shared words have changed: steps < `done` are finished, a reader waits for `wanted` - 1.
 
     Both are a client's words, and may be any number.
@@ -160,13 +142,7 @@ class Progressed(Event, frozen=True):
     wanted: int
 
 
-class SessionClosed(Event, frozen=True):
-    """A session ended or its client died."""
-
-    session: int
-
-
-class Fetched(Event, frozen=True):
+class Fetched(BaseEvent, frozen=True):
     """FetchObjects `fetch` has ended: (k,) `nbytes` read, -1 where an object could not be read.
 
     For objects of unknown length (offset NOWHERE), the shell holds the bytes until the actions of
@@ -181,14 +157,14 @@ class Fetched(Event, frozen=True):
     asked: Floats | None = None
 
 
-class Checked(Event, frozen=True):
+class Checked(BaseEvent, frozen=True):
     """CheckVersions `check` has ended: (k,) the current `version` of each of its files."""
 
     check: int
     version: Ints
 
 
-class RetentionPlanned(Event, frozen=True):
+class RetentionPlanned(BaseEvent, frozen=True):
     """The answer to a `PlanRetention`: the objects that are kept over the end of an epoch."""
 
     dataset: str
@@ -196,7 +172,7 @@ class RetentionPlanned(Event, frozen=True):
     kept: object
 
 
-class PeerAsked(Event, frozen=True):
+class PeerAsked(BaseEvent, frozen=True):
     """A peer asks for objects; `ServeObjects` is the answer. `request` is unique.
 
     The answer may take `wait_s` seconds if objects must be read from disk or source first.
@@ -208,20 +184,20 @@ class PeerAsked(Event, frozen=True):
     wait_s: float
 
 
-class PeerServed(Event, frozen=True):
+class PeerServed(BaseEvent, frozen=True):
     """The bytes of a `ServeObjects` have been sent, or never will be."""
 
     request: int
 
 
-class DiskOpened(Event, frozen=True):
+class DiskOpened(BaseEvent, frozen=True):
     """The node's disk holds `nbytes` in units of `unit`; 0: it is lost with all its objects."""
 
     nbytes: int
     unit: int
 
 
-class FoundOnDisk(Event, frozen=True):
+class FoundOnDisk(BaseEvent, frozen=True):
     """Objects on disk of a dataset that was just added; (k,) `nbytes` of each."""
 
     dataset: str
@@ -229,7 +205,7 @@ class FoundOnDisk(Event, frozen=True):
     nbytes: Ints
 
 
-class Spilled(Event, frozen=True):
+class Spilled(BaseEvent, frozen=True):
     """A `SpillObjects` has ended: (k,) whether each object is on disk now.
 
     `full`: whether some objects were not stored because the disk has no room.
@@ -240,32 +216,32 @@ class Spilled(Event, frozen=True):
     full: bool = False
 
 
-class Warm(Event, frozen=True):
+class Warm(BaseEvent, frozen=True):
     """Load a dataset before any session reads it, as far as there is room; `stop`: no further."""
 
     dataset: str
     stop: bool = False
 
 
-class Dropped(Event, frozen=True):
+class Dropped(BaseEvent, frozen=True):
     """Evict a dataset's unpinned residents."""
 
     dataset: str
 
 
-class MemoryShort(Event, frozen=True):
+class MemoryShort(BaseEvent, frozen=True):
     """Other processes need `nbytes` of the memory that objects occupy."""
 
     nbytes: int
 
 
-class MemoryFree(Event, frozen=True):
+class MemoryFree(BaseEvent, frozen=True):
     """`nbytes` of the memory that was given back may be used again."""
 
     nbytes: int
 
 
-class Unregistered(Event, frozen=True):
+class Unregistered(BaseEvent, frozen=True):
     """Forget a dataset without readers and fetches in flight (`Core.busy`).
 
     The core does not touch the dataset's columns after this event.
@@ -274,9 +250,12 @@ class Unregistered(Event, frozen=True):
     dataset: str
 
 
-class Tick(Event, frozen=True):
+class Tick(BaseEvent, frozen=True):
     """Time has passed and nothing else has happened."""
 
+
+#: Three messages of clients are events as they come, checked by the sockets.
+Event: TypeAlias = BaseEvent | Begin | Truncate | Close
 
 # --- actions ----------------------------------------------------------------------------------
 

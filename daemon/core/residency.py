@@ -9,13 +9,11 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.pools.allocator import Allocator, Lengths
 from creel.cache.memory.pools.free_ranges import NOWHERE, must
-from creel.cache.memory.pools.offsets import Places
 from creel.cache.memory.pools.pool import ObjectPool
 from creel.cache.memory.pools.runs import chained
 from creel.daemon.core.cluster.departed import Departed
 from creel.daemon.core.disk.copies import DiskCopies, DiskTier
-from creel.daemon.core.events import DISK, SOURCE, Action, Publish
-from creel.daemon.core.versions import Versions
+from creel.daemon.core.events import DISK, SOURCE, Action, DatasetAdded, Publish
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.cluster.first_readers import FirstReaders
@@ -82,35 +80,29 @@ class Residency:
 
     def __init__(
         self,
-        name: str,
-        offset: Places,
-        length: Ints,
-        lengths: Lengths,
+        added: DatasetAdded,
         space: Allocator,
         emit: Callable[[Action], None],
-        versions: Versions,
         tier: DiskTier,
         page: int = 0,
     ) -> None:
         """Create empty tables, without work or memory per object: pages are zeroed on first write.
 
         Args:
-            offset: (n,) NOWHERE; a live view that only the shell writes.
-            length: (n,) bytes, or -1 where unknown; `lengths` summarizes them.
+            added: names it, and has the columns of its location table.
             emit: takes each action.
-            versions: versions of the dataset's files.
             tier: the node's disk.
             page: as in `Allocator.pool`.
         """
-        n = len(offset)
-        self.versions = versions
+        n, lengths = len(added.offset), added.lengths
+        self.versions = added.versions
         self.first_readers: FirstReaders | None = None
-        self.name = name
-        self.offset = offset
+        self.name = added.dataset
+        self.offset = added.offset
         self.emit = emit
         #: Objects (ascending) that this event publishes, and their places; not in `offset` yet.
         self.fresh: list[tuple[Index, Ints]] = []
-        self.length = length
+        self.length = added.length
         self.space = space
         self.disk = DiskCopies(self, tier)
         self.state = np.zeros(n, np.uint8)
@@ -124,7 +116,7 @@ class Residency:
         self.warming = -1
         self.sessions = 0
         #: (n,) whether a length comes from the manifest, not from the last read; None: all do.
-        self.listed = _listed(length, lengths)
+        self.listed = _listed(added.length, lengths)
         self._known = lengths.known
         self._known_nbytes = lengths.nbytes
         self.counts = dict.fromkeys((*COUNTED, *_COUNTED), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import socket
@@ -10,6 +9,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 
 from creel.cache.memory.memfd import Descriptor
+from creel.system.fd_packets import send
 
 _FIRST_FD = 3  # sd_listen_fds(3)
 
@@ -59,10 +59,8 @@ class Notify:
         """Leave a descriptor to the next daemon of this service, if its unit allows any."""
         if self._socket is None:
             return
-        text, fds = f"FDSTORE=1\nFDNAME={name}".encode(), array.array("i", [fd])
-        along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
         with contextlib.suppress(OSError):
-            self._socket.sendmsg([text], along, 0, self._address)
+            send(self._socket, f"FDSTORE=1\nFDNAME={name}".encode(), [fd], 0, self._address)
 
     def unstore(self, *names: str) -> None:
         """Let the service manager close the descriptors of these names."""

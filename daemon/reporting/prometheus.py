@@ -6,8 +6,8 @@ Label sets are bounded: no label has a sample, a path or a token.
 from __future__ import annotations
 
 import collections
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from creel.counters import COUNTERS, Counter
@@ -25,7 +25,7 @@ def serve_page(address: str, take: Callable[[], dict[str, Any]]) -> PageServer:
 
     Args:
         address: host and port, such as "127.0.0.1:9464".
-        take: returns status and stats, or raises TimeoutError.
+        take: returns status and stats, or raises an error if the daemon is busy.
 
     Raises:
         ConfigError: the address is not available, or prometheus_client is not installed.
@@ -72,18 +72,10 @@ class _Collector:
 
 
 def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], Any]) -> Any:
-    """Return `make()`, run on the loop thread; raise TimeoutError if that takes too long."""
-    done = threading.Event()
-    box: list[Any] = []
-
-    def work() -> None:
-        box.append(make())
-        done.set()
-
-    call_soon(work)
-    if not done.wait(_PAGE_S):
-        raise TimeoutError("the daemon's loop is busy")
-    return box[0]
+    """Return `make()`, run on the loop thread; raise futures' TimeoutError if that is busy."""
+    taken: Future[Any] = Future()
+    call_soon(lambda: taken.set_result(make()))
+    return taken.result(_PAGE_S)
 
 
 def _build_info(answer: dict[str, Any]) -> Metric:

@@ -20,7 +20,7 @@ from creel.daemon.service.datasets import Datasets
 from creel.daemon.service.registry import Registry, SessionRecord
 from creel.daemon.service.storage.fetcher import Fetcher
 from creel.errors import UnavailableError
-from creel.messages import Deal, DealtSamples, Extend, Follow, Open, Ready
+from creel.messages import Close, Deal, DealtSamples, Extend, Follow, Open, Ready, Truncate
 from creel.policies.cluster.job_order import JobOrder, JobReplays
 from creel.policies.rehearsal.passes import Passes
 
@@ -70,8 +70,7 @@ class Sessions:
             )
         alone = not self._registry.sessions
         session = self._registry.open(token, request)
-        fields = (session.id, request.dataset, request.job, request.rank, request.world)
-        if not self._shell.handle(events.SessionOpened(*fields, request.recheck)):
+        if not self._shell.handle(events.SessionOpened(session.id, request)):
             raise UnavailableError("this daemon cannot open another session")
         owner = request.job or self._loop.pids().get(token, 0)
         self.runs.opened(owner, time.monotonic(), self._count, alone=alone)
@@ -85,7 +84,7 @@ class Sessions:
         if self._shell.state != "draining" or self._returns:
             session.unready(0)
         self._registry.remove(session)
-        self._shell.handle(events.SessionClosed(session.id))
+        self._shell.handle(Close(session.id))
         self._datasets.grow()
 
     def client_left(self, token: str) -> None:
@@ -150,9 +149,9 @@ class Sessions:
             dealt = events.EpochDealt(session.id, message.epoch, order, view)
             self._shell.handle(dealt if order.quick else events.EpochFollowed(session.id, view))
 
-    def truncated(self, session: SessionRecord, step: int) -> None:
-        session.truncate(step)
-        if self._shell.handle(events.PlanTruncated(session.id, step)):
+    def truncated(self, session: SessionRecord, message: Truncate) -> None:
+        session.truncate(message.step)
+        if self._shell.handle(message):
             session.acknowledge(self._shell.core.planned(session.id)[1])
 
     def waiting(self, session: SessionRecord) -> None:

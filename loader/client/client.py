@@ -41,13 +41,13 @@ from creel.errors import (
 from creel.loader.client.packets import (
     M,
     check_owner,
-    close_all,
     exchange,
     map_arena,
     pidfd_of,
 )
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
+from creel.system.fd_packets import close_all
 from creel.system.forks import forget_in_child, pause_before_fork
 from creel.system.unix_peers import owner_of
 

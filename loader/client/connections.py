@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
@@ -27,17 +30,27 @@ from creel.system.limits import few_descriptors
 
 _log = logging.getLogger("creel.loader")
 
-#: Seconds from a failure to reach or start a daemon to the next attempt: at first, and at most.
+#: Seconds from a failure to reach or start a daemon to the next attempt: at first, and at most. A
+#: wrapped dataset looks as often whether its files lie in the page cache.
 RETRY_S, MAX_RETRY_S = 30.0, 600.0
 #: Seconds for which a service that has ended is expected back, and between two looks for it. To
 #: start a daemon meanwhile would take the training away from the memory that the service keeps.
 RETURN_S, LOOK_S = 10.0, 0.25
-_not_before: dict[str, float] = {}
-_returns_by: dict[str, float] = {}  # when a service that has ended is not expected any more
-_pauses: dict[str, float] = {}  # seconds after the last failure
-_clients: dict[str, Client] = {}
-_starts: dict[str, DaemonStart] = {}
-_seen_starting: dict[str, float] = {}  # when another process was first seen starting a daemon
+
+
+@dataclass
+class _Way:
+    """What this process knows of the daemon of one name; moments of `time.monotonic`."""
+
+    client: Client | None = None
+    start: DaemonStart | None = None  # of a daemon that is starting
+    not_before: float = 0.0  # the next attempt
+    returns_by: float = 0.0  # when a service that has ended is not expected any more
+    pause_s: float = 0.0  # after the last failure
+    seen_starting: float = math.inf  # when another process was first seen starting a daemon
+
+
+_ways: defaultdict[str, _Way] = defaultdict(_Way)
 _lock = threading.Lock()
 #: (daemon name, why a dataset is read directly): each reason is said once.
 _told: set[tuple[str, str]] = set()
@@ -54,43 +67,34 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
     """
     name = config.daemon.name
     with _lock:
-        client = _clients.get(name)
-        if time.monotonic() < _not_before.get(name, 0.0):
+        way = _ways[name]
+        if time.monotonic() < way.not_before:
             return None
-        if client is None or not client.alive:
-            hung = client is not None and client.hung  # another attempt would block again
-            if client is not None:
-                if not hung:
-                    _log.warning(
-                        "the creel daemon has ended: connecting to another, or starting one"
-                    )
-                if client.returns and not hung:
-                    _returns_by[name] = time.monotonic() + RETURN_S
-                disconnect(name)
-            start = _starts.pop(name, None)
-            client = None
-            if start is None and time.monotonic() < _returns_by.get(name, 0.0):
-                client = _returned(name, trainer_pid)
-                if client is None:
-                    _not_before[name] = time.monotonic() + LOOK_S
-                    return None
-            elif not hung:
-                client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
-            if client is None:
-                pause_s = _pauses[name] = min(2 * _pauses.get(name, RETRY_S / 2), MAX_RETRY_S)
-                _not_before[name] = time.monotonic() + pause_s
-            else:
-                _pauses.pop(name, None)
-                _returns_by.pop(name, None)
-                _clients[name] = client
-        return client
-
-
-def _returned(name: str, trainer_pid: int) -> Client | None:
-    """Connect to a service that was started again; None if it does not serve yet."""
-    with suppress(UnavailableError, OSError):
-        return Client.connect(name, trainer_pid=trainer_pid)
-    return None
+        client = way.client
+        if client is not None and client.alive:
+            return client
+        hung = client is not None and client.hung  # another attempt would block again
+        if client is not None:
+            if not hung:
+                _log.warning("the creel daemon has ended: connecting to another, or starting one")
+            if client.returns and not hung:
+                way.returns_by = time.monotonic() + RETURN_S
+            disconnect(name)
+        start, way.start = way.start, None
+        if start is None and time.monotonic() < way.returns_by:
+            with suppress(UnavailableError, OSError):  # it does not serve yet
+                way.client = Client.connect(name, trainer_pid=trainer_pid)
+            if way.client is None:
+                way.not_before = time.monotonic() + LOOK_S
+                return None
+        elif not hung:
+            way.client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
+        if way.client is None:
+            way.pause_s = min(2 * way.pause_s or RETRY_S, MAX_RETRY_S)
+            way.not_before = time.monotonic() + way.pause_s
+        else:
+            way.pause_s = way.returns_by = 0.0
+        return way.client
 
 
 def running_client(config: Config) -> Client | None:
@@ -101,17 +105,18 @@ def running_client(config: Config) -> Client | None:
     """
     name = config.daemon.name
     with _lock:
-        client = _clients.get(name)
-        if client is not None:
-            return client if client.alive else None
-        if name in _starts or time.monotonic() < _not_before.get(name, 0.0) or few_descriptors():
+        way = _ways[name]
+        if way.client is not None:
+            return way.client if way.client.alive else None
+        if way.start is not None or time.monotonic() < way.not_before or few_descriptors():
             return None
     try:
         made = Client.connect(name)  # without the lock: others need not wait for a stopped daemon
     except (UnavailableError, OSError):
         return None
     with _lock:
-        client = _clients.setdefault(name, made)
+        way = _ways[name]
+        client = way.client = way.client or made
     if client is not made:
         made.close()
     return client
@@ -154,12 +159,13 @@ def open_session(
 
 def connected(name: str) -> Client | None:
     """Return this process's connection to the daemon of that name, if there is one."""
-    return _clients.get(name)
+    return _ways[name].client
 
 
 def disconnect(name: str) -> None:
     """Close this process's connection to the daemon of that name, or stop waiting for its start."""
-    client, start = _clients.pop(name, None), _starts.pop(name, None)
+    way = _ways[name]
+    client, start, way.client, way.start = way.client, way.start, None, None
     if client is not None:
         client.close()
     if start is not None:
@@ -172,14 +178,13 @@ def start_daemon_early(config: Config) -> None:
     Making a model and moving it to a device takes longer than a daemon's start
     (benchmarks/startup.py).
     """
-    name = config.daemon.name
     with _lock:
-        later = max(_not_before.get(name, 0.0), _returns_by.get(name, 0.0))
-        if name in _clients or name in _starts or time.monotonic() < later:
+        way = _ways[config.daemon.name]
+        later = max(way.not_before, way.returns_by)
+        if way.client is not None or way.start is not None or time.monotonic() < later:
             return
-        start = start_early(config)
-        if start is not None:
-            _starts[name] = start
+        way.start = start_early(config)
+        if way.start is not None:
             with suppress(ImportError, OSError):  # the first use of zmq reports that
                 import zmq  # 15 ms, while the daemon starts
 
@@ -194,29 +199,25 @@ def daemon_starting(config: Config) -> bool:
     start_daemon_early(config)
     name, now = config.daemon.name, time.monotonic()
     with _lock:
-        start = _starts.get(name)
-        if start is not None:
-            return not start.reported()
-        if name in _clients or not started_elsewhere(name):
-            _seen_starting.pop(name, None)
-            return False
-        return now < _seen_starting.setdefault(name, now) + OTHER_START_S
+        way = _ways[name]
+        if way.start is not None:
+            return not way.start.reported()
+        elsewhere = way.client is None and started_elsewhere(name)
+        way.seen_starting = min(way.seen_starting, now) if elsewhere else math.inf
+        return elsewhere and now < way.seen_starting + OTHER_START_S
 
 
 def _forget_inherited() -> None:
     global _lock  # noqa: PLW0603  another thread of the parent may have held it
     _lock = threading.Lock()
-    _clients.clear()
-    _not_before.clear()
-    _returns_by.clear()
-    _pauses.clear()
-    _seen_starting.clear()
-    while _starts:
-        _starts.popitem()[1].close(wait=False)
+    while _ways:
+        start = _ways.popitem()[1].start
+        if start is not None:
+            start.close(wait=False)
 
 
 def _close_all() -> None:
-    for name in {*_clients, *_starts}:
+    for name in list(_ways):
         disconnect(name)
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from creel import messages
 from creel.cache.memory.arena import ArenaView
 from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
+from creel.system.fd_packets import close_all, receive, send
 from creel.system.limits import may_map
 from creel.system.unix_peers import known_apart, peer_of
 
@@ -38,10 +39,8 @@ def exchange(
         UnavailableError: the daemon refused.
         MalformedError: the reply is not a `kind`.
     """
-    socket.send_fds(control_socket, [messages.encode(request)], fds)
-    body, got, _, _ = socket.recv_fds(
-        control_socket, messages.MAX_BODY, messages.MAX_FDS, socket.MSG_CMSG_CLOEXEC
-    )
+    send(control_socket, messages.encode(request), fds)
+    body, got, _ = receive(control_socket, messages.MAX_BODY, messages.MAX_FDS)
     try:
         return _expected(body, kind), got
     except BaseException:
@@ -103,8 +102,3 @@ def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
         yield tuple(fds)
     finally:
         close_all(fds)
-
-
-def close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

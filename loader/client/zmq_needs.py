@@ -6,7 +6,7 @@ import os
 import threading
 
 from creel.errors import DaemonLostError
-from creel.loader.client.packets import close_all
+from creel.system.fd_packets import close_all
 
 #: A context and a DEALER take 8 (libzmq 4.3); other threads may take some meanwhile.
 _MIN_FREE_FDS = 16

@@ -1,7 +1,7 @@
 """Find files in the page cache, where reading costs no more than from creel's cache.
 
-A loader asks before each epoch (`loader.iterators.state`, `page_cached`). A wrapped dataset below
-torch's own loader asks before it connects (`needless` in `loader.binding.daemon_link`).
+A loader asks before each epoch (`page_cached` in `line/batches/state.py`). A wrapped dataset below
+torch's own loader asks before it connects (`needless` in `data/binding/daemon_link.py`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,13 @@ def local(path: str) -> bool:
 
 def remote(path: str) -> bool:
     """Whether a file is on a network file system or one in user space, as far as is known."""
-    kind = _mount_of(path, _mounts()).kind
+    kind = kind_of(path)
     return bool(kind) and kind not in _ON_DISK | _IN_MEMORY | _OTHERS
+
+
+def kind_of(path: str) -> str:
+    """Return the kind of file system on which a path is; "" if it is not known."""
+    return _mount_of(path, _mounts()).kind
 
 
 def _mount_of(path: str, mounts: list[_Mount]) -> _Mount:
@@ -89,14 +94,25 @@ def _readable_now(name: int, nbytes: int) -> bool:
     """Whether the first and last byte of a file are in memory.
 
     Raises:
-        OSError: they are not; or the file system does not say.
+        OSError: the file system does not say.
     """
     fd = os.open(f"/proc/self/fd/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        places = {0, nbytes - 1} if nbytes else ()
-        return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1 for at in places)
+        return all(cached_at(fd, at) for at in ({0, nbytes - 1} if nbytes else ()))
     finally:
         os.close(fd)
+
+
+def cached_at(fd: int, at: int) -> bool:
+    """Whether a byte of a file is in memory.
+
+    Raises:
+        OSError: the file system does not say, as NFS and FUSE.
+    """
+    try:
+        return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
 
 
 def _mounts() -> list[_Mount]:

@@ -17,8 +17,8 @@ from creel.daemon.core.events import (
     FetchObjects,
     PlanDoubted,
     Progressed,
-    SessionClosed,
 )
+from creel.messages import Close
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
@@ -58,7 +58,7 @@ class JobSets(Nodes):
 
     def _begin(self, node: int) -> None:
         super()._begin(node)
-        self.shells[node].feed(SessionClosed(1))
+        self.shells[node].feed(Close(1))
 
     def view_of(self, job: int, node: int) -> ClusterView:
         """Return the nodes of a job, as one of them sees them."""
@@ -146,7 +146,7 @@ class JobSets(Nodes):
         """End a job on all its nodes."""
         self.running.discard(job)
         for node in self.sets[job]:
-            self.shells[node].feed(SessionClosed(job + 2))
+            self.shells[node].feed(Close(job + 2))
         self._settle()
 
     def _from_peer(self, node: int, action: FetchObjects) -> None:

@@ -13,7 +13,8 @@ import pytest
 from nodes import Nodes
 
 from creel.daemon.core.cluster.silence import Silence
-from creel.daemon.core.events import EpochDealt, SamplesTold, SessionClosed
+from creel.daemon.core.events import EpochDealt, SamplesTold
+from creel.messages import Close
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
 from creel.policies.rehearsal.content import Offered, kept, mixed
 from creel.policies.rehearsal.passes import Passes
@@ -70,7 +71,7 @@ class Rehearsing(Nodes):
         """Let a node's rank make a loader for the next task."""
         shell = self.shells[node]
         if task:
-            shell.feed(SessionClosed(1))
+            shell.feed(Close(1))
             shell.open(1, "d", "j", node, len(self.shells))
             self._began[node] = self._skipped[node] = 0
         shell.feed(SamplesTold(1, alive(task, self.budget)))

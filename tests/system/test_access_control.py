@@ -23,7 +23,7 @@ from creel.addresses import first_address
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
-from creel.loader.client.packets import close_all, exchange
+from creel.loader.client.packets import exchange
 from creel.messages import (
     PROTOCOL,
     Attach,
@@ -41,6 +41,7 @@ from creel.messages import (
     Welcome,
     encode,
 )
+from creel.system.fd_packets import close_all
 from daemons import Running, content, folder, opened, plan, read_steps, status
 from kit import knock, until
 

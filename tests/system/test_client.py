@@ -23,11 +23,12 @@ from creel.addresses import first_address
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
-from creel.loader.client import connections
+from creel.loader.client import connections, packets
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
 from creel.loader.data.binding.bind import bind
 from creel.loader.line.steps.batch_stream import open_batch_stream
+from creel.system import fd_packets
 from daemons import Running, folder, opened, plan, read_steps
 from kit import descriptors, until
 
@@ -167,7 +168,7 @@ def test_where_descriptors_run_out_the_line_is_not_made(daemon: Running, free: i
 
 def test_ctrl_c_amid_a_question_leaves_no_answer_to_the_next(daemon: Running) -> None:
     with daemon.client() as client:
-        amid = mock.patch.object(socket, "recv_fds", side_effect=KeyboardInterrupt)
+        amid = mock.patch.object(packets, "receive", side_effect=KeyboardInterrupt)
         with amid, pytest.raises(KeyboardInterrupt):
             client.register(Manifest.of_files(["/a"]))
         with pytest.raises(DaemonLostError):
@@ -183,7 +184,7 @@ def test_closing_ends_a_question_of_another_thread_in_silence(
     settings, asked = config(daemon.name), threading.Event()
     client = connections.client_of(settings)
     assert client is not None
-    receive = socket.recv_fds
+    receive = fd_packets.receive
 
     def asking(*args: Any) -> Any:
         asked.set()
@@ -191,7 +192,7 @@ def test_closing_ends_a_question_of_another_thread_in_silence(
 
     daemon.signal(signal.SIGSTOP)
     try:
-        with mock.patch.object(socket, "recv_fds", asking), ThreadPoolExecutor() as threads:
+        with mock.patch.object(packets, "receive", asking), ThreadPoolExecutor() as threads:
             opened = threads.submit(open_batch_stream, binding, settings, {})
             assert asked.wait(20)
             connections.disconnect(daemon.name)

@@ -27,17 +27,16 @@ from creel.daemon.core.events import (
     PeerAsked,
     PeerServed,
     PlanRetention,
-    PlanTruncated,
     Progressed,
     Publish,
     ReleaseMemory,
     ServeObjects,
-    SessionClosed,
     SetReady,
     Spilled,
     SpillObjects,
 )
 from creel.daemon.core.versions import Versions
+from creel.messages import Close, Truncate
 from creel.policies.prefetch import Window
 
 
@@ -139,7 +138,7 @@ class Rig(CoreShell):
         reader = self.readers[session]
         del reader.objects[max(step, reader.done) :]
         reader.wanted = min(reader.wanted, len(reader.objects))
-        self.feed(PlanTruncated(session, step))
+        self.feed(Truncate("", session, step))
 
     def progress(self, session: int, done: int = 0, wanted: int = 0) -> list[Action]:
         reader = self.readers[session]
@@ -149,7 +148,7 @@ class Rig(CoreShell):
 
     def close(self, session: int) -> None:
         del self.readers[session]
-        self.feed(SessionClosed(session))
+        self.feed(Close(session))
 
     def land(self, number: int) -> list[Action]:
         """Let the source, the disk or private memory answer a fetch."""

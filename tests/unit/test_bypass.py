@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from creel.policies.bypass import Bypass
-from creel.policies.thread_use import ThreadUse
+from creel.policies.direct import Bypass, ThreadUse
 
 BATCH = 64
 QUIET = ThreadUse(1_000_000, 990_000, sleeps=0, device_reads=0)  # of a batch

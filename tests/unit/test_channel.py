@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from creel.loader.making.transport.channel import Channel, pair
+from creel.system import fd_packets
 from kit import descriptors
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,6 +46,19 @@ def test_descriptors_have_any_number(limits: tuple[int, int]) -> None:
     with pytest.raises(EOFError):
         channel.get(20)
     channel.close()
+
+
+def test_descriptors_that_came_close_on_exec() -> None:
+    """Python's own `recv_fds` ignores the flag that says so, before 3.12."""
+    ours, theirs = pair()
+    with ours, theirs:
+        fd_packets.send(ours, b"x", [0, 1])
+        data, fds, _ = fd_packets.receive(theirs, 100, 4)
+        try:
+            assert (data, len(fds)) == (b"x", 2)
+            assert not any(map(os.get_inheritable, fds))
+        finally:
+            fd_packets.close_all(fds)
 
 
 def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(

@@ -16,9 +16,7 @@ from creel.daemon.core.events import (
     Fetched,
     FetchObjects,
     PlanExtended,
-    PlanTruncated,
     Progressed,
-    SessionClosed,
     SessionOpened,
     SetReady,
     Tick,
@@ -27,6 +25,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError, MalformedError
+from creel.messages import Close, Open, Truncate
 from creel.policies.prefetch import SourceRate
 from kit import default_window, lengths_of, seeds
 
@@ -246,7 +245,7 @@ def test_a_plan_with_a_gap_is_refused_and_changes_nothing(rig: Rig) -> None:
 
 def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
     with pytest.raises(IllegalEventError):
-        rig.feed(SessionOpened(1, "nothing", "", 0, 1, "never"))
+        rig.feed(SessionOpened(1, Open("nothing", "", 0, 1, "never")))
     columns = rig.offset["d"], rig.length["d"], lengths_of(rig.length["d"])
     with pytest.raises(IllegalEventError):
         rig.feed(DatasetAdded("d", *columns, Versions(len(rig.length["d"]))))
@@ -255,8 +254,8 @@ def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
 def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
     for event in (
         Progressed(9, 1, 1),
-        PlanTruncated(9, 0),
-        SessionClosed(9),
+        Truncate("", 9, 0),
+        Close(9),
         Warm("x"),
         Dropped("x"),
     ):

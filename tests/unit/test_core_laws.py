@@ -19,7 +19,6 @@ from creel.daemon.core.events import (
     SOURCE,
     DatasetAdded,
     Dropped,
-    EpochBegan,
     PlanExtended,
     PlanRetention,
     Progressed,
@@ -28,6 +27,7 @@ from creel.daemon.core.events import (
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
+from creel.messages import Begin, Open
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.recent import MostRecentFirst
 from kit import default_window, lengths_of, seeds
@@ -226,7 +226,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
     try:
         core = Core(Allocator(2_000_000), default_window())
         core.handle(DatasetAdded("d", offset, length, lengths, one_file), 0.0)
-        core.handle(SessionOpened(1, "d", "", 0, 1, "never"), 0.0)
+        core.handle(SessionOpened(1, Open("d", "", 0, 1, "never")), 0.0)
         for epoch, ids in enumerate(plans):
             told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends, unplanned=False)
             asked = [a for a in core.handle(told, 0.0) if isinstance(a, PlanRetention)]
@@ -272,7 +272,7 @@ def test_objects_read_later_are_never_fetched_sooner_however_the_pace_changes() 
     rig.checking = False
     rig.register("d", [100] * batch * steps)
     rig.open(1, "d", recheck="epoch")
-    rig.feed(EpochBegan(1, 0))
+    rig.feed(Begin("", 1, 0))
     rig.extend(1, 0, np.arange(batch * steps).reshape(steps, batch).tolist())
     reader = rig.readers[1]
     while reader.done < steps:

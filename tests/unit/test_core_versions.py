@@ -17,12 +17,12 @@ from creel.daemon.core.events import (
     Action,
     Checked,
     CheckVersions,
-    EpochBegan,
     FetchObjects,
     SetReady,
     Tick,
 )
 from creel.daemon.core.versions import Versions
+from creel.messages import Begin
 from creel.policies.prefetch import Window
 from kit import default_window, seeds
 
@@ -87,7 +87,7 @@ class Changing(Rig):
     def begin(self, session: int, epoch: int, first: int) -> list[Action]:
         """Begin epoch `epoch`, whose first step is `first`."""
         self.demand(session, range(first, len(self.readers[session].objects)))
-        return self.feed(EpochBegan(session, epoch))
+        return self.feed(Begin("", session, epoch))
 
     def demand(self, session: int, steps: range) -> None:
         now = self.source[self.readers[session].dataset].version.copy()
@@ -251,7 +251,7 @@ def test_a_file_that_is_written_all_the_time_is_read_once_an_epoch() -> None:
     for epoch in range(3):
         before = rig.reads
         reader = rig.readers[1]
-        rig.feed(EpochBegan(1, epoch))
+        rig.feed(Begin("", 1, epoch))
         rig.extend(1, epoch, [[i, i + 1] for i in range(0, 30, 2)])
         rig.demand(1, range(15 * epoch, 15 * epoch + 15))
         while reader.done < len(reader.objects):
@@ -354,7 +354,7 @@ def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
     rig = Changing(10_000, default_window(fetch_objects=1))
     rig.files("d", [100] * 30)
     rig.open(1, "d", recheck="epoch")
-    rig.feed(EpochBegan(1, 0))
+    rig.feed(Begin("", 1, 0))
     rig.extend(1, 0, [[i] for i in range(6)])
     rig.demand(1, range(6))
     hung = next(n for n, f in rig.fetches.items() if f.ids[0] == 0)
@@ -451,7 +451,7 @@ def begin(rig: Changing, s: int, told: dict[int, list[tuple[int, int]]]) -> None
     number, first = told[s].pop(0)
     last = told[s][0][1] if told[s] else len(rig.readers[s].objects)
     rig.demand(s, range(first, last))  # steps that become ready by the event count, too
-    rig.feed(EpochBegan(s, number))
+    rig.feed(Begin("", s, number))
 
 
 def test_versions_of_files_that_hold_many_objects() -> None:

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from creel.policies.direct import DirectReads
-from creel.policies.thread_use import ThreadUse
+from creel.policies.direct import DirectReads, ThreadUse
 
 READS, NBYTES = 64, 64 * 20_000
 QUICK_NS, SLOW_NS = 30_000, 3_000_000  # of one read: the page cache, a server

@@ -19,6 +19,7 @@ from creel.cli import doctor
 from creel.cli.checks import dataset, exposed, nodes, running
 from creel.cli.checks.finding import Finding
 from creel.config import Config
+from creel.loader.data import page_cache
 from creel.settings import ClusterSettings, DaemonSettings
 from testbed.s3_server import S3
 
@@ -216,7 +217,8 @@ def test_stripes_are_those_that_lfs_tells(tmp_path: Path, monkeypatch: pytest.Mo
     lfs.write_text('#!/bin/sh\n[ "$1 $2" = "getstripe --stripe-count" ] && echo 4\n')
     lfs.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(dataset, "_is_lustre", lambda path: path == str(tmp_path / "a"))
+    kinds = {f"{tmp_path.resolve() / 'a'}/": "lustre"}
+    monkeypatch.setattr(page_cache, "kind_of", lambda path: kinds.get(path, ""))
     found = {one.name: one for one in dataset.looks(str(tmp_path / "a"), "", time.time())}
     assert found["Lustre"].found.startswith("4 stripes")
 

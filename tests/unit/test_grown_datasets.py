@@ -17,13 +17,12 @@ from creel.daemon.core.events import (
     CheckVersions,
     DatasetAdded,
     DatasetGrew,
-    EpochBegan,
     FetchObjects,
-    SessionClosed,
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
+from creel.messages import Begin, Close
 from kit import lengths_of, seeds
 
 
@@ -64,7 +63,7 @@ def test_a_dataset_takes_over_what_it_begins_with(kind: str) -> None:
     shell = CoreShell(1 << 16)
     old = add(shell, "a", lengths(kind, 8, 4))
     assert read(shell, 1, "a", [0, 2, 3, 5]) == [0, 2, 3, 5]
-    shell.feed(SessionClosed(1))
+    shell.feed(Close(1))
     new = add(shell, "b", lengths(kind, 12, 4), "a")
     assert read(shell, 2, "b", [3, 9]) == [3, 9]
     mine, its = shell.offset["b"][3], shell.offset["a"][[0, 2, 5]].copy()
@@ -83,7 +82,7 @@ def test_objects_of_another_version_are_not_taken_over() -> None:
     shell = CoreShell(1 << 16)
     old = add(shell, "a", np.array([100, 101, 102]))
     read(shell, 1, "a", [0, 1, 2])
-    shell.feed(SessionClosed(1))
+    shell.feed(Close(1))
     new = add(shell, "b", np.array([100, 101, 102, 103]), "a")
     new.version[1], new.seen[1] = old.version[1] + 1, 5
     new.version[2], new.seen[2] = old.version[2], 5
@@ -100,15 +99,15 @@ def test_a_check_that_the_old_dataset_asked_for_is_asked_for_anew() -> None:
     add(shell, "a", lengths[:4])
     read(shell, 1, "a", [0, 1, 2, 3])
     shell.open(2, "a", recheck="epoch")
-    shell.feed(EpochBegan(2, 0))
-    shell.feed(SessionClosed(1))
+    shell.feed(Begin("", 2, 0))
+    shell.feed(Close(1))
     add(shell, "b", lengths, "a")
     shell.open(3, "b", recheck="epoch")
-    shell.feed(EpochBegan(3, 0))
-    shell.feed(EpochBegan(2, 1))
+    shell.feed(Begin("", 3, 0))
+    shell.feed(Begin("", 2, 1))
     shell.tell(2, 1, np.arange(4, dtype=np.int32), np.array([2, 4]))
     assert any(isinstance(action, CheckVersions) for action in shell.waiting)
-    shell.feed(SessionClosed(2))
+    shell.feed(Close(2))
     shell.feed(DatasetGrew("b", "a"))
     shell.tell(3, 0, np.arange(5, dtype=np.int32), np.array([2, 4, 5]))
     shell.settle()
@@ -123,7 +122,7 @@ def test_the_length_of_what_is_on_its_way_is_the_one_that_arrives(
     monkeypatch.setattr(shell, "nbytes_read", lambda fetch: np.full(len(fetch.ids), 100))
     add(shell, "a", np.full(4, -1))
     assert {*read(shell, 1, "a", [0, 1, 2, 3])} == {0, 1, 2, 3}
-    shell.feed(SessionClosed(1))
+    shell.feed(Close(1))
     add(shell, "b", np.full(6, -1), "a")
     shell.open(2, "b")
     shell.tell(2, 0, np.array([0, 5], np.int32), np.array([1, 2]))
@@ -139,7 +138,7 @@ def test_datasets_in_other_pieces_keep_what_they_have() -> None:
     shell = CoreShell(1 << 16)
     add(shell, "a", np.full(4, 10))
     read(shell, 1, "a", [0, 1])
-    shell.feed(SessionClosed(1))
+    shell.feed(Close(1))
     add(shell, "b", np.array([10, 10, 10, 10, 11]), "a")
     shell.feed(DatasetGrew("b", "a"))
     shell.core.check()

@@ -40,7 +40,7 @@ from creel.daemon.service.memory import kept_memory
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
-from creel.messages import Command, Deal, DealtReplays, DealtSamples, Extend, Open
+from creel.messages import Command, Deal, DealtReplays, DealtSamples, Extend, Open, Truncate
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.settings import MemorySettings
 from creel.system import limits
@@ -166,7 +166,7 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
         for job in ("bad", "other")
     )
     with mock.patch.object(node.core, "handle", side_effect=MemoryError):
-        node.sessions.truncated(bad, 0)
+        node.sessions.truncated(bad, Truncate("token", bad.id, 0))
     assert list(node.registry.sessions) == [other.id]
     node.close()
 

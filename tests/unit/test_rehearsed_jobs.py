@@ -13,9 +13,10 @@ from torch.utils.data import DistributedSampler, Subset
 
 import creel
 from core_shell import CoreShell
-from creel.daemon.core.events import Progressed, SamplesTold, SessionClosed
+from creel.daemon.core.events import Progressed, SamplesTold
 from creel.loader.data.binding.bind import Binding, bind
 from creel.loader.line.order.epoch_plan import EpochPlan
+from creel.messages import Close
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
 from creel.policies.rehearsal.passes import Passes
 
@@ -93,7 +94,7 @@ def test_before_anything_was_added_a_loader_rehearses_but_replays_nothing(data: 
     loader = loader_of(parts(data)[0], creel.Rehearsal(2), 0, 2)
     epoch = observe(loader)
     assert told(epoch.predict(), bind(loader.dataset)).replays is None
-    assert epoch.rehearses
+    assert epoch.extended
 
 
 def test_a_job_may_read_its_samples_and_the_kept_ones(data: Any) -> None:
@@ -142,9 +143,9 @@ def test_a_rank_that_goes_on_to_the_next_task_leaves_the_others_behind() -> None
         shell.tell(1 + rank, 0, ids, ends)
         shell.settle()
         shell.feed(Progressed(1 + rank, 20, 21))
-    shell.feed(SessionClosed(1))
+    shell.feed(Close(1))
     shell.open(3, "d", "j", 0, 2)
-    shell.feed(SessionClosed(2))
+    shell.feed(Close(2))
     shell.open(4, "d", "j", 1, 2)
     groups = shell.core._readers["d"].groups
     assert [sorted(s.id for s in group.sessions.values()) for group in groups] == [[3, 4]]

@@ -27,6 +27,7 @@ from creel.daemon.reporting.notify import handed_over
 from creel.daemon.service.memory import kept_memory
 from creel.daemon.service.memory.kept_memory import StoredDataset
 from creel.errors import IllegalEventError
+from creel.messages import Begin, Close
 from creel.settings import MemorySettings
 from kit import default_window, lengths_of, seeds
 
@@ -60,7 +61,7 @@ def read_some(shell: CoreShell, name: str, rng: np.random.Generator, session: in
         shell.feed(events.Progressed(session, done, done))
         shell.settle()
     if rng.random() < 0.5:
-        shell.feed(events.SessionClosed(session))
+        shell.feed(Close(session))
         shell.settle()
 
 
@@ -134,7 +135,7 @@ def test_a_session_that_checks_finds_files_that_changed_meanwhile() -> None:
     shell.settle()
     after = again(shell.core.kept(), {"a": length})
     after.open(1, "a", recheck="epoch")
-    after.feed(events.EpochBegan(1, 0))
+    after.feed(Begin("", 1, 0))
     after.tell(1, 0, np.arange(8, dtype=np.int32), np.array([4, 8]))
     assert after.ready[1].ready == 0, "nothing is ready before the files were looked at"
     asked = [one for one in after.waiting if isinstance(one, CheckVersions)]

@@ -14,7 +14,6 @@ from creel.daemon.core.events import (
     Action,
     Checked,
     ClusterChanged,
-    EpochBegan,
     EpochDealt,
     EpochFollowed,
     Fetched,
@@ -25,6 +24,7 @@ from creel.daemon.core.events import (
     Tick,
 )
 from creel.daemon.core.versions import Versions
+from creel.messages import Begin
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
 from kit import cluster_view
@@ -98,7 +98,7 @@ def test_a_changed_object_keeps_its_room_until_it_has_left(sizes: list[int]) -> 
     node.land_all()
     room = int(node.ask(0, 1).place[0])
     assert int(node.ask(0).place[0]) == room
-    node.feed(EpochBegan(1, 0))
+    node.feed(Begin("", 1, 0))
     node.changed = {0}
     for served in (0, 1):
         node.check_all()

@@ -15,18 +15,18 @@ from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.events import (
     Checked,
+    DatasetAdded,
     Dropped,
     Fetched,
     PlanExtended,
-    PlanTruncated,
     Progressed,
-    SessionClosed,
     SessionOpened,
     Tick,
     Unregistered,
 )
 from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError, MalformedError
+from creel.messages import Close, Open, Truncate
 from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 
 DOCS = Path(__file__).parents[2] / "docs" / "states.md"
@@ -233,7 +233,7 @@ def truncated(rig: One) -> None:
     if 1 in rig.readers:
         rig.truncate(1, 0)
     else:
-        rig.feed(PlanTruncated(1, 0))
+        rig.feed(Truncate("", 1, 0))
 
 
 def done(rig: One) -> None:
@@ -245,11 +245,11 @@ def done(rig: One) -> None:
 
 def closed(rig: One) -> None:
     rig.readers.pop(1, None)
-    rig.feed(SessionClosed(1))
+    rig.feed(Close(1))
 
 
 def opened(rig: One) -> None:
-    rig.feed(SessionOpened(1, "d", "j", 0, 1, "never"))
+    rig.feed(SessionOpened(1, Open("d", "j", 0, 1, "never")))
     idle_reader = idle().readers[1]
     rig.readers.setdefault(1, idle_reader)
 
@@ -302,7 +302,8 @@ def test_a_state_follows_only_the_states_that_it_may(old: int, new: int) -> None
     """Between the table's states; SKIPPED behaves as absent, OVERDUE as in flight."""
     unused: Any = None
     columns = np.full(3, NOWHERE), np.full(3, 9), Lengths.of(np.array([9]), np.array([3]))
-    held = Residency("d", *columns, Allocator(100), unused, unused, DiskTier(100))
+    added = DatasetAdded("d", *columns, unused)
+    held = Residency(added, Allocator(100), unused, DiskTier(100))
     held.state[:2] = old
     may = {
         ABSENT: {RESIDENT, FETCHING, OVERDUE},

@@ -13,6 +13,7 @@ from creel.cache.memory.memfd import mapped
 from creel.cache.memory.slots.slot import POPULATE, Buffer, exporter
 from creel.errors import IllegalEventError
 from creel.system.forks import at_fork
+from creel.system.transfers import transfer
 
 #: Batches that are copied out of a slot before its pages are locked.
 COPIES = 2
@@ -84,7 +85,8 @@ class SlotReader:
             flags = mmap.MAP_PRIVATE if self._private else POPULATE  # populating would copy it all
             self._maps[slot_id] = mapped(fd, nbytes, flags=flags, kind=SlotMapping)
         except OSError:
-            self._maps[slot_id] = _copy_of(fd, nbytes)
+            self._maps[slot_id] = copy = bytearray(nbytes)
+            transfer(os.preadv, fd, [copy])
             self._copies.add(slot_id)
 
     def view(self, slot_id: int) -> memoryview:
@@ -197,14 +199,6 @@ class SlotReader:
     def mark_shared(self) -> None:
         """Mark slots leased at a fork: they are not written again, as the child sees them."""
         self._shared.update(self._live)
-
-
-def _copy_of(fd: int, nbytes: int) -> bytearray:
-    copy = bytearray(nbytes)
-    view, at = memoryview(copy), 0
-    while at < nbytes:
-        at += os.preadv(fd, [view[at:]], at)  # a sealed memfd never ends early
-    return copy
 
 
 class _SlotLease(weakref.ref[Buffer]):

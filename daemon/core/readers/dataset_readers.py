@@ -11,6 +11,7 @@ from creel.daemon.core.admission import Admission
 from creel.daemon.core.readers.planned_job import PlannedJob, clocks
 from creel.daemon.core.readers.sessions import JobGroup, RankStream
 from creel.daemon.core.residency import ONE, Residency
+from creel.messages import Open
 from creel.policies.arrays import Mask
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.first_readers import FirstReaders
@@ -42,17 +43,9 @@ class DatasetReaders:
     def sessions(self) -> Iterator[RankStream]:
         return (s for g in self.groups for s in g.sessions.values())
 
-    def join(
-        self,
-        number: int,
-        job: str,
-        rank: int,
-        world: int,
-        now: float,
-        recheck: str,
-        generation: int,
-    ) -> RankStream:
+    def join(self, number: int, asked: Open, now: float, generation: int) -> RankStream:
         """Open a session of a rank, in a group with the other local ranks of its job."""
+        job, rank, world = asked.job, asked.rank, asked.world
         for group in self.groups:
             there = group.left.union(group.sessions)  # a loader for each task
             if group.job == job and group.world == world and rank not in there:
@@ -60,7 +53,7 @@ class DatasetReaders:
         else:
             group = JobGroup(job, world, NextUses(len(self._residency)))
             self.groups.append(group)
-        session = RankStream(number, self._residency, group, rank, now, recheck, generation)
+        session = RankStream(number, self._residency, group, asked, now, generation)
         group.sessions[rank] = session
         self._count()
         return session

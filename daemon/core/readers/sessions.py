@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from creel.daemon.core.readers.cursors import Cursors
 from creel.daemon.core.residency import COUNTED, Residency
+from creel.messages import Open
 from creel.policies.arrays import Ids, Index, Mask
 from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.job_order import SampleObjects
@@ -73,21 +74,19 @@ class RankStream:
         number: int,
         residency: Residency,
         group: JobGroup,
-        rank: int,
+        asked: Open,
         now: float,
-        recheck: str,
         generation: int,
     ) -> None:
-        """`recheck`: see `messages.Open`; `generation`: the one in which the session opens."""
-        self.id = number
-        self.recheck = recheck
+        """`generation`: the one in which the session opens."""
+        self.id, self.rank = number, asked.rank
+        self.recheck = recheck = asked.recheck
         #: Versions must have been seen in these generations or later (`Versions`).
         self.since = self.since_remote = 0 if recheck == "never" else generation
         self.opened = now
         self.begun = -1  # the latest epoch that has begun
         self.residency = residency
         self.group = group
-        self.rank = rank
         self.stream = SessionPlan()
         self.cursors = Cursors()
         late = group.clock() > _LATE_STEPS

@@ -10,7 +10,7 @@ from creel.cache.memory.pools.allocator import Ranges
 from creel.cache.memory.pools.free_ranges import must
 from creel.cache.memory.pools.runs import Runs
 from creel.cache.storage.version import CHANGING
-from creel.daemon.core.events import Event
+from creel.daemon.core.events import BaseEvent
 from creel.daemon.core.residency import Residency
 from creel.policies.arrays import Ids, Ints
 from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT
@@ -33,7 +33,7 @@ class KeptObjects:
     page: int = 0
 
 
-class Restored(Event, frozen=True):
+class Restored(BaseEvent, frozen=True):
     """A dataset that was just added has residents already; None: its kept memory is of no use."""
 
     dataset: str

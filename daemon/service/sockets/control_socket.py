@@ -61,6 +61,8 @@ from creel.messages import (
     decode,
     encode,
 )
+from creel.system.fd_packets import close_all, receive, send
+from creel.system.transfers import transfer
 from creel.system.unix_peers import peer_of, why_apart
 
 log = logging.getLogger("creel.control_socket")
@@ -221,8 +223,7 @@ class ControlSocket:
     def _serve(self, connection: _Connection) -> None:
         fds: list[int] = []
         try:
-            flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            body, fds, got, _ = socket.recv_fds(connection.socket, MAX_BODY, MAX_FDS, flags)
+            body, fds, flags = receive(connection.socket, MAX_BODY, MAX_FDS, socket.MSG_DONTWAIT)
             if connection.refusal is not None:
                 # Not before the hello was read: closing would discard the answer.
                 self._send(connection, Answer(connection.refusal))
@@ -231,7 +232,7 @@ class ControlSocket:
             if not body:
                 self._end(connection)
                 return
-            self._request(connection, _whole(body, got), fds)
+            self._request(connection, _whole(body, flags), fds)
         except BlockingIOError:
             return
         except (UnavailableError, ConfigError) as e:
@@ -243,14 +244,12 @@ class ControlSocket:
             log.exception("a request of process %d could not be handled", connection.pid)
             self._end(connection)
         finally:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
 
     def _send(self, connection: _Connection, answer: Answer) -> None:
         """Send an answer without blocking; close the connection of a client that does not read."""
         try:
-            body = encode(answer.message)
-            socket.send_fds(connection.socket, [body], answer.fds, socket.MSG_DONTWAIT)
+            send(connection.socket, encode(answer.message), answer.fds, socket.MSG_DONTWAIT)
         except OSError:
             self._end(connection)
 
@@ -404,12 +403,8 @@ def _is_sealed(fd: int) -> bool:
         return False
 
 
-def _copied(fd: int, nbytes: int) -> bytes:
-    pieces, at = [], 0
-    while at < nbytes:
-        piece = os.pread(fd, min(nbytes - at, 64 << 20), at)
-        if not piece:
-            raise MalformedError(f"a file of {at} bytes, not {nbytes}")
-        pieces.append(piece)
-        at += len(piece)
-    return b"".join(pieces)
+def _copied(fd: int, nbytes: int) -> bytearray:
+    copy = bytearray(nbytes)
+    if transfer(os.preadv, fd, [copy]) < nbytes:
+        raise MalformedError(f"a file of fewer than {nbytes} bytes")
+    return copy

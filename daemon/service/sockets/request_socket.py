@@ -18,7 +18,6 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from creel.daemon.core.events import EpochBegan
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import SessionRecord
 from creel.daemon.service.sockets import commands
@@ -152,11 +151,11 @@ class RequestSocket:
         elif isinstance(message, Deal | Follow):
             sessions.dealt(session, message)
         elif isinstance(message, Begin):
-            self._node.shell.handle(EpochBegan(session.id, message.epoch))
+            self._node.shell.handle(message)
         elif isinstance(message, Truncate):
             if not done <= message.step <= steps:
                 raise MalformedError(f"truncate at {message.step} of {steps} steps")
-            sessions.truncated(session, message.step)
+            sessions.truncated(session, message)
 
     def _wait(self, who: bytes, session: SessionRecord, message: Wait) -> None:
         if not 0 <= message.step < 1 << 62:

@@ -114,6 +114,19 @@ def job_name(env: Mapping[str, str] | None = None) -> str:
     return name.encode(errors="backslashreplace").decode()  # messages carry only UTF-8
 
 
+def job_here(world: int, env: Mapping[str, str], parent: int) -> str:
+    """Return what distinguishes this node's jobs: a unique job name, else the parent process.
+
+    A launcher is the parent of all its ranks on a node.
+
+    >>> job_here(2, {"SLURM_JOB_ID": "7"}, 100), job_here(2, {"MASTER_PORT": "29500"}, 100)
+    ('2 7   0', '2   29500 100')
+    """
+    name = job_name(env)
+    parent = parent if name in {"", "none"} else 0  # torchrun's names of a job without one
+    return f"{world} {name} {env.get('MASTER_ADDR', '')} {env.get('MASTER_PORT', '')} {parent}"
+
+
 def _slurm(env: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return Slurm's (rank, world) variables if this process is one of the tasks of an srun step.
 

@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 from creel.addresses import startable
 from creel.config import Config
 from creel.loader.client.cluster.ranks import job_name, rank_and_world
-from creel.loader.client.connections import daemon_starting, open_session
+from creel.loader.client.connections import RETRY_S, daemon_starting, open_session
 from creel.loader.data.binding.bind import Binding
 from creel.loader.data.reading.lease import Lease
 from creel.loader.data.rehearsed import numbers_of
@@ -42,8 +42,6 @@ _log = logging.getLogger("creel.loader")
 #: Longest wait for a step. Only the source can take this long (a dead or stopped daemon is noticed
 #: within 3 s), and a direct read costs no more than the daemon's own read.
 _WAIT_S = 10.0
-#: Seconds until the daemon is tried again after a failure, or the page cache is checked again.
-RETRY_S = 30.0
 
 
 class DaemonLink:

@@ -19,6 +19,7 @@ from creel.cache.memory.memfd import Descriptor
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import position
 from creel.policies.arrays import Ints
+from creel.system.transfers import transfer
 
 #: Before the arrays of an `.idx`: magic, version, type of the tokens, numbers of sequences and of
 #: documents (megatron/core/datasets/indexed_dataset.py, `_IndexWriter`).
@@ -126,12 +127,8 @@ class TokenDataset(Dataset[torch.Tensor]):
         file = self._file
         if file is None:
             file = self._file = Descriptor(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
-        memory = out.view(np.uint8).data
-        while memory:
-            got = os.preadv(file.fd, [memory], offset)
-            if not got:
-                raise OSError(errno.EIO, "the file has been cut", self._path)
-            memory, offset = memory[got:], offset + got
+        if transfer(os.preadv, file.fd, [out.view(np.uint8)], offset) < out.nbytes:
+            raise OSError(errno.EIO, "the file has been cut", self._path)
 
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k != "_file"}

@@ -14,6 +14,7 @@ import numpy as np
 
 from creel.cache.memory.memfd import mapped
 from creel.loader.data.maps.mappings import MappedRange
+from creel.loader.data.page_cache import cached_at
 from creel.system import limits
 
 #: Files are read in whole blocks of this size, as a fault reads them: it is the kernel's readahead
@@ -61,9 +62,8 @@ class PageFiles:
         self._asked += 1
         file.asked[block.number] = self._asked
         last = min(at + BLOCK_NBYTES, file.nbytes) - 1
-        # File systems that cannot say it, such as NFS and FUSE, raise.
         with suppress(OSError):
-            if os.preadv(file.fd, [bytearray(1)], last, os.RWF_NOWAIT) == 1:
+            if cached_at(file.fd, last):
                 return False
         try:
             os.posix_fadvise(file.fd, at, BLOCK_NBYTES, os.POSIX_FADV_WILLNEED)
@@ -117,9 +117,7 @@ class _PageFile:
     def resident(self, at: int) -> bool:
         """Whether memory has a byte of the file."""
         try:
-            return os.preadv(self.fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
-        except BlockingIOError:
-            return False
+            return cached_at(self.fd, at)
         except OSError:  # a file system that does not say: the kernel does, to whom may write
             if not (os.access(self.path, os.W_OK) or os.fstat(self.fd).st_uid == os.geteuid()):
                 raise

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.cache.storage.version import MISSING, stands_for
 from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import this_thread, thread_use
-from creel.policies.thread_use import NO_USE
+from creel.policies.direct import NO_USE
 
 if TYPE_CHECKING:
     from creel.loader.client.session import Session

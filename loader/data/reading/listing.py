@@ -30,7 +30,7 @@ from creel.loader.data.reading.storage import (
     read_all,
     walk,
 )
-from creel.system.progress import ProgressLine
+from creel.system.progress import progress_line
 
 #: File names of an index below an http(s) root, in the order they are tried.
 INDEX_NAMES = ("index.arrow", "index.json")
@@ -52,7 +52,7 @@ def files_below(root: str, options: Options = None) -> Listing:
     """
     rows: list[tuple[str, int]] = []
     counted = (lambda: len(rows)) if scheme_of(root) else None
-    with ProgressLine(f"listing {public(root)}", counted, shown=rank_and_world()[0] == 0):
+    with progress_line(f"listing {public(root)}", counted, shown=rank_and_world()[0] == 0):
         found = _found_below(root, options, rows)
     if scheme_of(root) and not len(found):
         raise NotFoundError(

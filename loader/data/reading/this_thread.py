@@ -14,7 +14,7 @@ from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Protocol
 
-from creel.policies.thread_use import ThreadUse
+from creel.policies.direct import ThreadUse
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
 from creel.cache.memory.memfd import Descriptor
 from creel.config import Config
-from creel.loader.client.cluster.ranks import job_name, rank_and_world
+from creel.loader.client.cluster.ranks import job_here, rank_and_world
 from creel.loader.client.connections import client_of
 from creel.loader.data.binding.wrapped import Wrapping
 from creel.loader.data.tracing.journal import JournalFile, JournalPlace, new_journal
@@ -36,8 +35,6 @@ _log = logging.getLogger("creel.loader")
 
 #: Format of journals; a different meaning of their records needs a new number.
 _FORM = 5
-#: torchrun's names of a job that the user gave no name.
-_NO_NAMES = ("", "none")
 #: Number of joint journals that this process has asked for, by description.
 _begun: Counter[str] = Counter()
 
@@ -83,19 +80,6 @@ def journal_of_ranks(
     except Exception:  # noqa: BLE001  this rank then records for itself
         _log.debug("this rank records for itself", exc_info=True)
         return None
-
-
-def job_here(world: int, env: Mapping[str, str], parent: int) -> str:
-    """Return what distinguishes this node's jobs: a unique job name, else the parent process.
-
-    A launcher is the parent of all its ranks on a node.
-
-    >>> job_here(2, {"SLURM_JOB_ID": "7"}, 100), job_here(2, {"MASTER_PORT": "29500"}, 100)
-    ('2 7   0', '2   29500 100')
-    """
-    name = job_name(env)
-    parent = parent if name in _NO_NAMES else 0
-    return f"{world} {name} {env.get('MASTER_ADDR', '')} {env.get('MASTER_PORT', '')} {parent}"
 
 
 def recorder_on(

@@ -162,7 +162,8 @@ def _read_at_opening(
         (k,) samples for which an earlier one had opened a file; (k,) such blocks of it.
     """
     samples, objects = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    order = np.argsort(name_of, kind="stable")
+    kept_open = np.flatnonzero(np.isin(name_of, name_of[items[:, BLOCKS] < 0]))  # few, if any
+    order = kept_open[np.argsort(name_of[kept_open], kind="stable")]
     for of in np.split(order, np.flatnonzero(np.diff(name_of[order])) + 1):
         again = items[of, BLOCKS] < 0
         opened = of[(items[of, BLOCKS] > 0)]

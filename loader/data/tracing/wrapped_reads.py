@@ -26,9 +26,9 @@ from creel.addresses import startable
 from creel.config import Config, switched_off
 from creel.errors import UnavailableError
 from creel.loader.client.cluster.ranks import on_one_node, rank_and_world
-from creel.loader.client.connections import daemon_starting
+from creel.loader.client.connections import RETRY_S, daemon_starting
 from creel.loader.data.binding.bind import Binding, bind, bound
-from creel.loader.data.binding.daemon_link import RETRY_S, DaemonLink, linked, needless, starting
+from creel.loader.data.binding.daemon_link import DaemonLink, linked, needless, starting
 from creel.loader.data.binding.tree import bindable
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping
 from creel.loader.data.interception.intercept import Intercepted
@@ -47,7 +47,7 @@ from creel.loader.data.tracing.lists.hypothesis import Hypothesis
 from creel.loader.data.tracing.recorder import AccessRecorder, recordable
 from creel.loader.data.tracing.recording import RanksJournal, journal_of_ranks, recorder_on
 from creel.loader.data.tracing.trace import AccessTrace
-from creel.policies.bypass import Bypass
+from creel.policies.direct import Bypass
 from creel.system.forks import at_fork, forget_in_child
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ import pickle
 import select
 import socket
 import threading
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,14 +26,13 @@ from typing import Any, TypeAlias
 import torch
 
 from creel.cache.memory.memfd import memfd
-from creel.loader.client.packets import close_all
+from creel.system.fd_packets import close_all, receive, send
 
 #: Longest packet in bytes; longer messages use a memfd. A socket's buffer is 208 KiB by default.
 _INLINE = 16 << 10
 #: Most descriptors in one packet (the kernel's SCM_MAX_FD); further ones go ahead in packets of
 #: their own.
 _MAX_FDS = 253
-_RIGHTS_NBYTES = socket.CMSG_LEN(4 * _MAX_FDS)
 _PLAIN, _SPILLED, _FDS_ALONE, _MESSAGE_PIECE = b"p", b"s", b"a", b"c"
 #: Kinds _PLAIN and _SPILLED whose receiver answers whether all descriptors arrived (_WHOLE, _CUT).
 _PLAIN_ACKED, _SPILLED_ACKED = b"P", b"S"
@@ -142,7 +140,7 @@ class Channel:
             while self._backlog:
                 packet = self._backlog[0]
                 try:
-                    _send(self._sock, packet.data, packet.fds, socket.MSG_DONTWAIT)
+                    send(self._sock, packet.data, packet.fds, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     return False
                 self._backlog.popleft()
@@ -170,7 +168,7 @@ class Channel:
                 body = body[:1].upper() + body[1:]
                 self._unanswered.append(without)
             for piece, some in _packets(body, [*owned, *fds]):
-                _send(self._sock, piece, some)
+                send(self._sock, piece, some)
         finally:
             close_all(owned)
 
@@ -179,7 +177,7 @@ class Channel:
         without = self._unanswered.popleft()
         if answer == _CUT:
             for piece, _ in _packets(_pickled(without()), []):
-                _send(self._sock, piece, [])
+                send(self._sock, piece, [])
 
     def get(self, timeout_s: float | None = None) -> tuple[tuple[object, ...], list[int]] | None:
         """Return the next message and its descriptors, which the caller owns; None on timeout.
@@ -203,9 +201,8 @@ class Channel:
         try:
             if timeout_s and not self._readable(timeout_s):
                 return None
-            # Not `socket.recv_fds`, which ignores flags before Python 3.12.
-            how = socket.MSG_CMSG_CLOEXEC | (0 if timeout_s is None else socket.MSG_DONTWAIT)
-            packet, rights, flags, _ = self._sock.recvmsg(2 * _INLINE, _RIGHTS_NBYTES, how)
+            blocks = 0 if timeout_s is None else socket.MSG_DONTWAIT
+            packet, fds, flags = receive(self._sock, 2 * _INLINE, _MAX_FDS, blocks)
         except BlockingIOError:
             return None
         except ConnectionError as e:
@@ -214,8 +211,7 @@ class Channel:
             if self.fileno() < 0:  # another thread has closed it
                 raise EOFError("this end is closed") from e
             raise
-        for _, _, fds in rights:
-            self._fds += array("i", fds[: len(fds) - len(fds) % 4])
+        self._fds += fds
         self._cut |= bool(flags & socket.MSG_CTRUNC)
         if not packet:
             raise EOFError("the other process has closed the channel")
@@ -268,12 +264,6 @@ class Channel:
             while self._backlog:
                 self._backlog.popleft().close()
             self._sock.close()
-
-
-def _send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> None:
-    """Like `socket.send_fds`, whose `flags` Python 3.11 ignores, so that it would block."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-    sock.sendmsg([data], rights, flags)
 
 
 def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:

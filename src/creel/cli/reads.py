@@ -1,22 +1,22 @@
 """What a script reads from storage, and how long it waits for it, as the kernel says.
 
-For `creel explain`: no code of the script's is changed, so any library's reads count. A thread
-looks at the script's processes some hundred times a second (`kernel_waits`).
+For `creel explain`: no code of the script's is changed, so any library's reads count. The script's
+processes are looked at some hundred times a second (`kernel_waits`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
-from creel.loader.making.workers.kernel_waits import awaited
+from creel.loader.line.observers.watch import watch
+from creel.loader.making.stages import READING
+from creel.loader.making.workers.kernel_waits import process
 
 #: Seconds between two looks, and between two lists of the processes.
 _EVERY_S, _TREE_S = 0.01, 0.25
@@ -78,11 +78,18 @@ class _Process:
     def __init__(self, pid: int) -> None:
         self.waits = 0
         self.files: Counter[tuple[str, bool]] = Counter()
+        self.reader = process(pid, lambda: (READING, 0))
         self.first = self.last = _read_nbytes(pid)
+
+    def look(self) -> None:
+        wait = self.reader.waits()
+        if wait.storage:
+            self.waits += 1
+            self.files[wait.path, wait.mapped] += 1
 
 
 class ProcessLooks:
-    """A thread that looks at the processes of a script from `begin` on."""
+    """Looks at the processes of a script, between `begin` and `end`."""
 
     def __init__(self, roots: Sequence[int]) -> None:
         self._roots = roots
@@ -90,8 +97,7 @@ class ProcessLooks:
         self._parents: dict[int, int] = {}
         self._looks = 0
         self._began = self._looked = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="creel-looks", daemon=True)
+        self.over, self.next_at = False, 0.0
 
     @property
     def seconds(self) -> float:
@@ -100,19 +106,18 @@ class ProcessLooks:
 
     def begin(self) -> None:
         """Begin to look, at the first call."""
-        if self._thread.ident is None:
-            self._thread.start()
+        if not self._began:
+            self._began = self._looked = time.monotonic()
+            watch.add(self)
 
     def end(self) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self.over = True
 
     def of(self, trainer: int, *, workers: bool) -> OwnReads:
         """Return what the workers of a trainer have read; without workers, what it has itself."""
         readers = [
-            process
-            for pid, process in self._known.items()
+            one
+            for pid, one in list(self._known.items())
             if (self._is_below(pid, trainer) if workers else pid == trainer)
         ]
         files: Counter[tuple[str, bool]] = Counter()
@@ -133,16 +138,14 @@ class ProcessLooks:
                 return True
         return False
 
-    def _run(self) -> None:
-        every = round(_TREE_S / _EVERY_S)
-        self._began = self._looked = time.monotonic()
-        while not self._stop.wait(_EVERY_S):
-            if self._looks % every == 0:
-                self._list()
-            self._looks += 1
-            for pid, process in self._known.items():
-                self._look(pid, process)
-            self._looked = time.monotonic()
+    def look(self) -> None:
+        if self._looks % round(_TREE_S / _EVERY_S) == 0:
+            self._list()
+        self._looks += 1
+        for one in self._known.values():
+            one.look()
+        self._looked = time.monotonic()
+        self.next_at = self._looked + _EVERY_S
 
     def _list(self) -> None:
         """Add the processes that the script has started since."""
@@ -152,24 +155,13 @@ class ProcessLooks:
                 self._parents |= {one.pid: one.ppid() for one in below if one.is_running()}
                 for pid in {root, *self._parents} - self._known.keys():
                     self._known[pid] = _Process(pid)
-        for pid, process in self._known.items():
-            process.last = max(process.last, _read_nbytes(pid))
-
-    def _look(self, pid: int, process: _Process) -> None:
-        try:
-            threads = [int(one.name) for one in Path(f"/proc/{pid}/task").iterdir()]
-        except OSError:  # it has ended
-            return
-        waits = [wait for wait in (awaited(pid, thread) for thread in threads) if wait.storage]
-        process.waits += bool(waits)
-        process.files.update({(one.path, one.mapped) for one in waits})
+        for pid, one in self._known.items():
+            one.last = max(one.last, _read_nbytes(pid))
 
 
 def _read_nbytes(pid: int) -> int:
     """Return the bytes that a process has read so far; 0 if we may not know."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    count: dict[str, Any] = dict(line.split(": ") for line in lines)
-    return max(int(count.get("rchar", 0)), int(count.get("read_bytes", 0)))
+    with suppress(psutil.Error):
+        count = psutil.Process(pid).io_counters()
+        return max(int(count.read_chars), int(count.read_bytes))
+    return 0

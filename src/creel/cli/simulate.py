@@ -9,7 +9,7 @@ from creel.cli.watching import view
 from creel.cli.watching.view import Values, format_count, format_seconds
 from creel.errors import ConfigError
 from creel.policies.cluster.simulate import Epoch, Scenario, replay
-from creel.system.progress import ProgressLine
+from creel.system.progress import progress_line
 from creel.units import format_size
 
 _MAX_NODES = 16_384
@@ -36,7 +36,7 @@ def simulate(scenario: Scenario) -> Values:
         least = scenario.world * scenario.batch
         raise ConfigError(f"--samples: fewer than one global batch has ({least:,})")
     epochs: list[Values] = []
-    with ProgressLine("replaying epochs", lambda: len(epochs), scenario.epochs):
+    with progress_line("replaying epochs", lambda: len(epochs), scenario.epochs):
         epochs.extend(asdict(epoch) for epoch in replay(scenario))
     return {
         "capacity": scenario.capacity,

@@ -15,7 +15,7 @@ from creel.cli.watching.stats import connection
 from creel.cli.watching.view import Values, format_count, format_seconds
 from creel.config import Config
 from creel.errors import CreelError, NoDaemonError
-from creel.system.progress import ProgressLine
+from creel.system.progress import progress_line
 from creel.units import format_size
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _load(
     ended = "background"
     if not background:
         loading = _Loading(client, dataset, len(manifest), counted)
-        with ProgressLine(
+        with progress_line(
             "warming",
             lambda: int(loading.counted["resident_objects"]),
             len(manifest),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import TypeAlias
+
+from creel.system.transfers import transfer
 
 #: Bytes to read: the number of their chunk, the first one's place in it, and where they go.
 Piece: TypeAlias = tuple[int, int, Sequence[memoryview]]
@@ -17,23 +17,12 @@ Piece: TypeAlias = tuple[int, int, Sequence[memoryview]]
 #: others: a bit that means nothing else.
 HOLES = stat.S_ISVTX
 _PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-#: Most buffers of one read.
-_MOST_BUFFERS = 1024
 
 
 def read(fd: int, offset: int, buffers: Sequence[memoryview]) -> int | None:
     """Fill buffers from a byte of a file on; return the byte behind them, None if it has fewer."""
-    left = deque(buffers)
-    while left:
-        got = os.preadv(fd, list(islice(left, _MOST_BUFFERS)), offset)
-        if not got:
-            return None
-        offset += got
-        while left and got >= len(left[0]):
-            got -= len(left.popleft())
-        if got:
-            left[0] = left[0][got:]
-    return offset
+    nbytes = transfer(os.preadv, fd, buffers, offset)
+    return offset + nbytes if nbytes == sum(map(len, buffers)) else None
 
 
 def locked(path: str, flags: int = 0, *, waits: bool = True) -> int:

@@ -22,6 +22,7 @@ from creel.cache.memory.memfd import (
     memfd,
     punch_hole,
 )
+from creel.system import transfers
 from creel.system.forks import forget_in_child
 
 #: Bytes of the words, before the index.
@@ -32,7 +33,6 @@ PAGE_NBYTES = 4096
 #: Bytes of an extent, which takes memory only where it was written, and extents of a memfd.
 _PLACES_NBYTES, _EXTENTS = 1 << 45, 1 << 17
 #: Most buffers of one system call (Linux).
-_MOST_BUFFERS = 1000
 #: Longest wait for the lock, which is held for microseconds, and the pause between two attempts.
 _LOCK_S, _PAUSE_S = 1.0, 0.0002
 
@@ -189,13 +189,6 @@ def transfer(call: Callable[..., int], own: Extent, buffers: Sequence[Any], plac
     Raises:
         OSError: the system refuses, or there is less.
     """
-    views = [memoryview(one).cast("B") for one in buffers if memoryview(one).nbytes]
-    while views:
-        done = call(own.fd, views[:_MOST_BUFFERS], own.first + place)
-        if done <= 0:
-            raise OSError("fewer bytes than expected")
-        place += done
-        while views and done >= views[0].nbytes:
-            done -= views.pop(0).nbytes
-        if done:
-            views[0] = views[0][done:]
+    nbytes = sum(memoryview(one).nbytes for one in buffers)
+    if transfers.transfer(call, own.fd, buffers, own.first + place) < nbytes:
+        raise OSError("fewer bytes than expected")

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from creel.cache.memory.memfd import Descriptor
-from creel.loader.client.cluster.ranks import job_name
+from creel.loader.client.cluster.ranks import job_here
 from creel.loader.data.decoded.stores.memory import Extent, index_nbytes, new_memory
 from creel.loader.data.decoded.stores.store import DecodedStore
 from creel.system.forks import forget_in_child
@@ -70,11 +70,7 @@ def name_in_group(describe: Callable[[], str]) -> str | None:
         return None
     about = describe()
     _asked[about] += 1
-    name, env = job_name(), os.environ.get
-    # A launcher is the parent of all its ranks on a node. torchrun's name of no name is "none".
-    parent = os.getppid() if name in {"", "none"} else 0
-    world = dist.get_world_size()
-    job = f"{world} {name} {env('MASTER_ADDR', '')} {env('MASTER_PORT', '')} {parent}"
+    job = job_here(dist.get_world_size(), os.environ, os.getppid())
     return f"group {job} {_asked[about]} {about}"
 
 

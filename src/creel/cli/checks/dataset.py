@@ -51,6 +51,7 @@ def looks(address: str, disk: str, now: float) -> Iterator[Finding]:
         disk: `disk.path` of the configuration; "": there is no disk tier.
         now: this node's time, in seconds since 1970.
     """
+    from creel.loader.data.page_cache import kind_of
     from creel.loader.data.reading.storage import absolute, is_local
 
     address = absolute(address)
@@ -64,7 +65,7 @@ def looks(address: str, disk: str, now: float) -> Iterator[Finding]:
     mean = statistics.fmean(seen.nbytes)
     yield metadata(statistics.median(seen.ms), mean)
     yield clock(seen.newest - now)
-    if _is_lustre(address):
+    if kind_of(f"{os.path.realpath(address)}/") == "lustre":
         yield stripes(_stripe_count(seen.paths[0]), mean)
     if disk:
         yield tier(_rate(seen.paths), _disk_rate(disk))
@@ -207,17 +208,6 @@ def _listed(address: str) -> tuple[str, int | None]:
     thread.join(_LISTED_S)
     storage.use(settings)
     return answer[0] if answer else ("", None)
-
-
-def _is_lustre(path: str) -> bool:
-    """Whether the longest mount point above a path is one of Lustre."""
-    found, kind = "", ""
-    real = os.path.realpath(path)
-    for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
-        _, where, fs, *_ = line.split(" ")
-        if f"{real}/".startswith(where.rstrip("/") + "/") and len(where) >= len(found):
-            found, kind = where, fs
-    return kind == "lustre"
 
 
 def _stripe_count(path: str) -> int | None:

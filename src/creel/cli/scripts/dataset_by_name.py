@@ -17,7 +17,7 @@ from creel.loader.data.binding.tree import wrapped_in
 from creel.loader.data.tracing.wrap import wrap
 from creel.loader.dataloader import DataLoader as CreelLoader
 from creel.system.limits import cores
-from creel.system.progress import ProgressLine
+from creel.system.progress import progress_line
 
 _BATCH = 32
 
@@ -75,7 +75,7 @@ def _read_once(name: str, dataset: Any) -> Binding | None:
     )
     try:
         batches = iter(loader)
-        with ProgressLine("batches of samples read", lambda: done, len(loader)):
+        with progress_line("batches of samples read", lambda: done, len(loader)):
             for _ in batches:
                 done += 1
     except Exception as e:

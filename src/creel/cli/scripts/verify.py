@@ -29,9 +29,9 @@ import torch
 import torch.utils.data
 import xxhash
 
+from creel.cli.scripts.in_place import replace_loader
 from creel.errors import ConfigError, CreelError
-from creel.loader.dataloader import DataLoader as CreelLoader
-from creel.system.progress import ProgressLine
+from creel.system.progress import progress_line
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
 Report: TypeAlias = dict[str, Any]
@@ -222,7 +222,7 @@ def _run(
         process = multiprocessing.get_context("fork").Process(target=_record, args=args)
         start = time.monotonic()
         process.start()
-        with ProgressLine(f"{kind}'s batches", lambda: int(written.value), steps or 0):
+        with progress_line(f"{kind}'s batches", lambda: int(written.value), steps or 0):
             process.join()
         seconds = time.monotonic() - start
         out.seek(0)
@@ -249,8 +249,7 @@ def _record(kind: str, target: str, arguments: Sequence[str], tape: _Tape) -> No
     _record_batches(tape)
     # A script that uses creel's class keeps it; on torch's side CREEL_DISABLE makes it torch's.
     if kind == "creel":
-        for name in ("torch.utils.data", "torch.utils.data.dataloader"):
-            setattr(importlib.import_module(name), "DataLoader", CreelLoader)  # noqa: B010
+        replace_loader()
     seed_all(_SEED)
     if ":" in target and not Path(target).is_file():
         sys.path.insert(0, str(Path.cwd()))

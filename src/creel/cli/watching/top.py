@@ -6,7 +6,6 @@ import os
 import select
 import sys
 import termios
-import textwrap
 import time
 import tty
 from collections import deque
@@ -16,6 +15,7 @@ from types import MappingProxyType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from creel.cli.processes import Usage
@@ -95,32 +95,21 @@ def screen(
         f"{daemon['name']}  pid {daemon['pid']}  up {format_seconds(daemon['uptime_s'])}",
         ("   q ends", "dim"),
     )
-    also = [*overdue_pairs(answer), *taken]
-    lines = [
-        Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
-        for name, value in (*summary_pairs(answer), *_folded(also, width - 21))
-    ]
+    lines = Table.grid(padding=(0, 1))
+    for name, value in summary_pairs(answer):
+        lines.add_row(Text(f"{name:<20}", "dim"), Text(value, overflow="ellipsis", no_wrap=True))
+    for name, value in (*overdue_pairs(answer), *taken):
+        lines.add_row(Text(name, "dim"), Text(value))
     rows = []
     for one in answer["sessions"]:
         old, seconds = before.get(one["session"], (one, 1.0))
         rows.append(top_row(one, old, seconds, waits_s.get(one["session"])))
     if not rows:
-        return Group(title, *lines, Text("\nno open sessions", "dim"))
+        return Group(title, lines, Text("\nno open sessions", "dim"))
     head, *below = columns(*fitting(TOP_HEADER, rows, DROP, width))
     return Group(
-        title, *lines, Text(f"\n{head}", "dim"), Text("─" * len(head)), Text("\n".join(below))
+        title, lines, Text(f"\n{head}", "dim"), Text("─" * len(head)), Text("\n".join(below))
     )
-
-
-def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[tuple[str, str]]:
-    """Yield rows whose values are no longer than `width`; those that go on have no name.
-
-    >>> list(_folded([("job a", "rank 1 is late")], 8))
-    [('job a', 'rank 1'), ('', 'is late')]
-    """
-    for name, value in rows:
-        for i, line in enumerate(textwrap.wrap(value, max(width, 8))):
-            yield "" if i else name, line
 
 
 @contextmanager
