@@ -388,7 +388,7 @@ def shown_to_keras(keras: Any, batches: Any, *, shuffle: bool) -> list[Any]:
                 seen.append(np.asarray(x).tolist())
             return self.layer(keras.ops.cast(x, "float32"))
 
-        def compute_loss(self, x: Any, y: Any, y_pred: Any, **_: Any) -> Any:  # there is no y
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, **_: Any) -> Any:  # noqa: ARG002  Keras' names; there is no y
             return keras.ops.mean(y_pred)
 
     model = Model()

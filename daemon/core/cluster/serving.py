@@ -25,7 +25,7 @@ from creel.daemon.core.residency import NO_EPOCH, Residency
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Mask, every, some
 from creel.policies.cluster.homes import FOR_PEERS
-from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED, NoEviction
+from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED
 from creel.policies.prefetch import affordable
 
 #: Requests examined in each event, 32 MiB at most; 255 peers may have a thousand waiting.
@@ -122,7 +122,7 @@ class Serving:
             arriving = residency.arriving(ids, now)
             if arriving is not None and some(arriving):
                 return True
-            if residency.first_readers is not None or not isinstance(residency.policy, NoEviction):
+            if residency.first_readers is not None or not residency.policy.unread:
                 return False
         if not any(one.first_readers is not None for one in self._residencies.values()):
             return False
