@@ -22,8 +22,10 @@ measures, in ms (the medians of all rounds are printed):
 100 million samples: `--samples 100000000 --kinds seeded --rounds 1` (6 GB).
 
 Then, without a loader, it measures the core alone: a piece of a plan, and a step with half of the
-records held. Tests check what these figures result from (what is published when and by whom), never
-the figures.
+records held; and three ways in which such a piece may come to the daemon: `told`, the message of
+today; `mapped`, an array for the whole epoch in a memfd; `drawn`, by the daemon itself from the
+sampler's seed. Tests check what these figures result from (what is published when and by whom),
+never the figures.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import mmap
 import os
 import subprocess
 import sys
@@ -43,6 +46,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import zmq
 from measure import fresh_name, report, touch_memory
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -64,6 +68,7 @@ from creel.daemon.core.versions import Versions
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.messages import Open
+from creel.policies.order.torch_random import Shuffle, TorchRandom
 from creel.policies.prefetch import Window
 from creel.settings import FetchSettings, WindowSettings
 
@@ -253,6 +258,45 @@ def core_s() -> tuple[list[float], list[float]]:
     return extends, spent[steps:]
 
 
+def ways_s() -> dict[str, list[float]]:
+    """Return seconds of each piece of an epoch by each way: of whoever sends it, and the daemon.
+
+    Each ends with an array that is the daemon's own, and checked.
+    """
+    drawn = np.random.default_rng(0).permutation(IMAGENET).astype(np.int32)
+    spent: dict[str, list[float]] = {"told": [], "mapped": [], "drawn": []}
+    context = zmq.Context()
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    receiver.bind(f"ipc://@creel-planning-{os.getpid()}")
+    sender.connect(f"ipc://@creel-planning-{os.getpid()}")
+    fd = os.memfd_create("creel-planning")
+    os.ftruncate(fd, drawn.nbytes)
+    pages = mmap.mmap(fd, drawn.nbytes)
+    theirs = mmap.mmap(fd, drawn.nbytes, prot=mmap.PROT_READ)
+    shuffle = Shuffle(IMAGENET, TorchRandom.seeded(0))
+
+    def checked(ids: Any) -> None:
+        assert ids.min() >= 0
+        assert ids.max() < IMAGENET
+
+    for at in range(0, IMAGENET, _PIECE):
+        piece = drawn[at : at + _PIECE]
+        began = time.perf_counter()
+        sender.send(piece)
+        checked(np.frombuffer(receiver.recv(copy=False).buffer, np.int32))
+        spent["told"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        np.frombuffer(pages, np.int32)[at : at + _PIECE] = piece
+        checked(np.frombuffer(theirs, np.int32)[at : at + _PIECE].copy())
+        spent["mapped"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        shuffle.more(_PIECE)
+        spent["drawn"].append(time.perf_counter() - began)
+    context.destroy()
+    os.close(fd)
+    return spent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -284,6 +328,9 @@ def main() -> None:
         "Progressed, median": float(np.median(spent)),
         "Progressed, 99th percentile": float(np.percentile(spent, 99)),
     }
+    ways = [ways_s() for _ in range(o.rounds)]
+    for way in ways[0]:
+        named[f"a piece {way}, median"] = float(np.median([of[way] for of in ways]))
     report([{"what": what, "us": round(1e6 * took, 1)} for what, took in named.items()])
 
 

@@ -40,8 +40,8 @@ from creel.loader.line.options.loader_args import (
     take_name,
     without_taken,
 )
-from creel.loader.line.order.epoch_order import Progress, may_repeat, not_begun, rehearsed_batches
-from creel.loader.line.order.rehearsing import RehearsedBatches
+from creel.loader.line.order.epoch_order import Progress, may_repeat, not_begun
+from creel.loader.line.order.rehearsed_order import RehearsedBatches, rehearsed_batches
 from creel.loader.notebook import cell
 from creel.loader.torch_private import MISSING
 from creel.policies.concurrency import workers_auto
@@ -174,8 +174,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if isinstance(num_workers, str):
             num_workers = _workers_auto(args, num_workers)
         if isinstance(dataset, Stream) and sampler is None and batch_sampler is None:
+            if args.replicate is not None:
+                raise ConfigError(
+                    "replicate= and a stream: give batch_sampler=stream.batches(batch_size, rank=,"
+                    " world=), equal on the ranks of a group"
+                )
             batch_sampler = stream_batches(
-                dataset, batch_size, shuffle=shuffle, drop_last=drop_last, shared=args.replicate
+                dataset, batch_size, shuffle=shuffle, drop_last=drop_last
             )
             batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         dataset, batch_sampler = _with_rows(dataset, batch_sampler, args.rehearsal)
@@ -243,7 +248,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             view = seeded_view(self, repeats=may_repeat(self._index_sampler))
             return recording_iterator(view, partial(seeded_iterator, view), returned)
         loader_state = _state_of(self)
-        loader_state.role(self)  # waits for the other ranks
+        loader_state.other_ranks(self)  # waits for the other ranks
         if self.num_workers == 0:
             return InlineIter(self, loader_state)
         self.check_worker_number_rationality()

@@ -1,12 +1,13 @@
 """Build, check and tag a release. Uploads nothing: it ends with the command that would.
 
-    python scripts/release.py check
-    python scripts/release.py build --repository https://host/owner/creel
-    python scripts/release.py tag
+    python scripts/release.py all --repository https://host/owner/creel
+
+or, step by step, `check`, `build --repository ...` and `tag`.
 
 `check` says what stands in the way: changes that are not committed, a CHANGELOG without this
-version, a tag that exists, a page that says nothing was released. `build` checks the same, makes
-dist/*.whl and dist/*.tar.gz of the last commit, and opens them. No file of the repository says
+version, a tag that exists, a page that says nothing was released, states that are not recorded.
+`build` checks the same, makes dist/*.whl and dist/*.tar.gz of the last commit, opens them, trains
+with the wheel in a new environment, and writes dist/SHA256SUMS. No file of the repository says
 where it lies, so `build` is told, and writes it into the package's links and into those of README,
 which an index shows. `make test` comes before, in CI.
 """
@@ -14,11 +15,14 @@ which an index shows. `make test` comes before, in CI.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import re
 import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
@@ -35,6 +39,26 @@ _BUILD = (
     "import sys; from setuptools import build_meta as b; out = sys.argv[1];"
     " b.build_sdist(out); b.build_wheel(out)"
 )
+#: Trains with what is installed: files that a daemon serves, and torch's batches of the same files.
+_TRAINING = """
+import pathlib, sys, torch, creel
+assert pathlib.Path(creel.__file__).is_relative_to(sys.prefix), creel.__file__
+paths = [pathlib.Path(f"{i}.bin") for i in range(32)]
+for i, path in enumerate(paths):
+    path.write_bytes(bytes([i, i]))
+read = lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8)
+ours = creel.DataLoader(
+    creel.FileDataset(paths, decode=read), 4, shuffle=True, creel={"loader.direct": "never"}
+)
+theirs = torch.utils.data.DataLoader([read(path.read_bytes()) for path in paths], 4, shuffle=True)
+seen = []
+for loader in (ours, theirs):
+    torch.manual_seed(1)
+    seen.append([batch.tolist() for _ in range(2) for batch in loader])
+assert seen[0] == seen[1], "other batches than torch's"
+assert ours.stats()["direct_reads"] == 0, "no daemon served them"
+print("trained with creel", creel.__version__)
+"""
 
 
 def check() -> list[str]:
@@ -47,6 +71,8 @@ def check() -> list[str]:
     if _git("tag", "--list", TAG):
         found.append(f"the tag {TAG} exists: raise VERSION in src/creel/version.py")
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if not (ROOT / f"tests/unit/states/{VERSION}.json").exists():
+        found.append("the states of this release are not recorded: tests/unit/test_older_states.py")
     stale = [page for page in pages if _UNRELEASED in page.read_text()]
     return found + [f"{page.relative_to(ROOT)} says: {_UNRELEASED}" for page in stale]
 
@@ -93,14 +119,40 @@ def build(tree: Path, out: Path) -> list[Path]:
         (again,) = Path(folder).glob("again/*.whl")
         _require(_names(again) == _names(wheel), "the sdist lacks files that the wheel has")
     _look_into(wheel)
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in (wheel, sdist)
+    ]
+    (out / "SHA256SUMS").write_text("\n".join(sums) + "\n")
     return [wheel, sdist]
+
+
+def try_out(wheel: Path) -> str:
+    """Train with the wheel in a new environment; return what `_TRAINING` says.
+
+    What the wheel needs is seen in this interpreter's packages.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = Path(folder, "environment")
+        venv.create(environment, symlinks=True)
+        pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python")
+        _run(*pip, str(environment), "install", "--no-deps", "--no-index", str(wheel))
+        (packages,) = environment.glob("lib/python*/site-packages")
+        seen = [path for path in sys.path if path.endswith("site-packages")]
+        (packages / "needs.pth").write_text("\n".join(seen) + "\n")
+        program = (str(environment / "bin/python"), "-c", _TRAINING)
+        return _run(*program, cwd=folder, CREEL_SOCKET=f"release-{os.getpid()}")
+
+
+def _run(*command: str, cwd: str | Path | None = None, **variables: str) -> str:
+    env = os.environ | variables
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    _require(done.returncode == 0, f"{command[0]} failed:\n{done.stderr}")
+    return done.stdout.strip()
 
 
 def _build(tree: Path, out: Path) -> None:
     out.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", _BUILD, str(out.resolve())]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
-    _require(done.returncode == 0, f"the build failed:\n{done.stderr}")
+    _run(sys.executable, "-c", _BUILD, str(out.resolve()), cwd=tree)
 
 
 def _look_into(wheel: Path) -> None:
@@ -162,31 +214,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["check", "build", "tag"])
-    parser.add_argument("--repository", help="address of the repository, for `build`")
+    parser.add_argument("what", choices=["check", "build", "tag", "all"])
+    parser.add_argument("--repository", help="address of the repository, for `build` and `all`")
     parser.add_argument("--tree", type=Path, help="a copy to build, instead of the last commit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     args = parser.parse_args()
-    if args.what == "build":
-        _require(bool(args.repository), "--repository is missing: where does the source lie?")
-        # `prepare` writes into the tree: never into somebody's clone.
-        _require(
-            args.tree is None or not (args.tree / ".git").exists(),
-            f"{args.tree} is a clone: give a copy without .git",
-        )
-        if args.tree is None:
-            _check()
-        with tempfile.TemporaryDirectory() as folder:
-            tree = args.tree or _export(folder)
-            prepare(tree, args.repository.rstrip("/"))
-            for path in build(tree, args.out):
-                print(f"built {path}")
-        print(f"upload them, once tagged: twine upload {args.out}/creel_data-{VERSION}*")
-        return
-    _check()
-    if args.what == "tag":
+    if args.tree is None or args.what != "build":
+        _check()
+    if args.what in {"build", "all"}:
+        _build_all(args.repository, args.tree, args.out)
+    if args.what in {"tag", "all"}:
         tag()
         print(f"tagged {TAG}; publish it: git push origin {TAG}")
+        print(f"upload it: twine upload {args.out}/creel_data-{VERSION}*")
+
+
+def _build_all(repository: str | None, given: Path | None, out: Path) -> None:
+    _require(bool(repository), "--repository is missing: where does the source lie?")
+    # `prepare` writes into the tree: never into somebody's clone.
+    _require(
+        given is None or not (given / ".git").exists(),
+        f"{given} is a clone: give a copy without .git",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        tree = given or _export(folder)
+        prepare(tree, str(repository).rstrip("/"))
+        wheel, sdist = build(tree, out)
+    print(f"built {wheel}\nbuilt {sdist}\n{try_out(wheel)}")
 
 
 if __name__ == "__main__":

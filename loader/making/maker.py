@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.loader.data.binding.gather import Gatherer
 from creel.loader.data.decoded import worth
 from creel.loader.data.reading.lease import Lease
+from creel.loader.making.arena_rows import ArenaRows
 from creel.loader.making.stage import Stage
 from creel.loader.making.stages import COLLATING, READING, WAITING, BatchTimes, busy
 from creel.loader.making.task import WHOLE, Task
@@ -26,7 +26,7 @@ from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:
     from creel.loader.client.session import Session
-    from creel.loader.data.binding.bind import Binding, Gather
+    from creel.loader.data.binding.bind import Binding
     from creel.loader.data.datasets.base import BatchBuilder
 
 
@@ -103,14 +103,11 @@ class BatchMaker:
         self.binding = binding
         self.stages = stages
         self._torch_flags, self._into = torch_flags, into
-        self._plain, self._live = plain, live
-        self._memory, self._waits = memory, waits
-        self._lost, self._direct_ns, self._as_list = False, 0, False
-        self._gather: Gather | None = None
-        self._labels: list[object] = []  # the binding's labels when `_gather` was made
-        self._gatherer: Gatherer | None = None
-        self._gatherer_session: Session | None = None
-        self._fixed = False  # whether `_gather` holds for good
+        self._live, self._waits = live, waits
+        self._rows = ArenaRows(stages, memory, plain=plain, live=live)
+        #: Of the last batch: whether the daemon was lost meanwhile, and the ns of direct reads.
+        self._lost, self._direct_ns = False, 0
+        self._as_list = False  # whether its index is an array that stands for a list
         #: Builds whole batches from files in the page cache; None: nothing does.
         self.builder: BatchBuilder | None = None
         self.stage(dataset, collate)
@@ -130,17 +127,7 @@ class BatchMaker:
 
     def inspect(self) -> None:
         """Note how batches are made from bytes, if the dataset as it is now allows that."""
-        self._gather, self._gatherer, self._gatherer_session = None, None, None
-        self._fixed = False
-        if self.binding is None:
-            return
-        if self._live:
-            self._labels = self.binding.labels()
-        gather = self.binding.gather() if self._plain else None
-        if gather is not None and all(stage.gathers(gather) for stage in self.stages):
-            self._gather = gather
-        # Nobody changes a copy whose batches need no user code.
-        self._fixed = not (self._live or (gather is not None and gather.has_code))
+        self._rows.inspect(self.binding)
 
     def bind(self, binding: Binding | None, waits: Waits | None = None) -> None:
         """Read through another binding of the same dataset from now on; None: directly."""
@@ -180,8 +167,11 @@ class BatchMaker:
         clock, index, (step, ids) = self.clock, task.index, task.claim
         gatherer = None
         if task.part == WHOLE:
-            same = self._fixed and self._gatherer_session is session
-            gatherer = self._gatherer if same else self._gatherer_of(binding, session)
+            arena = self._rows
+            if arena.fixed and arena.session is session:
+                gatherer = arena.gatherer
+            else:
+                gatherer = arena.gatherer_of(binding, session, self.fetcher.collate_fn)
         stamp = session.hold(step)
         if stamp < 0 and self._wait_for(session, step, ids):
             stamp = session.hold(step)
@@ -218,26 +208,6 @@ class BatchMaker:
         clock = self.clock
         when = clock.began, clock.ready, clock.collating or packed, packed
         return BatchTimes(*when, self._direct_ns, int(self._lost))
-
-    def _gatherer_of(self, binding: Binding, session: Session) -> Gatherer | None:
-        """Return what builds batches from this session's rows; None if user code must make them."""
-        if self._changed(binding):
-            self.inspect()
-        if self._gatherer_session is not session:
-            self._gatherer_session, self._gatherer = session, None
-            if self._gather is not None:
-                how = self._memory, self.fetcher.collate_fn
-                self._gatherer = Gatherer(self._gather, session, *how)
-        return self._gatherer
-
-    def _changed(self, binding: Binding) -> bool:
-        """Whether the user has assigned attributes or labels since `inspect`."""
-        gather = self._gather
-        if self._live and any(
-            a is not b for a, b in zip(self._labels, binding.labels(), strict=True)
-        ):
-            return True
-        return not self._fixed and gather is not None and not binding.gathers(gather)
 
     def _wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
         """Wait until a step's objects are pinned; on False the location table may be outdated."""

@@ -28,6 +28,8 @@ from creel.errors import MalformedError
 #: release on, `Hello` must keep its fields: a daemon that cannot decode it cannot name both
 #: versions.
 PROTOCOL = 13
+#: The oldest protocol that this version still speaks: that of the minor release before.
+OLDEST_PROTOCOL = 13
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -69,18 +71,33 @@ class Hello(Message, frozen=True):
     `role` is "trainer", "worker" (which attaches to the trainer's sessions by its token), "cli", or
     "service": a daemon that is to stay, to which an embedded one gives up its address. A descriptor
     may be attached: the pidfd of the process that the client works for. An embedded daemon stays
-    alive as long as that process.
+    alive as long as that process. The client speaks each protocol from `oldest` to `protocol`.
     """
 
     protocol: int
     role: str
     token: str = ""
+    oldest: int = OLDEST_PROTOCOL
 
 
 class AnyHello(msgspec.Struct, frozen=True, tag="Hello", array_like=True):
     """A `Hello` of whatever protocol: this much of it never changes."""
 
     protocol: int
+    role: object = None
+    token: object = None
+    oldest: object = None
+
+    def spoken(self) -> int | None:
+        """Return the newest protocol that both sides speak; None if there is none.
+
+        >>> AnyHello(PROTOCOL + 1, oldest=PROTOCOL).spoken() == PROTOCOL
+        True
+        >>> AnyHello(PROTOCOL + 2, oldest=PROTOCOL + 1).spoken()
+        """
+        oldest = self.oldest if isinstance(self.oldest, int) else self.protocol
+        newest = min(self.protocol, PROTOCOL)
+        return newest if newest >= max(oldest, OLDEST_PROTOCOL) else None
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -431,7 +448,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli")), ControlRequest)
-    Hello(protocol=13, role='cli', token='')
+    Hello(protocol=13, role='cli', token='', oldest=13)
     """
     return _encoder.encode(message)
 

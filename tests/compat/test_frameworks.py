@@ -253,11 +253,55 @@ def accelerated(cls, data, workers, options, prepare=None):
     loader = prepare(accelerator, loader) if prepare else accelerator.prepare(loader)
     return [accelerator.gather_for_metrics(b).tolist() for _ in range(2) for b in loader]
 
+def trained(loader, model, optimizer):
+    seen = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            loss = model(batch).square().mean()
+            if optimizer:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            else:  # DeepSpeed's engine
+                model.backward(loss)
+                model.step()
+            seen.append([batch.tolist(), loss.item()])
+    return seen
+
+def given(cls, data, workers):
+    torch.manual_seed(5)
+    random.seed(5)
+    return cls(data, 4, sampler=DistributedSampler(data, seed=3), num_workers=workers)
+
+def sharded(cls, data, workers):
+    from torch.distributed.fsdp import fully_shard
+    loader = given(cls, data, workers)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    seen = trained(loader, model, torch.optim.SGD(model.parameters(), 1e-9))
+    return seen, [p.full_tensor().tolist() for p in model.parameters()]
+
+def deepspeeded(cls, data, workers):
+    import deepspeed
+    # Else its kernels for messages between processes are compiled, which takes minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    loader = given(cls, data, workers)
+    configuration = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1},
+                     "zero_allow_untested_optimizer": True,
+                     "optimizer": {"type": "SGD", "params": {"lr": 1e-9}}}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 1), config=configuration)
+    return trained(loader, engine, None), [p.tolist() for p in engine.parameters()]
+
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 data = creel.RecordDataset(sys.argv[1], torch.int64, 8, transform=noisy)
 cases = ([0, False, False, False], [2, True, False, False], [2, False, True, True])
-same = [run(DataLoader, data, *c) == run(creel.DataLoader, data, *c) for c in cases]
+way = {"fsdp": sharded, "deepspeed": deepspeeded}.get(sys.argv[3])
+if way:
+    same = [way(DataLoader, data, n) == way(creel.DataLoader, data, n) for n in (0, 2)]
+else:
+    same = [run(DataLoader, data, *c) == run(creel.DataLoader, data, *c) for c in cases]
 if sys.argv[3] == "accelerate":
     from creel.integrations.accelerate import prepare
     for options in ({}, {"dispatch_batches": True}, {"split_batches": True}):
@@ -269,14 +313,17 @@ with open(f"{sys.argv[2]}/{dist.get_rank()}.json", "w") as f:
     json.dump(same, f)
 dist.destroy_process_group()
 """
+#: How many cases the program compares, by framework.
+TRIED = {"torch": 3, "accelerate": 15, "fsdp": 2, "deepspeed": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "accelerate"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", TRIED)
 def test_two_ranks_of_torchrun_have_torchs_batches(
     tmp_path: Path, daemon_name: str, name: str
 ) -> None:
-    framework(name)
+    framework("torch" if name == "fsdp" else name)
     np.arange(53 * 8, dtype=np.int64).tofile(tmp_path / "records.bin")  # 53: uneven
     script = tmp_path / "rank.py"
     script.write_text(RANK)
@@ -293,7 +340,7 @@ def test_two_ranks_of_torchrun_have_torchs_batches(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert results == [[True] * (3 if name == "torch" else 15)] * 2
+    assert results == [[True] * TRIED[name]] * 2
 
 
 # --- Hugging Face's Trainer -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import creel
 from creel.counters import CAUSES
@@ -259,7 +259,7 @@ def test_the_batches_of_a_recipe_are_torchs(
 
 
 def test_each_recipe_is_tried_and_in_the_list_of_formats() -> None:
-    here = {"lightning.md", "accelerate.md", "torchrun.md", "jax.md", *DATA}
+    here = {"lightning.md", "accelerate.md", "torchrun.md", "ray.md", "jax.md", *DATA}
     assert {path.name for path in RECIPES.glob("*.md")} == here
     index = (RECIPES.parent / "formats.md").read_text()
     assert set(re.findall(r"\]\(recipes/([\w-]+\.md)\)", index)) == here
@@ -353,23 +353,60 @@ def test_jax_keras_and_grain_take_what_the_recipe_gives_them(
     monkeypatch.chdir(tmp_path)
     digits()
     seen = Seen(monkeypatch)
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss=lambda _, found: keras.ops.mean(found))
-
-    class Twice(Files):
-        def __getitem__(self, index: int) -> Any:
-            return super().__getitem__(index), torch.ones(1)
-
     names = given()
     first, second, third = blocks("jax.md")
     exec(first, names)
     assert isinstance(names["total"], jax.Array)
     assert seen.batches == N // 4
-    exec(second, {"model": model, "loader": creel.DataLoader(creel.wrap(Twice("digits")), 4)})
-    assert seen.batches >= N // 4 + 2 * N // 4  # Keras looks at one more, to know its shape
+    trained: list[Any] = []
+    model = SimpleNamespace(fit=lambda batches, **_: trained.append(batches))
+    exec(second, names | {"model": model})
+    assert shown_to_keras(keras, trained[0], shuffle=False) == dealt_by_torch(shuffle=True)
+    assert seen.batches == 3 * N // 4, "two epochs, and none made apart"
+    assert sorted(shown_to_keras(keras, trained[0], shuffle=True)) == sorted(
+        dealt_by_torch(shuffle=True, first=2)
+    )
     exec(third, names)
+    epoch = [row.tolist() for row in names["epoch"]]
+    assert [batch.tolist() for batch in names["ahead"]] == epoch
     expected = sorted(Files("digits")[i].tolist() for i in range(N))
-    assert sorted(row.tolist() for batch in names["epoch"] for row in batch) == expected
+    assert sorted(row for batch in epoch for row in batch) == expected
+
+
+def shown_to_keras(keras: Any, batches: Any, *, shuffle: bool) -> list[Any]:
+    """Fit two epochs; return the batches that the model has seen."""
+    jax = library("jax")
+    seen: list[Any] = []
+
+    class Model(keras.Model):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            if not isinstance(x, jax.core.Tracer):  # Keras asks for shapes first
+                seen.append(np.asarray(x).tolist())
+            return self.layer(keras.ops.cast(x, "float32"))
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, **_: Any) -> Any:  # there is no y
+            return keras.ops.mean(y_pred)
+
+    model = Model()
+    model.compile(optimizer="sgd", run_eagerly=True)
+    model.fit(batches, epochs=2, shuffle=shuffle, verbose=0)
+    return seen
+
+
+def dealt_by_torch(*, shuffle: bool, first: int = 0) -> list[Any]:
+    """Return the batches of two epochs of torch's loader over a sampler of one rank."""
+    data = Files("digits")
+    sampler: Any = DistributedSampler(data, 1, 0, shuffle=shuffle)
+    loader: Any = DataLoader(data, 4, sampler=sampler)
+    epochs = []
+    for epoch in (first, first + 1):
+        sampler.set_epoch(epoch)
+        epochs += [batch.tolist() for batch in loader]
+    return epochs
 
 
 def test_tensorboard_shows_the_scalars_that_the_page_writes(

@@ -112,7 +112,7 @@ def test_a_client_that_does_not_say_hello_is_not_served(daemon: Running) -> None
             assert s.recv(1000) == b""
 
 
-@pytest.mark.parametrize("rest", [[], ["cli", 1], [{}, "cli", None, 7]])
+@pytest.mark.parametrize("rest", [[], ["cli", 1], [{}, "cli", None, 7], ["cli", "", PROTOCOL + 1]])
 def test_another_protocol_is_told_what_to_do(daemon: Running, rest: list[object]) -> None:
     """Whatever its Hello has beside the number: it heard only that the connection was closed."""
     with knock(first_address(daemon.name)) as s:

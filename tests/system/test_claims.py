@@ -10,12 +10,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler, get_worker_info
 
 import creel
 from creel.loader.line.options.loader_args import LoaderArgs
+from creel.loader.line.order.epoch_order import (
+    CombinedOrder,
+    EpochOrder,
+    OrderCombinator,
+    OrderState,
+)
+from creel.loader.line.order.epoch_plan import EpochPlan, PredictedEpoch
+from creel.loader.line.order.generators import RandomSource
+from creel.loader.line.order.streams import FromArray
 from creel.loader.making.places.here import Here
 from creel.loader.making.places.processes import WorkerPool
 from creel.loader.making.stage import Stage
@@ -154,3 +164,58 @@ def test_a_batch_that_raised_leaves_nothing_behind(
     assert next(it, None) is None
     assert delivered == FILES // BATCH // 2
     assert not it._run.pulled.by_batch
+
+
+class Backwards(OrderCombinator):
+    """An order that nobody has: each batch the other way round."""
+
+    changes, digest = True, "backwards"
+
+    def __init__(self, batches: Any) -> None:
+        self.batches, self.sampler = batches, batches.sampler
+        self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in self.batches)
+
+    def around(self, order: EpochOrder, saved: OrderState | None) -> CombinedOrder:
+        del saved
+        return BackwardsOrder(order)
+
+    def check(self, saved: OrderState) -> None:
+        del saved
+
+    resume = check
+
+
+class BackwardsOrder(CombinedOrder):
+    def __next__(self) -> Any:
+        return super().__next__()[::-1]
+
+    def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
+        plan = super().predict(epochs_ahead)
+        return plan and plan.changed(backwards)
+
+
+def backwards(epoch: PredictedEpoch) -> PredictedEpoch:
+    items = np.asarray(epoch.stream.fork(RandomSource()).items(0, epoch.stream.total))
+    return epoch._replace(stream=FromArray(items.reshape(-1, BATCH)[:, ::-1].ravel()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("served")
+def test_an_order_of_an_option_is_foreseen_and_resumed(workers: int, files: list[str]) -> None:
+    def loader(cls: Any) -> Any:
+        batches = BatchSampler(SequentialSampler(range(FILES)), BATCH, drop_last=False)
+        data = creel.FileDataset(files, nbytes=[100] * FILES)
+        return cls(data, batch_sampler=Backwards(batches), num_workers=workers)
+
+    theirs, ours = list(loader(torch.utils.data.DataLoader)), loader(creel.DataLoader)
+    for _ in range(2):
+        assert all(map(torch.equal, ours, theirs))
+    assert ours.stats()["direct_reads"] == 0
+    for _ in zip(range(FILES // BATCH // 2), ours, strict=False):
+        pass
+    again = loader(creel.DataLoader)
+    again.load_state_dict(ours.state_dict())
+    assert all(map(torch.equal, again, theirs[FILES // BATCH // 2 :]))

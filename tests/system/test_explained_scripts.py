@@ -99,6 +99,8 @@ def test_a_script_is_run_for_some_steps_and_explained(
     assert told["workers"] == 1
     assert told["busy_s"]["decode"] >= BATCH * 0.008
     assert told["train_s"] >= 0.004
+    made = 1 + SCRIPT.splitlines().index(next(x for x in SCRIPT.splitlines() if "loader = " in x))
+    assert told["advice"]["where"] == f"train.py:{made}"
     one = next(row for row in told["by_workers"] if row["workers"] == 1)
     assert one["step_s"] >= BATCH * 0.008
     if kind == "files":

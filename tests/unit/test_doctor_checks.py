@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_rig import SESSION
@@ -101,7 +102,7 @@ def test_a_daemon_in_the_wrong_cgroup(ours: str, its: str, said: str) -> None:
     ],
 )
 def test_a_metrics_page_that_others_reach_is_named(address: str, level: str) -> None:
-    (page,) = exposed.looks(Config(daemon=DaemonSettings(metrics=address)))
+    (page,) = exposed.looks(Config(daemon=DaemonSettings(metrics=address)), {})
     assert (page.level, "no password" in page.remedy) == (level, level == "warn")
 
 
@@ -111,8 +112,28 @@ def test_a_key_that_others_may_read_is_named(tmp_path: Path, mode: int | None, l
     if mode is not None:
         key.touch(mode)
         key.chmod(mode)
-    (found,) = exposed.looks(Config(cluster=ClusterSettings(key_file=str(key))))
+    (found,) = exposed.looks(Config(cluster=ClusterSettings(key_file=str(key))), {})
     assert found.level == level
+
+
+@pytest.mark.parametrize(
+    "cluster, env, name, level",
+    [
+        ({"hosts": "a,b"}, {}, "encryption", "warn"),
+        ({"hosts": "a,b", "encrypt": True}, {}, "encryption", "ok"),
+        ({}, {"MASTER_ADDR": "node1"}, "key", "warn"),
+        ({}, {"MASTER_ADDR": "127.0.0.1"}, "", ""),
+        ({}, {"AWS_ENDPOINT_URL": "http://user:secret@store:9000"}, "endpoint", "warn"),
+        ({}, {"AWS_ENDPOINT_URL_S3": "https://store"}, "", ""),
+        ({}, {"AWS_ENDPOINT_URL": "http://[::1]:9000"}, "", ""),
+    ],
+)
+def test_what_travels_in_the_clear_is_named(
+    cluster: dict[str, Any], env: dict[str, str], name: str, level: str
+) -> None:
+    found = list(exposed.looks(Config(cluster=ClusterSettings(**cluster)), env))
+    assert [(one.name, one.level) for one in found] == ([(name, level)] if name else [])
+    assert "secret" not in str(found)
 
 
 def test_a_full_dev_shm() -> None:

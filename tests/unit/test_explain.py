@@ -155,3 +155,24 @@ def test_the_line_that_serves_what_is_read_is_named(
     found = told_of(files, 1.0, ahead=ahead)
     assert found["reads"]["line"] == line
     assert found["reads"]["file"] == (path or "/data/0")
+
+
+def test_it_ends_with_the_change_that_helps_most_and_the_line_to_write_it_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reads = told_of({(f"/data/{i}", False): 1 for i in range(20)}, 1.5, where="train.py:7")
+    told = reads["advice"]
+    assert (told["line"], told["where"]) == ("creel.wrap(dataset)", "train.py:7")
+    head = "Write creel.wrap(dataset) (the loader is made in train.py:7): an epoch takes "
+    assert told["sentence"].startswith(head)
+    assert told["sentence"].endswith(" instead of 2.0 s.")
+    explain.show(reads)
+    assert capsys.readouterr().out.endswith(f"\n\n{told['sentence']}\n")
+    one = session(dataset="nothing", decoded_measured=0)
+    decoding = foretold(Trial(answer(one), [(one, rows(0.1, 0.0, 0.4))]), BIG)["advice"]
+    assert decoding["sentence"] == ("Write num_workers=4: a step takes 100 ms instead of 200 ms.")
+    few = foretold(Trial(answer(one), [(one, rows(0.1, 0.0, 0.4))]), Machine(2.0, *BIG[1:]))
+    assert few["advice"]["sentence"].startswith("Make a sample cheaper, mostly to decode: ")
+    fed = foretold(Trial(answer(one), [(one, rows(0.1, 0.0, 0.1))]), BIG)["advice"]
+    assert fed["sentence"] == "Change nothing: training does not wait for data."
+    assert fed["line"] is None

@@ -164,12 +164,12 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
         stop = len(steps) if rng.random() < 0.5 else rng.randrange(skip, len(steps) + 1)
         for i in range(skip, stop):
             assert publisher.reach(told, i)
-            claim = told.claim(i, np.array(steps[i]))
+            claim = told.claim_of(i, np.array(steps[i]))
             assert claim is not None
             assert claim.step == told.step(i) == step + i - skip
             assert claim.ids.tolist() == objects_of([steps[i]])[0]
             if i + 1 < len(steps) and steps[i + 1] != steps[i]:
-                assert told.claim(i, np.array(steps[i + 1])) is None
+                assert told.claim_of(i, np.array(steps[i + 1])) is None
             if rng.random() < 0.5:
                 publisher.pump()
         if stop < len(steps) or rng.random() < 0.5:  # left, or predicted wrongly
@@ -214,7 +214,7 @@ def test_a_trainer_that_is_faster_than_the_thread_publishes_what_it_needs(
     told = begun(publisher, counted(8))
     for i in range(N // 8 // 2):
         assert publisher.reach(told, i)
-        assert told.claim(i, np.arange(8 * i, 8 * i + 8))
+        assert told.claim_of(i, np.arange(8 * i, 8 * i + 8))
     assert planners()
     gate.set()
     until(lambda: told.complete, what="the thread tells the rest")
@@ -315,7 +315,7 @@ def claimed(
     epoch: PublishedEpoch, first: int, samples: list[NDArray[np.int64]]
 ) -> list[list[int] | None]:
     """Return the objects of the batches from `first` on, of these samples; None: not published."""
-    claims = (epoch.claim(i, one) for i, one in enumerate(samples, first))
+    claims = (epoch.claim_of(i, one) for i, one in enumerate(samples, first))
     return [None if one is None else one.ids.tolist() for one in claims]
 
 
@@ -363,7 +363,7 @@ def test_nodes_that_join_amid_an_epoch_hear_of_it_before_they_hear_of_the_next(
         thread_safe=True,
         manifest=None,
     )
-    order: Any = SimpleNamespace(predict=lambda k: plans[k], lookahead=1, rehearses=False)
+    order: Any = SimpleNamespace(predict=lambda k: plans[k], lookahead=1, extended=False)
     monkeypatch.setattr(daemon.session, "deal", lambda epoch, _: dealt.append(epoch))
     for name in ("begin", "done"):
         monkeypatch.setattr(daemon.session, name, lambda _: None)

@@ -94,7 +94,7 @@ def test_before_anything_was_added_a_loader_rehearses_but_replays_nothing(data: 
     loader = loader_of(parts(data)[0], creel.Rehearsal(2), 0, 2)
     epoch = observe(loader)
     assert told(epoch.predict(), bind(loader.dataset)).replays is None
-    assert epoch.rehearses
+    assert epoch.extended
 
 
 def test_a_job_may_read_its_samples_and_the_kept_ones(data: Any) -> None:

@@ -240,7 +240,8 @@ def test_a_memory_grows_until_an_epoch_was_read_whole(batches: Any, last: int) -
         found = [plain(batch) for batch in itertools.islice(order, taken)]
         assert found == list(itertools.islice(theirs, taken))
         assert [len(batch) for batch in found] == [5, 5, *[7 if grows else 5] * 3][:taken]
-        assert order.state()["rehearsal"]["grows"] is grows
+        saved: Any = order.state()
+        assert saved["rehearsal"]["grows"] is grows
         if now is not None:
             assert np.array_equal(now.cut(0, taken)[0], np.concatenate(found))
         ours.batch_sampler.set_epoch(7)  # type: ignore[union-attr]  # a RehearsedBatches

@@ -52,7 +52,7 @@ class Group:
     def __init__(self, followers: int) -> None:
         ends = [pair() for _ in range(followers)]
         self.leader = Leader([Channel(ours) for ours, _ in ends])
-        self.batches: SentBatches = self.leader.open(0)
+        self.batches: SentBatches = self.leader.followers(0)
         self.outbox, self.inbox = Outbox(SLOTS), Inbox(max_leased=64, private=True)
         self.others = [Follower(Channel(theirs), 0) for _, theirs in ends]
         self.pools = [ReplicaPool(other, 64) for other in self.others]

@@ -91,7 +91,7 @@ def test_a_wait_is_counted_once_whatever_was_said_of_it_before_its_end(
     rng, clock = random.Random(seed), 10**12
     monkeypatch.setattr("time.monotonic_ns", lambda: clock)
     run = Run(SimpleNamespace(words=words))
-    wait, whole, before = Overdue(run.awaited), 0, 0
+    wait, whole, before = Overdue(run.awaited, 60.0), 0, 0
     for _ in range(50):
         wait.since = clock
         began = clock
@@ -123,7 +123,7 @@ def test_a_wait_of_less_than_a_second_is_not_told(
     clock = 10**12
     monkeypatch.setattr("time.monotonic_ns", lambda: clock)
     run = Run(SimpleNamespace(words=words))
-    wait = Overdue(run.awaited)
+    wait = Overdue(run.awaited, 60.0)
     wait.look()  # training computes
     wait.since = clock
     clock += 999_999_999

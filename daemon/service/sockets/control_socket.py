@@ -360,10 +360,10 @@ def _whole(body: bytes, flags: int) -> Any:
     if flags & socket.MSG_CTRUNC:
         raise UnavailableError("this daemon can open no more descriptors, or these are too many")
     with contextlib.suppress(MalformedError):  # another request
-        protocol = decode(body, AnyHello).protocol
-        if protocol != PROTOCOL:  # its other fields may be others, too
+        hello = decode(body, AnyHello)
+        if hello.spoken() is None:  # its other fields may be others, too
             raise UnavailableError(
-                f"this daemon uses protocol {PROTOCOL}, the client {protocol}:"
+                f"this daemon uses protocol {PROTOCOL}, the client {hello.protocol}:"
                 " restart the daemon with the installed version"
             )
     return decode(body, ControlRequest)

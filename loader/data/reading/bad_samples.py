@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, Literal, TypeAlias
 
@@ -61,7 +62,7 @@ class Tolerance:
     known: dict[Key, str] = field(default_factory=dict)
     _new: list[BadSample] = field(default_factory=list)
 
-    @property
+    @cached_property
     def wanted(self) -> bool:
         """Whether bad samples are to be skipped or replaced."""
         return self.on_error != "raise"

@@ -17,7 +17,8 @@ from creel.loader.data.rehearsed import KeptRows, Rehearsed, length_of, new_data
 from creel.loader.data.user_code.attributes import changed, snapshot
 from creel.loader.data.user_code.protected import attribute
 from creel.loader.data.user_code.values import check_whole, shown
-from creel.loader.line.order.rehearsing import Content, RehearsedBatches
+from creel.loader.line.order.rehearsed_order import RehearsedBatches
+from creel.loader.line.order.rehearsing import Content
 from creel.policies.arrays import Ints
 from creel.policies.rehearsal.content import (
     UNLABELLED,

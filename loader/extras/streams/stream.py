@@ -298,7 +298,6 @@ def stream_batches(
     *,
     shuffle: bool | None,
     drop_last: bool,
-    shared: object,
 ) -> StreamBatches:
     """Return the batch sampler of a loader that was given only a stream.
 
@@ -307,11 +306,6 @@ def stream_batches(
     """
     if shuffle:
         raise ConfigError("a stream is shuffled by Stream(shuffle=n), n arrivals at a time")
-    if shared is not None:
-        raise ConfigError(
-            "replicate= and a stream: give batch_sampler=stream.batches(batch_size, rank=, world=),"
-            " equal on the ranks of a group"
-        )
     if batch_size is None:
         raise ConfigError("a stream is read in batches: give batch_size")
     return stream.batches(batch_size, drop_last=drop_last)

@@ -67,7 +67,7 @@ class EpochRun:
         self.pulled = PulledIndices(loader, state.tolerance)
         by_batch = self.pulled.by_batch  # in place of a reference to this
         reader = this_thread(lambda: min(by_batch, default=None))
-        self.overdue = Overdue(self._awaited)
+        self.overdue = Overdue(self._awaited, state.config.loader.hung_s)
         self.statistics = Statistics(state, self.overdue, reader)
         self.pages = MappedPages(state.config.window)
         self.order: EpochOrder | None = None
@@ -150,7 +150,7 @@ class EpochRun:
         batch, serving = self.skipped + i, self.serving
         if serving.search is not None:
             serving.reattach(self.order, batch)
-        if not self.pages.over or self.pages.unknown is not None:
+        if self.pages.follows:
             self.pages.claimed(batch, index)
         claim = DIRECT if serving.reads is None else serving.reads.claim(batch, index)
         if claim.step < 0 and self._state.args.creel is not False:
@@ -179,7 +179,7 @@ class EpochRun:
         index = pulled.by_batch.pop(made.batch, None)
         pulled.returned.index = pulled.good(index) if self._state.tolerance.known else index
         self.delivered = self.skipped + i
-        if self.pages.ahead or not self.pages.over or self.pages.unknown is not None:
+        if self.pages.follows:
             self.pages.done(self.delivered)
         if self.paced and self.order is not None:
             self.order.delivered(self.delivered)
@@ -188,7 +188,7 @@ class EpochRun:
         now_ns = time.monotonic_ns()
         if stream is not None:
             meter.record(stream.session.words.log, made.times, made.worker, now_ns)
-        if self.serving.supposed:
+        if self.serving.recordings.supposed:
             self.serving.follow_lists(now_ns)
         since = now_ns / 1e9 - COUNT_S
         due = since >= self.statistics.counted_at

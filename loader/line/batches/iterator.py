@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from creel.loader.client.log_lines import with_rank
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.line.batches.epoch_run import EpochRun
 from creel.loader.line.batches.places import place_of
-from creel.loader.making.places.here import Here
+from creel.loader.line.batches.turns import WorkerTurns
 from creel.loader.making.places.made import Loss, Made
 from creel.loader.making.places.pinner import Pinner
-from creel.loader.making.stages import StallWarning
 from creel.loader.making.transport.pinning import Lender, Pinning
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
 
     from creel.loader.line.batches.state import LoaderState
     from creel.loader.line.order.epoch_order import StateBefore
-    from creel.loader.line.steps.batch_stream import BatchStream
     from creel.loader.making.places.place import BatchPlace
 
 #: Seconds between checks for dead workers in a wait without a timeout.
@@ -56,23 +51,18 @@ class Batches(Lender, BaseDataLoaderIter):
     """
 
     _place: BatchPlace  # unset until batches can be made
-    _shutdown = False
+    _shutdown = False  # whether it makes no more batches, for good
     _stopped = False  # whether some or all workers make no more batches
 
     def _open(self, loader: DataLoader[Any], state: LoaderState, run: EpochRun, ahead: int) -> None:
         """Begin to make batches, up to `ahead` of them ahead of use."""
         self._state, self._run, self._meter = state, run, state.observers.meter
-        self._ahead, self._in_order = ahead, loader.in_order
-        self._tolerant = state.tolerance.wanted
-        self._reads: BatchStream | None = None
+        self._ahead = ahead  # batches that are asked for ahead of use
+        self._turns = WorkerTurns(self._num_workers, ahead, in_order=loader.in_order)
         run.serving.waits = not ahead
-        self._warn_after_s = state.config.loader.hung_s
-        self._warned: object = None  # the batch of which `_warn` has told
         start = time.monotonic_ns()
         place = self._place = place_of(self, loader, state, run.serving, ahead)
-        self._here = place if isinstance(place, Here) else None
-        self._tag = place.tag
-        if self._here is None:
+        if not place.makes_now:
             run.statistics.made_by(place)
         if place.pins:
             return
@@ -84,18 +74,16 @@ class Batches(Lender, BaseDataLoaderIter):
     def _begin(self, loader: DataLoader[Any], before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has."""
         self._run.begin(loader, self, before)
-        self._send_idx = self._rcvd_idx = 0
+        self._send_idx = self._rcvd_idx = 0  # the next batch to ask for, and to return
         # batch -> (worker,) while outstanding, (worker, made) if it arrived out of order
         self._task_info: dict[int, tuple[int] | tuple[int, Made]] = {}
-        self._workers_status = [True] * max(self._num_workers, 1)
-        self._workers_num_tasks = [0] * len(self._workers_status)
-        self._worker_queue_idx_cycle = itertools.cycle(range(len(self._workers_status)))
+        self._turns.begin()
         self._withheld = 0  # batches that are not asked for yet, since their data has not arrived
 
     def _join(self) -> None:
         """Let the workers read through the session that serves this epoch, if there is one."""
         serving = self._run.serving
-        reads = self._reads = serving.reads
+        reads = serving.joined = serving.reads
         if reads is not None and serving.digest is not None:
             self._place.bind(serving.digest)
             serving.digest = None
@@ -132,12 +120,13 @@ class Batches(Lender, BaseDataLoaderIter):
                 self._request_withheld()
             if self._stopped or self._rcvd_idx not in self._task_info:
                 self._find_next()
-            made = self._taken() if self._here is None else self._here.receive(0.0)
+            place = self._place
+            made: Any = place.receive(0.0) if place.makes_now else self._taken()
         except BaseException:
             if not self._ahead:
                 self._lose(self._rcvd_idx)
             raise
-        self._workers_num_tasks[self._task_info.pop(made.batch)[0]] -= 1
+        self._turns.asked[self._task_info.pop(made.batch)[0]] -= 1
         if made.batch == self._rcvd_idx:
             self._rcvd_idx += 1
         return self._delivered(made)
@@ -151,7 +140,7 @@ class Batches(Lender, BaseDataLoaderIter):
         """
         while self._rcvd_idx < self._send_idx:
             info = self._task_info.get(self._rcvd_idx)
-            if info is not None and (len(info) == 2 or self._workers_status[info[0]]):
+            if info is not None and (len(info) == 2 or self._turns.alive[info[0]]):
                 if self._shutdown and len(info) == 1:
                     raise AssertionError("Invalid iterator state: shutdown when fetching next data")
                 return
@@ -172,7 +161,7 @@ class Batches(Lender, BaseDataLoaderIter):
                 return info[1]
             since = since or time.monotonic_ns()
             made = self._await(since)
-            if made.batch == self._rcvd_idx or not self._in_order:
+            if made.batch == self._rcvd_idx or not self._turns.in_order:
                 self._meter.awaited(made.times, since, time.monotonic_ns())
                 return made
             self._task_info[made.batch] = (self._task_info[made.batch][0], made)
@@ -198,8 +187,8 @@ class Batches(Lender, BaseDataLoaderIter):
             run.lost(made.batch)
             place.discard(made)
             raise
-        data = place.open(made) if self._here is None else made.data
-        if self._tolerant:
+        data = made.data if place.makes_now else place.open(made)
+        if self._state.tolerance.wanted:
             self._note_bad()
         if isinstance(data, ExceptionWrapper):
             run.lost(made.batch)
@@ -246,33 +235,19 @@ class Batches(Lender, BaseDataLoaderIter):
             return
         finally:
             self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
-        worker = next(self._worker_queue_idx_cycle)
-        if not (self._in_order and self._workers_status[worker]):
-            worker = self._free_worker(worker)
+        turns, idx, run = self._turns, self._send_idx, self._run
+        worker = next(turns.cycle)
+        if not (turns.in_order and turns.alive[worker]):
+            worker = turns.free(worker)
             if worker < 0:
                 return
-        idx, run = self._send_idx, self._run
-        task = run.task(idx, index, self._tag)
-        if run.serving.reads is not self._reads:
+        task = run.task(idx, index, self._place.tag)
+        if run.serving.reads is not run.serving.joined:
             self._join()  # another session
         self._place.task(worker, task)
         self._task_info[idx] = (worker,)
-        self._workers_num_tasks[worker] += 1
+        turns.asked[worker] += 1
         self._send_idx += 1
-
-    def _free_worker(self, worker: int) -> int:
-        """Return the next worker, from this one on; with `in_order=False`, one below its share.
-
-        -1: there is none.
-        """
-        status, tasks = self._workers_status, self._workers_num_tasks
-        for _ in status:
-            if status[worker] and (
-                self._in_order or tasks[worker] < max(self._ahead, 1) // sum(status)
-            ):
-                return worker
-            worker = next(self._worker_queue_idx_cycle)
-        return -1
 
     def _note_bad(self) -> None:
         """Note new bad samples; raises if all makers together found too many."""
@@ -301,26 +276,27 @@ class Batches(Lender, BaseDataLoaderIter):
         Raises:
             RuntimeError: none came within `timeout`, or a worker died; with torch's message.
         """
-        place = self._place
+        place, overdue = self._place, self._run.overdue
         start = time.monotonic()
         while True:
             self._raise_if_dead()
-            look_s = min(LOOK_S, self._warn_after_s)
+            look_s = min(LOOK_S, overdue.warns_after_s)
             left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else look_s
             event = place.next_event(max(left, 0.0))
             if isinstance(event, Made):
-                if event.tag == self._tag:
+                if event.tag == place.tag:
                     return event
                 place.discard(event)
-            elif isinstance(event, Loss) and event.tag == self._tag:
+            elif isinstance(event, Loss) and event.tag == place.tag:
                 raise RuntimeError(event.reason)
             elif event is None and self._timeout > 0:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
             elif event is None:
-                self._warn(place.holder(worker, self._rcvd_idx), time.monotonic() - start)
+                maker = place.describe(place.holder(worker, self._rcvd_idx))
+                overdue.warn((place.tag, self._rcvd_idx), maker, time.monotonic() - start)
 
     def _raise_if_dead(self) -> None:
-        members, status = self._place.members, self._workers_status
+        members, status = self._place.members, self._turns.alive
         dead = [(i, members[i].process) for i in self._place.lost() if status[i]]
         if not dead:
             return
@@ -333,17 +309,6 @@ class Batches(Lender, BaseDataLoaderIter):
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pids}) exited unexpectedly"
         ) from RuntimeError(_last_words(dead[0][1]))
-
-    def _warn(self, worker: int, waited_s: float) -> None:
-        waits_for, maker = (self._tag, self._rcvd_idx), self._place.describe(worker)
-        if waits_for == self._warned or waited_s < self._warn_after_s or not maker:
-            return
-        self._warned = waits_for
-        text = (
-            f"no batch for {waited_s:.0f} s: batch {self._rcvd_idx} is with {maker}; still waiting"
-            " (DataLoader(timeout=...) sets a limit)"
-        )
-        warnings.warn(with_rank(text), StallWarning, stacklevel=4)
 
     # --- closing ----------------------------------------------------------------------------
 
@@ -434,7 +399,7 @@ class WorkerIter(Batches, MultiProcessingDataLoaderIter):
             self._run.serving.bind_late(loader)
         self._begin(loader, self._moment)
         if not first_iter:
-            self._tag = place.again(self._state.tolerance.known)
+            place.again(self._state.tolerance.known)
             self._raise_if_dead()
         self._join()
         for _ in range(self._ahead):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from creel.loader.client.cluster.ranks import rank_and_world
@@ -23,6 +24,43 @@ if TYPE_CHECKING:
 _FOLLOW_NS = 20_000_000
 
 
+class Recordings:
+    """What the reads of an iterator's wrapped datasets have told, while they are recorded.
+
+    Attributes:
+        supposed: each dataset, and what it is supposed to read.
+    """
+
+    def __init__(self) -> None:
+        self.supposed: list[tuple[Wrapped, object | None]] = []
+        self._unknown: list[Wrapped] = []  # no daemon is needed before they are recorded
+        self._look_at = 0  # ns: when to look at them again
+
+    def begin(self, followed: Sequence[Wrapped], unknown: Sequence[Wrapped]) -> None:
+        """Begin an epoch."""
+        self.supposed = [(one, supposed(one)) for one in followed]
+        self._unknown = [*unknown]
+
+    def newly_recorded(self) -> bool:
+        """Whether the reads of a dataset are known for the first time: a daemon may serve them."""
+        known = any(map(recorded, self._unknown))
+        if known:
+            self._unknown = []
+        return known
+
+    def due(self, now_ns: int) -> bool:
+        return now_ns >= self._look_at
+
+    def changed(self, now_ns: int) -> bool:
+        """Whether what a dataset is supposed to read is another list than before, or none."""
+        before = [(one, was) for one, was in self.supposed if recording(one)]
+        self.supposed = [(one, supposed(one)) for one, _ in before]
+        if all(now is None for _, now in self.supposed):
+            self._look_at = now_ns + _FOLLOW_NS
+        pairs = zip(before, self.supposed, strict=True)
+        return any(was is not now for (_, was), (_, now) in pairs)
+
+
 class IteratorSession:
     """Which session serves one iterator, epoch by epoch.
 
@@ -33,7 +71,8 @@ class IteratorSession:
         reads: the session that serves the epoch's reads; None: they bypass the daemon.
         search: for another daemon, after this node's has ended, or for one that serves files that
             were listed late; None: there is none.
-        supposed: wrapped datasets that are being recorded, and what each is supposed to read.
+        joined: the one that the workers were told to read through.
+        recordings: of its wrapped datasets.
         digest: `Binding.digest` of what workers must find themselves before they join the session.
         builder: how this process builds batches from files, and the dataset that does; None: it
             does not.
@@ -56,11 +95,10 @@ class IteratorSession:
             self.builder = state.direct_in(loader, binding)
         self.search: StreamSearch | None = None
         self.waits = False
-        self.supposed: list[tuple[Wrapped, object | None]] = []
-        self._follow_at = 0  # ns: when to look at them again
+        self.recordings = Recordings()
+        self.joined: BatchStream | None = None
         self.digest: str | None = None
         self._uncounted_from = 0.0  # when an epoch began that has no session for its statistics
-        self._unknown: list[Wrapped] = []  # recorded wrapped datasets; no daemon needed yet
         self.published_ahead = False
         self._set_reads()
 
@@ -102,9 +140,8 @@ class IteratorSession:
         """Find a session for an epoch; if it serves only statistics, do not wait for a daemon."""
         counts = self._state.args.creel is not False
         wrapped = wrapped_in(loader.dataset)
-        self._unknown = wrapped if self.binding is None and counts else []
-        alone = [] if self._state.groups.needed else wrapped
-        self.supposed = [(one, supposed(one)) for one in alone]
+        unknown = wrapped if self.binding is None and counts else []
+        self.recordings.begin([] if self._state.groups.needed else wrapped, unknown)
         self._end_search()
         if self.stream is not None and not self.stream.alive:
             self.stream.close()
@@ -171,15 +208,10 @@ class IteratorSession:
 
     def follow_lists(self, now_ns: int) -> None:
         """Serve what samples are supposed to read by now, or no longer what they do not read."""
-        if now_ns < self._follow_at:
+        if not self.recordings.due(now_ns):
             return
-        before = [(one, was) for one, was in self.supposed if recording(one)]
-        self.supposed = [(one, supposed(one)) for one, _ in before]
-        if all(now is None for _, now in self.supposed):
-            self._follow_at = now_ns + _FOLLOW_NS
-        loader = self._state.loader
-        pairs = zip(before, self.supposed, strict=True)
-        if loader is None or all(was is now for (_, was), (_, now) in pairs):
+        changed, loader = self.recordings.changed(now_ns), self._state.loader
+        if loader is None or not changed:
             if self.reads is not None:
                 self.reads.pump()
             return
@@ -211,8 +243,7 @@ class IteratorSession:
             since: an epoch that began before needs a session for its statistics.
             counted: whether the statistics were updated just now.
         """
-        if any(map(recorded, self._unknown)):
-            self._unknown = []
+        if self.recordings.newly_recorded():
             start_daemon_early(self._state.config)
         if 0 < self._uncounted_from <= since:
             self._begin_search()

@@ -15,9 +15,7 @@ from creel.cache.storage.stores.retry import public
 from creel.loader.client.log_lines import with_rank
 from creel.loader.data.binding.tree import reads_singly
 from creel.loader.making.maker import BatchMaker, Waits
-from creel.loader.making.places.follower import Follower, ReplicaPool
 from creel.loader.making.places.here import Here
-from creel.loader.making.places.leader import Tee
 from creel.loader.making.places.processes import WorkerPool
 from creel.loader.making.places.shared_processes import SharedPool
 from creel.loader.making.places.threads import Threads
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from creel.loader.data.reading.lease import Lease
     from creel.loader.line.batches.iterator_session import IteratorSession
     from creel.loader.line.batches.state import LoaderState
-    from creel.loader.making.places.leader import SentBatches
+    from creel.loader.making.places.other_ranks import Followers
     from creel.loader.making.places.place import BatchPlace
     from creel.loader.torch_private import BaseDataLoaderIter
     from creel.policies.arrays import Ids
@@ -104,22 +102,21 @@ def place_of(
     Args:
         ahead: how many batches are made ahead of use; 0: there are no workers.
     """
-    role, options = state.role(loader), state.config.loader
-    if isinstance(role, Follower):
-        return ReplicaPool(role, options.max_leased)
+    others, options = state.other_ranks(loader), state.config.loader
+    if (place := others.place(options.max_leased)) is not None:
+        return place
     pinning, counted = Pinning.of(it), state.observers.meter.made
     if not ahead:
         maker = maker_in_process(loader, state, serving, pinning=pinning)
         it._dataset_fetcher = maker.fetcher  # type: ignore[attr-defined]  # noqa: SLF001  torch's
-        tee = None if role is None else Tee(role, options.slots)
+        tee = others.tee(options.slots)
         anew = partial(_waits, state, state.direct)
         return Here(maker, serving, pinning, counted=counted, tee=tee, waits=anew)
     copies = serving.builder is not None
     if serving.stream is not None:
         copies = copies or state.only_copies(loader, serving.stream.binding)
-    if role is not None or not copies:
-        followers = None if role is None else role.open(ahead)
-        return _processes(it, loader, state, serving.binding, followers)
+    if others.share or not copies:
+        return _processes(it, loader, state, serving.binding, others.followers(ahead))
     frozen = None if serving.stream is None else serving.stream.binding.frozen()
     how: Any = {"frozen": frozen, "as_worker": True, "pinning": pinning}
     maker_of = partial(maker_in_process, loader, state, serving, **how)
@@ -147,7 +144,7 @@ def _processes(
     loader: DataLoader[Any],
     state: LoaderState,
     binding: Binding | None,
-    followers: SentBatches | None,
+    followers: Followers | None,
 ) -> WorkerPool:
     """Start worker processes. As in torch, they see no later changes of what they start with."""
     options, plain = state.config.loader, state.collates_plainly(loader)

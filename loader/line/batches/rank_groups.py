@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from creel.loader.line.order.epoch_order import index_sampler, rehearsed_batches
+from creel.loader.line.order.epoch_order import combinator_of, index_sampler
 from creel.loader.making.groups.exchange import agreed, check_unchanged
-from creel.loader.making.groups.replicate import Role, join_group
+from creel.loader.making.groups.replicate import join_group
+from creel.loader.making.places.other_ranks import ALONE, OtherRanks
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -27,7 +28,7 @@ class RankGroups:
         self.share = args.replicate is not None
         self._args = args
         self._exchange: Exchange | None = None
-        self._role: Role = None
+        self._others = ALONE
         self._joined = False
 
     def exchange(self, loader: DataLoader[Any]) -> Exchange | None:
@@ -43,8 +44,8 @@ class RankGroups:
         check_unchanged(self._exchange, index_sampler(loader))
         return self._exchange if self._exchange.moves else None
 
-    def role(self, loader: DataLoader[Any], plain: Callable[[], bool]) -> Role:
-        """Return this rank's role in its group, as agreed with the other ranks at the first call.
+    def others(self, loader: DataLoader[Any], plain: Callable[[], bool]) -> OtherRanks:
+        """Return who shares this rank's batches, as agreed with other ranks at the first call.
 
         plain: whether batches are only copied from the arena.
 
@@ -52,19 +53,18 @@ class RankGroups:
             ConfigError: as `replicate.join_group`.
         """
         if self.share and not self._joined:
-            rows = rehearsed_batches(loader)
-            memory = "" if rows is None else rows.digest
+            combinator = combinator_of(loader)
+            digest = "" if combinator is None else combinator.digest
             group = self._args.replicate
-            self._role = join_group(loader, group, plain=plain(), memory=memory)
+            self._others = join_group(loader, group, plain=plain(), digest=digest)
             self._joined = True
-        return self._role
+        return self._others
 
     @property
     def needed(self) -> bool:
         """Whether other ranks depend on this rank's creel, for batches or for exchanged samples."""
-        return self._role is not None or (self._exchange is not None and self._exchange.moves)
+        return self._others.share or (self._exchange is not None and self._exchange.moves)
 
     def close(self) -> None:
         """Close the connections to other ranks."""
-        if self._role is not None:
-            self._role.close()
+        self._others.close()

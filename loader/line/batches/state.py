@@ -35,7 +35,6 @@ from creel.loader.line.steps.batch_stream import (
     open_batch_stream,
     open_counting_stream,
 )
-from creel.loader.making.groups.replicate import Role
 from creel.loader.torch_private import collate
 from creel.policies.direct import DirectReads
 
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from creel.loader.data.decoded.keeping import Keeping
+    from creel.loader.making.places.other_ranks import OtherRanks
     from creel.loader.making.places.place import Slots
 
 _log = logging.getLogger("creel.loader")
@@ -82,15 +82,15 @@ class LoaderState:
 
     def binding(self, loader: DataLoader[Any]) -> Binding | None:
         """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
+        keepings = keepings_in(loader.dataset)
+        for keeping in keepings:
+            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         if self.args.creel is False:
             return None
         for one in wrapped_in(loader.dataset):
             lead(one)
             if isinstance(self.args.creel, (dict, str)):
                 configure(one, self.config, self._origins)
-        keepings = keepings_in(loader.dataset)
-        for keeping in keepings:
-            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         dataset, binding, _ = self._bound
         self._bound = (dataset, binding, keepings)
         return self.bound(loader)
@@ -112,14 +112,14 @@ class LoaderState:
         """Return the state an epoch begins from; call it before torch's iterator is constructed."""
         return before(loader, self.position.order, foresee=self.config.loader.foresee)
 
-    def role(self, loader: DataLoader[Any]) -> Role:
-        """Return this rank's role among those that share batches; see `RankGroups.role`."""
+    def other_ranks(self, loader: DataLoader[Any]) -> OtherRanks:
+        """Return the ranks that share this one's batches; see `RankGroups.others`."""
 
         def plain() -> bool:
             binding = self.binding(loader)
             return binding is not None and self.only_copies(loader, binding)
 
-        return self.groups.role(loader, plain)
+        return self.groups.others(loader, plain)
 
     def start_daemon_early(self, loader: DataLoader[Any]) -> None:
         """Start a daemon when the loader is made, if its dataset may have objects to cache.

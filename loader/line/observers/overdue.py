@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from creel.cache.memory.shared_words import HEARTBEAT
 from creel.counters import CAUSES
+from creel.loader.client.log_lines import with_rank
 from creel.loader.data.reading.bad_samples import printable
 from creel.loader.line.steps.batch_stream import BatchStream
-from creel.loader.making.stages import CAUSE_OF, IDLE, READING
+from creel.loader.making.stages import CAUSE_OF, IDLE, READING, StallWarning
 from creel.loader.making.workers.kernel_waits import Reader
 
 #: From so many ns on a batch is overdue; seconds between two looks.
@@ -59,15 +61,18 @@ class Awaited(NamedTuple):
 
 
 class Overdue:
-    """The present wait of one iterator; its thread calls all but `look`.
+    """The present wait of one iterator, which calls all but `look`.
 
     Attributes:
         since: when it began, monotonic ns; 0: the iterator does not wait.
         told: which session knows of it; None: none does. If one does, the wait ends with `ends`.
+        warns_after_s: the training script is warned of a wait of so many seconds.
     """
 
-    def __init__(self, awaited: Callable[[], Awaited]) -> None:
+    def __init__(self, awaited: Callable[[], Awaited], warns_after_s: float) -> None:
         """`awaited`: a method of the iterator's run, which this does not keep alive."""
+        self.warns_after_s = warns_after_s
+        self._warned: object = None  # the batch of which `warn` has told
         self._awaited = weakref.WeakMethod(awaited)
         self.since, self.over, self.next_at = 0, False, 0.0  # the last two for `Watch`
         self.told: BatchStream | None = None
@@ -83,6 +88,20 @@ class Overdue:
             with self._lock:
                 self.told.session.words.set_overdue(0)
                 self.told = None
+
+    def warn(self, batch: tuple[int, int], maker: str, waited_s: float) -> None:
+        """Warn once of a batch, the second of (epoch's tag, number), that is awaited for long.
+
+        maker: who has it, and what that one is doing; "": others warn.
+        """
+        if batch == self._warned or waited_s < self.warns_after_s or not maker:
+            return
+        self._warned = batch
+        text = (
+            f"no batch for {waited_s:.0f} s: batch {batch[1]} is with {maker}; still waiting"
+            " (DataLoader(timeout=...) sets a limit)"
+        )
+        warnings.warn(with_rank(text), StallWarning, stacklevel=4)
 
     def look(self) -> None:
         """Count a wait that is too long, and tell the daemon of it; called by the thread."""

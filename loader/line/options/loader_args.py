@@ -8,15 +8,12 @@ again from its attributes, by name; `creel_args` tells that loader which of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from creel.loader.data.reading.bad_samples import OnError, Tolerance
 from creel.loader.data.user_code.values import wrong
 from creel.loader.making.seeding.by_sample import EpochSeeds, Seeding
 from creel.loader.making.stage import Stage, Tolerating
-
-if TYPE_CHECKING:
-    from creel.loader.extras.rehearsal.memory import Rehearsal
 
 
 class LoaderArgs(NamedTuple):
@@ -27,7 +24,7 @@ class LoaderArgs(NamedTuple):
     replicate: Any = None
     on_error: OnError = "raise"
     max_bad_samples: int = 100
-    rehearsal: Rehearsal | None = None
+    rehearsal: Any = None
     seeding: Literal["sample"] | None = None
     workers: Literal["own", "shared"] = "own"
 
@@ -39,6 +36,11 @@ class LoaderArgs(NamedTuple):
         """Return the stages around a maker of batches, for one maker, the innermost first."""
         seeding = () if self.seeding is None else (Seeding(),)
         return (*seeding, Tolerating(tolerance)) if tolerance.wanted else seeding
+
+    @property
+    def extends(self) -> bool:
+        """Whether batches may have more than the dataset's samples, if not yet."""
+        return self.rehearsal is not None
 
     def seeds(self) -> EpochSeeds | None:
         """Return the seeds of an iterator's epochs; None: torch's."""

@@ -1,25 +1,21 @@
-"""Streams made of another one: one rank's share of it, all but some batches, or with replays."""
+"""Streams made of another one: one rank's share of it, or all but some batches."""
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
-from creel.loader.line.order.rehearsing import NewItems, Replays
 from creel.loader.line.order.streams import (
     Derived,
     Items,
     SamplerStream,
     Sequential,
     StreamState,
-    indices_of,
 )
-from creel.policies.cluster.job_order import IN_ORDER, JobOrder, JobReplays
+from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 from creel.policies.order.dealing import Dealing, each_of
 from creel.policies.order.division import Division
 from creel.policies.order.remap import Exchange
@@ -66,17 +62,16 @@ class Distributed(Derived):
     def _head(self, k: int) -> NDArray[np.integer]:
         return np.asarray(self._order.items(0, k))
 
-    def deal(self, each: int, batch: int) -> JobOrder | None:
-        """Return the whole job's epoch: `each` samples of every rank, in steps of `batch`.
-
-        None if a daemon could not compute it.
-        """
+    def dealt(self, division: Division) -> JobOrder | None:
+        if division.starts is not None:
+            return None
+        each = min(division.start(division.steps(self.total)), self.total)
         n, world, _, offset, exchange = self._dealing
         in_order = isinstance(self._order, Sequential)
         seed = IN_ORDER if in_order else self._order.state().get("seed")
         if offset or seed is None:
             return None
-        return JobOrder(n, world, each, batch, seed, exchange is not None)
+        return JobOrder(n, world, each, division.size, seed, exchange is not None)
 
     def state(self) -> StreamState:
         _, world, _, offset, _ = self._dealing
@@ -139,88 +134,6 @@ class Without(Derived):
 
     def of_all_ranks(self, start: int, stop: int) -> Items:
         return self._order.of_all_ranks(start, stop)
-
-
-class WithReplays(Derived):
-    """A stream with the rows of a rehearsal memory at the end of each step. Only to predict."""
-
-    def __init__(self, new: SamplerStream, division: Division, replays: Replays) -> None:
-        """division: of the new items."""
-        super().__init__(new)
-        self._of_new, self._replays = division, replays
-        if replays.growth is not None:
-            replays.new_items = new_items(new, division)
-        steps = division.steps(new.total)
-        self._new_total = min(division.start(steps), new.total)
-        numbers = functools.partial(step_in_epoch, new, division)
-        #: Steps at the head that replay nothing.
-        self._bare = bisect_left(range(steps), replays.bare, key=numbers)
-        each = replays.passes.each
-        self.total = self._new_total + (steps - self._bare) * each
-        self.division = Division(division.size + each)
-        if division.starts is not None or self._bare:
-            starts = np.array([division.start(k) for k in range(steps + 1)], np.int64)
-            more = (np.arange(steps + 1) - self._bare).clip(0) * each
-            self.division = Division(starts=starts.clip(max=self._new_total) + more)
-        self.at_once, self.spread = new.at_once, new.spread
-        if new.key is not None:
-            self.key = ("replays", new.key, division.size, replays.key)
-
-    def deal(self) -> JobOrder | None:
-        """Return the whole job's epoch, as `deal_of`; None also while the memory grows."""
-        order, replays = deal_of(self._order, self._of_new), self._replays
-        if order is None or replays.growth is not None:
-            return None
-        if not replays.passes.kept:
-            return order
-        return order._replace(replays=JobReplays(replays.passes, replays.start.step))
-
-    @property
-    def ready(self) -> int:
-        ready = self._order.ready
-        if ready >= self._new_total:
-            return self.total
-        return self.division.start(self._of_new.within(ready))
-
-    def need(self, item: int) -> None:
-        if item >= self.total:
-            self._order.need(self._order.total)
-        else:
-            last = self._of_new.start(self.division.within(item) + 1)
-            self._order.need(min(last, self._new_total) - 1)
-
-    def items(self, start: int, stop: int) -> Items:
-        if start >= stop:
-            return np.empty(0, np.int32)
-        first, last = self.division.within(start), self.division.within(stop - 1) + 1
-        bounds = self._of_new.start(first), min(self._of_new.start(last), self._new_total)
-        new = indices_of(self._order.items(*bounds))
-        ends = self._of_new.ends(first, last, len(new))
-        each, steps = self._replays.passes.each, np.arange(max(first, self._bare), last)
-        numbers = [step_in_epoch(self._order, self._of_new, k) for k in steps.tolist()]
-        before = np.arange(len(steps)) * each
-        places = (ends[last - first - len(steps) :] + before)[:, None] + np.arange(each)
-        items = np.empty(len(new) + places.size, np.int32)
-        is_new = np.ones(len(items), np.bool_)
-        if len(steps):
-            items[places], is_new[places] = self._replays.rows(np.array(numbers)), False
-        items[is_new] = new
-        begin = self.division.start(first)
-        return items[start - begin : stop - begin]
-
-
-def deal_of(stream: SamplerStream, division: Division) -> JobOrder | None:
-    """Return how an epoch is dealt to all ranks of the job; None if the sampler does not tell."""
-    if not isinstance(stream, Distributed) or division.starts is not None:
-        return None
-    each = min(division.start(division.steps(stream.total)), stream.total)
-    return stream.deal(each, division.size)
-
-
-def new_items(stream: SamplerStream, division: Division) -> NewItems:
-    """Return what finds the new samples of all ranks in some steps of the whole epoch."""
-    at = division.start
-    return lambda start, stop: indices_of(stream.of_all_ranks(at(start), at(stop)))
 
 
 def step_in_epoch(stream: SamplerStream, division: Division, step: int) -> int:

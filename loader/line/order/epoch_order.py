@@ -9,6 +9,8 @@ takes the place of the iterator's `_sampler_iter`. There are two kinds:
 - `CustomOrder` (`custom`) passes on what any other sampler yields. That is the user's code, of
   which nothing is known.
 
+An `OrderCombinator` puts another order around these, as `rehearsed_order` does.
+
 Who calls: torch's iterator (or one of `line/batches`, in its place) calls `next`, in the thread
 that trains, when torch would: this makes the draws that the user can see. `EpochRun` asks for
 `predict` and `state` at any time, also in mid-epoch. Neither may change anything that the user can
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 from torch.utils.data import (
     BatchSampler,
@@ -34,32 +36,17 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from creel.loader.line.options.loader_args import args_of
 from creel.loader.line.order.custom.sampler_copy import SamplerCopy
 from creel.loader.line.order.custom.sampler_state import OwnState, own_states
 from creel.loader.line.order.epoch_plan import EpochPlan
 from creel.loader.line.order.generators import encode_state, state_of
-from creel.loader.line.order.rehearsing import EpochStart, RehearsedBatches, Replays
 from creel.loader.line.order.streams import StreamState
-
-
-class RehearsalState(TypedDict):
-    """What an epoch replays, without the memory itself."""
-
-    memory: str  # its digest
-    step: int  # the epoch's first step, counted over all epochs
-    grows: bool  # whether the memory grows in it
-
-
-def start_of(state: RehearsalState) -> EpochStart:
-    return EpochStart(state["step"], grows=state["grows"])
 
 
 class OrderState(TypedDict, total=False):
     """A saved epoch order, small enough for a checkpoint and fit for JSON.
 
-    Under 200 bytes without a user's generator, 90 more with a rehearsal; a generator adds about
-    4 KB.
+    Under 200 bytes without a user's generator, which adds about 4 KB. A combinator may add keys.
     """
 
     kind: str  # class of the sampler
@@ -71,7 +58,6 @@ class OrderState(TypedDict, total=False):
     loader_rng: str  # state of the loader's generator after the base seed
     own: list[OwnState]  # of custom samplers, before the epoch; after it if it is over
     inner_rng: str  # of torch's sampler inside a custom one; state of its generator
-    rehearsal: RehearsalState
 
 
 #: A `Progress` of another version is refused.
@@ -119,15 +105,15 @@ class EpochOrder:
         paced: items arrive while training runs, and the end is a place like any other.
         copied: runs ahead of a custom sampler, if the user permits it.
         pulled: items returned by `next` or skipped so far.
-        rehearses: whether the loader has a memory, which may be empty as yet.
+        extended: whether it may read more than the dataset's own samples, if not yet.
         lookahead: how many epochs after this one are useful to know. One if every epoch reads the
-            same samples (law L1). With replacement or a rehearsal, the next epoch may lack a
-            sample that the one after it reads. With replacement, knowing two gives 24 % fewer
-            misses, with memory for 3/4 of the samples (law L4).
+            same samples (law L1). With replacement, or with other data in between, the next epoch
+            may lack a sample that the one after it reads. With replacement, knowing two gives 24 %
+            fewer misses, with memory for 3/4 of the samples (law L4).
     """
 
     known: bool
-    paced = False
+    paced = extended = False
     lookahead = 1
 
     def __init__(self, loader: DataLoader[object], begun: IteratorStart) -> None:
@@ -138,11 +124,6 @@ class EpochOrder:
         self._own, self.copied = begun.before.own, begun.before.copied
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._encoded_rng = ""
-        self._rehearsed = rehearsed_batches(loader)
-        has_memory = args_of(loader).rehearsal is not None
-        self.rehearses = has_memory or self._rehearsed is not None
-        if self._rehearsed is not None:
-            self.lookahead = 2
         self.base_seed = begun.base_seed
         self.pulled = 0
 
@@ -184,25 +165,7 @@ class EpochOrder:
             state["loader_rng"] = self._encoded_rng
         if self._own:
             state["own"] = own_states(self._sampler) if over else self._own
-        if self._rehearsed is not None:
-            start = self._rehearsed.next if over and not self.known else self._start()
-            state["rehearsal"] = RehearsalState(
-                memory=self._rehearsed.digest, step=start.step, grows=start.grows
-            )
         return state
-
-    def _start(self) -> EpochStart:
-        """Return where the epoch begins. Only with a rehearsal."""
-        raise NotImplementedError
-
-    def _replays(self, epochs_ahead: int) -> Replays | None:
-        """Return what this epoch or a later one will replay."""
-        if self._rehearsed is None:
-            return None
-        start = self._start()
-        if epochs_ahead:  # this one will be read whole
-            start = EpochStart(start.step + epochs_ahead * self._rehearsed.steps, grows=False)
-        return self._rehearsed.at(start)
 
     def state_after(self, batches: int, *, over: bool) -> OrderState:  # noqa: ARG002  paced orders
         """Return `state`; `batches`: how many were delivered, which the caller keeps as well."""
@@ -215,6 +178,11 @@ class EpochOrder:
     def delivered(self, batches: int) -> None:
         """Note that training has all batches below `batches`."""
 
+    @property
+    def innermost(self) -> EpochOrder:
+        """The order of the sampler itself, without what a combinator puts around it."""
+        return self
+
     def close(self) -> None:
         """Drop a custom sampler's iterator, as torch does once its own is deleted."""
 
@@ -223,19 +191,86 @@ class EpochOrder:
         return self._loader.num_workers > 0 and self._loader.persistent_workers
 
 
+class CombinedOrder(EpochOrder):
+    """The order of an epoch around that of another sampler; this one changes nothing.
+
+    Attributes:
+        inside: the other one.
+    """
+
+    def __init__(self, inside: EpochOrder) -> None:
+        self.inside = inside
+        self.known, self.base_seed, self.copied = inside.known, inside.base_seed, inside.copied
+        self.lookahead, self.extended, self.pulled = inside.lookahead, inside.extended, 0
+
+    def __next__(self) -> Any:
+        item = next(self.inside)
+        self.pulled += 1
+        return item
+
+    def skip(self, batches: int) -> None:
+        self.inside.skip(batches)
+        self.pulled += batches
+
+    def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
+        return self.inside.predict(epochs_ahead)
+
+    def note_wrong_prediction(self) -> None:
+        self.inside.note_wrong_prediction()
+
+    def state(self, *, over: bool = False) -> OrderState:
+        return self.inside.state(over=over)
+
+    @property
+    def innermost(self) -> EpochOrder:
+        return self.inside.innermost
+
+    def close(self) -> None:
+        self.inside.close()
+
+
+class OrderCombinator(BatchSampler):
+    """A batch sampler of creel's around another one, each of whose batches it changes.
+
+    Attributes:
+        batches: the other one.
+        digest: equal where two of these change batches alike.
+        changes: whether it changes any.
+    """
+
+    batches: Iterable[Any]
+    digest: str
+
+    @property
+    def changes(self) -> bool:
+        raise NotImplementedError
+
+    def around(self, order: EpochOrder, saved: OrderState | None) -> CombinedOrder:
+        """Return the order of an epoch, around that of `batches`; `saved`: it begins again."""
+        raise NotImplementedError
+
+    def check(self, saved: OrderState) -> None:
+        """Raise ConfigError if a saved epoch is of one with another `digest`."""
+        raise NotImplementedError
+
+    def resume(self, saved: OrderState) -> None:
+        """Begin the next epoch where this one is saved."""
+        raise NotImplementedError
+
+
 def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
     """Return the object that torch iterates for the loader; a subclass may override it.
 
-    With a rehearsal: that for the new samples.
+    With a combinator: that inside.
     """
     found = _iterated(loader)
-    return found.batches if type(found) is RehearsedBatches else found
+    return found.batches if isinstance(found, OrderCombinator) else found
 
 
-def rehearsed_batches(loader: DataLoader[object]) -> RehearsedBatches | None:
-    """Return what adds rows of a memory to the loader's batches; None if nothing does."""
+def combinator_of(loader: DataLoader[object]) -> OrderCombinator | None:
+    """Return what changes the loader's batches; None if nothing does."""
     found = _iterated(loader)
-    return found if type(found) is RehearsedBatches and found.each else None
+    return found if isinstance(found, OrderCombinator) and found.changes else None
 
 
 def _iterated(loader: DataLoader[object]) -> Iterable[object]:

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.loader.line.order.derived import WithReplays, deal_of
-from creel.loader.line.order.rehearsing import Replays
 from creel.loader.line.order.streams import FromArray, SamplerStream, Sequential, indices_of
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.order.division import Division
@@ -33,13 +31,6 @@ class PredictedEpoch(NamedTuple):
 
     division: Division
     stream: SamplerStream
-
-    def rehearsed(self, replays: Replays | None) -> PredictedEpoch:
-        """Return the epoch with what it replays; None: nothing."""
-        if replays is None:
-            return self
-        stream = WithReplays(self.stream, self.division, replays)
-        return PredictedEpoch(stream.division, stream)
 
 
 def run_to_end(items: Iterable[object], deadline: float = math.inf) -> PredictedEpoch | None:
@@ -78,9 +69,9 @@ class EpochPlan:
         self._lock = threading.RLock()
         self._predicted: PredictedEpoch | None = None
 
-    def rehearsed(self, replays: Replays) -> EpochPlan:
-        """Return the plan of the same epoch with what it replays."""
-        return EpochPlan(lambda: self._opened().rehearsed(replays))
+    def changed(self, change: Callable[[PredictedEpoch], PredictedEpoch]) -> EpochPlan:
+        """Return the plan of the same epoch after a change, which is made when it is opened."""
+        return EpochPlan(lambda: change(self._opened()))
 
     @property
     def opened(self) -> bool:
@@ -108,7 +99,7 @@ class EpochPlan:
     def deal(self) -> JobOrder | None:
         """How this epoch is dealt to all ranks of the job; None if the sampler does not tell."""
         division, stream = self._opened()
-        return stream.deal() if isinstance(stream, WithReplays) else deal_of(stream, division)
+        return stream.dealt(division)
 
     def ready(self, step: int) -> bool:
         """Whether steps [0, step) are drawn already, so that computing them is cheap."""

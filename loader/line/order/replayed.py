@@ -28,25 +28,23 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from creel.loader.line.order.derived import new_items, step_in_epoch
+from creel.loader.line.order.derived import step_in_epoch
 from creel.loader.line.order.epoch_order import (
     EpochOrder,
     IteratorStart,
     OrderState,
-    RehearsalState,
     inner_of,
-    start_of,
 )
 from creel.loader.line.order.epoch_plan import EpochPlan, PredictedEpoch, run_to_end
 from creel.loader.line.order.generators import GeneratorCopies, RandomSource
-from creel.loader.line.order.rehearsing import EpochStart, NewItems, Replays
 from creel.loader.line.order.replay import is_sequence, open_stream
-from creel.loader.line.order.streams import Items, SamplerStream, StreamState
+from creel.loader.line.order.streams import Items, SamplerStream, StreamState, indices_of
 from creel.policies.order.division import Division
 from creel.policies.order.remap import Exchange
 
@@ -54,6 +52,14 @@ from creel.policies.order.remap import Exchange
 _FIRST_PIECE = 1 << 11
 #: Entries of a permutation that are computed at once while training waits: a few ms.
 _MAX_PIECE = 1 << 16
+
+
+class _ItemPiece(NamedTuple):
+    """Items [start, end) of an order."""
+
+    items: Items
+    start: int
+    end: int
 
 
 class ReplayedOrder(EpochOrder):
@@ -68,7 +74,6 @@ class ReplayedOrder(EpochOrder):
         previous: EpochOrder | None = None,
         given: StreamState | None = None,
         *,
-        rehearsal: RehearsalState | None = None,
         redraw: bool = False,
         exchange: Exchange | None = None,
     ) -> None:
@@ -76,28 +81,25 @@ class ReplayedOrder(EpochOrder):
 
         Args:
             given: state of the stream to reopen.
-            rehearsal: of the epoch to begin again.
             redraw: whether to repeat the stream's global draws even if its state is given.
             exchange: see `take_over`.
         """
         super().__init__(loader, begun)
         self._exchange = exchange
         self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
-        self.inner = inner_of(self._sampler)
+        self.inner = inner_of(self._sampler)  # the sampler that draws
         self._given, self._redraw = given, redraw
         if getattr(self.inner, "replacement", False):
             self.lookahead = 2
-        self._given_start = None if rehearsal is None else start_of(rehearsal)
-        self._begun_replays: Replays | None = None
-        self._stream: SamplerStream | None = None
-        self._division = Division()
+        self._stream: SamplerStream | None = None  # None until torch would begin to draw
+        self._division = Division()  # of its items, in steps
         self._at = 0  # next item
-        self._piece: Items = []
-        self._piece_start = self._piece_end = 0
+        self._piece = _ItemPiece([], 0, 0)  # the items that are converted
         self._piece_size = _FIRST_PIECE
         self._stride = 1  # increment of DistributedSampler.epoch per epoch
-        if isinstance(previous, ReplayedOrder) and previous.inner is self.inner:
-            self._stride = previous.epochs_to(self.inner)
+        before = None if previous is None else previous.innermost
+        if isinstance(before, ReplayedOrder) and before.inner is self.inner:
+            self._stride = before.epochs_to(self.inner)
         # The __iter__ of these two is not a generator function: it reads the dataset's length now.
         if self._batcher is None and type(self.inner) in (SequentialSampler, DistributedSampler):
             self._open()
@@ -105,21 +107,21 @@ class ReplayedOrder(EpochOrder):
     def _open(self) -> SamplerStream:
         if self._stream is None:
             self._division = self._divided()
-            if self._rehearsed is not None:
-                self._begun_replays = self._rehearsed.begin(self._given_start)
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
             self._stream = open_stream(self.inner, RandomSource(), self._given, self._exchange)
-            if self._begun_replays is not None:
-                self._begun_replays.new_items = self._new_items(self._stream)
         return self._stream
 
-    def _new_items(self, stream: SamplerStream) -> NewItems:
+    def of_all_ranks(self, start: int, stop: int) -> NDArray[np.integer[Any]]:
+        """Return what all ranks read in steps [start, stop) of the whole epoch, once it is open."""
+        stream, at = self._open(), self._division.start
         if self._batcher is not None:
-            return new_items(stream, self._division)
-        return lambda start, stop: np.array(
-            [i for one in list[Any](stream.items(start, stop)) for i in one], np.int64
-        )
+            return indices_of(stream.of_all_ranks(at(start), at(stop)))
+        return np.array([i for one in list[Any](stream.items(start, stop)) for i in one], np.int64)
+
+    def step(self, batch: int) -> int:
+        """Return the number of a batch in the whole epoch, once it is open."""
+        return step_in_epoch(self._open(), self._division, batch)
 
     def _divided(self) -> Division:
         """Return the steps of an epoch that begins now."""
@@ -129,34 +131,24 @@ class ReplayedOrder(EpochOrder):
     def _copies(self) -> GeneratorCopies:
         return GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
 
-    def __next__(self) -> object:
-        batch = self._next_batch()
-        if self._begun_replays is not None:
-            batch = self._with_replays(batch, self._begun_replays)
-        self.pulled += 1
-        return batch
-
-    def _with_replays(self, batch: Any, replays: Replays) -> object:
-        assert self._stream is not None  # noqa: S101  it was pulled from
-        assert self._rehearsed is not None  # noqa: S101  it has begun `replays`
-        step = step_in_epoch(self._stream, self._division, self.pulled)
-        batch = batch if self._batcher is not None else list(batch)
-        return self._rehearsed.joined(replays, batch, step)
-
-    def _next_batch(self) -> Any:
-        start = self._at
+    def __next__(self) -> Any:
+        start, piece = self._at, self._piece
         if self._batcher is None:
-            if start >= self._piece_end:
+            if start >= piece.end:
                 self._load(start, start + 1)
+                piece = self._piece
             self._at = start + 1
-            return self._piece[start - self._piece_start]
+            self.pulled += 1
+            return piece.items[start - piece.start]
         # torch reads `batch_size` again for each batch, unless incomplete ones are dropped.
         drop = self._division.drop_last and self._stream is not None
         stop = start + (self._division.size if drop else self._batcher.batch_size)
-        if stop > self._piece_end:
+        if stop > piece.end:
             stop = self._load(start, stop)
+            piece = self._piece
         self._at = stop
-        return self._piece[start - self._piece_start : stop - self._piece_start]
+        self.pulled += 1
+        return piece.items[start - piece.start : stop - piece.start]
 
     def _load(self, start: int, stop: int) -> int:
         """Draw up to `stop` as torch would, load a piece from `start` on; return the batch's end.
@@ -167,17 +159,15 @@ class ReplayedOrder(EpochOrder):
         stream = self._open()
         stream.need(min(stop - 1, stream.total))
         if start >= stream.total or (self._division.drop_last and stop > stream.total):
-            if self._rehearsed is not None:
-                self._rehearsed.end()
             raise StopIteration
         stop = min(stop, stream.total)
         # Of a large permutation that is partly drawn, take only the entries computed or needed now.
         size = min(self._piece_size, _MAX_PIECE // stream.spread)
         end = stop if stream.live else max(stop, min(start + size, stream.ready))
-        piece = stream.items(start, end)
-        if isinstance(piece, np.ndarray):
-            piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)
-        self._piece, self._piece_start, self._piece_end = piece, start, end
+        items = stream.items(start, end)
+        if isinstance(items, np.ndarray):
+            items = items.tolist() if self._batcher is None else items.astype(np.int64)
+        self._piece = _ItemPiece(items, start, end)
         self._piece_size *= 2
         return stop
 
@@ -190,9 +180,7 @@ class ReplayedOrder(EpochOrder):
         now = self._stream.fork(shadow) if self._stream is not None else None
         # A copy keeps the sampler's present settings.
         sampler = self.inner if is_sequence(self.inner) else copy.copy(self.inner)
-        foresee = functools.partial(self._predicted, epochs_ahead, shadow, now, sampler)
-        replays = self._replays(epochs_ahead)
-        return EpochPlan(lambda: foresee().rehearsed(replays))
+        return EpochPlan(functools.partial(self._predicted, epochs_ahead, shadow, now, sampler))
 
     def _predicted(
         self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
@@ -212,12 +200,6 @@ class ReplayedOrder(EpochOrder):
                 raise ValueError("the sequence is too long to predict")
             return found
         return PredictedEpoch(division, stream)
-
-    def _start(self) -> EpochStart:
-        if self._begun_replays is not None:
-            return self._begun_replays.start
-        assert self._rehearsed is not None  # noqa: S101  see the base class
-        return self._given_start or self._rehearsed.next
 
     def epochs_to(self, sampler: object) -> int:
         """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""

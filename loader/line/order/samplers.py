@@ -42,11 +42,10 @@ from creel.loader.line.order.epoch_order import (
     OrderState,
     StateBefore,
     batch_of,
+    combinator_of,
     index_sampler,
     inner_of,
     kind_of,
-    rehearsed_batches,
-    start_of,
 )
 from creel.loader.line.order.generators import (
     GeneratorCopies,
@@ -110,9 +109,9 @@ def resume(
     """
     _check_kind(loader, state)
     load_own(index_sampler(loader), state.get("own", []))
-    rehearsed = rehearsed_batches(loader)
-    if rehearsed is not None:
-        rehearsed.next = start_of(state["rehearsal"])
+    combinator = combinator_of(loader)
+    if combinator is not None:
+        combinator.resume(state)
     if not over:
         return None
     if not _is_known(loader):
@@ -274,6 +273,20 @@ def take_over(
     if state is not None:
         _check_kind(loader, state)
         begun = begun._replace(base_seed=state["base_seed"])
+    order = _taken_over(loader, begun, previous, state, exchange)
+    order.extended = args_of(loader).extends
+    combinator = combinator_of(loader)
+    return order if combinator is None else combinator.around(order, state)
+
+
+def _taken_over(
+    loader: DataLoader[object],
+    begun: IteratorStart,
+    previous: EpochOrder | None,
+    state: OrderState | None,
+    exchange: Exchange | None,
+) -> EpochOrder:
+    """Return the order of the loader's sampler itself; see `take_over`."""
     if not _is_known(loader):
         if exchange is not None and not _raises(loader):
             raise ConfigError("remap: this torch deals samples to ranks in a way unknown to creel")
@@ -299,7 +312,6 @@ def take_over(
         begun,
         previous,
         given,
-        rehearsal=state.get("rehearsal"),
         redraw=redraw,
         exchange=exchange,
     )
@@ -353,15 +365,16 @@ def _is_sound(sampler: DistributedSampler[object]) -> bool:
 
 
 def _check_kind(loader: DataLoader[object], state: OrderState) -> None:
-    """Raise ConfigError unless `state` is of this loader's kind of sampler, and of its memory."""
+    """Raise ConfigError unless `state` is of this loader's kind of sampler, and its combinator."""
     kind = kind_of(index_sampler(loader))
     if kind != state["kind"]:
         raise ConfigError(f"the saved state is of a {state['kind']}, this loader has a {kind}")
-    rehearsed, saved = rehearsed_batches(loader), state.get("rehearsal")
-    if (None if rehearsed is None else rehearsed.digest) != (saved and saved["memory"]):
+    combinator = combinator_of(loader)
+    if combinator is not None:
+        combinator.check(state)
+    elif more := sorted(state.keys() - OrderState.__annotations__.keys()):
         raise ConfigError(
-            "the saved state is of an epoch with another rehearsal memory: make the memory by the"
-            " same calls of add, with the same seed and budget"
+            f"the saved state is of an epoch with another {more[0]} memory than this loader's, none"
         )
 
 

@@ -29,6 +29,8 @@ from creel.loader.line.order.generators import (
     set_state,
     state_of,
 )
+from creel.policies.cluster.job_order import JobOrder
+from creel.policies.order.division import Division
 
 Items: TypeAlias = "NDArray[np.integer] | list[object]"
 
@@ -106,6 +108,10 @@ class SamplerStream:
     def state(self) -> StreamState:
         """Return what `open_stream` needs to reopen this stream in another process."""
         return {}
+
+    def dealt(self, division: Division) -> JobOrder | None:  # noqa: ARG002  of a job with ranks
+        """Return the whole job's epoch, which is divided into steps; None: it cannot be told."""
+        return None
 
     def in_epoch(self, item: int) -> int:
         """Return how many items each rank has read, or left out, once `item` comes."""

@@ -53,7 +53,7 @@ class BatchStream:
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
         self._dealt = -1  # last epoch whose dealing the cluster knows
-        # Whether the daemon should know, and knows, what a job that rehearses may read.
+        # Whether the daemon should know, and knows, all that an extended order may read.
         self._asked = self._told = False
         # Weak: a cycle would keep the session's mappings until Python's cyclic collector runs.
         deal = weakref.WeakMethod(self._deal)
@@ -124,7 +124,7 @@ class BatchStream:
     def claim(self, i: int, index: object) -> Claim:
         """Claim the step of batch i, which the caller is about to read; DIRECT if there is none."""
         now = self._now
-        claim = (now.claim(i, index) if now.planned else None) or self._published_now(i, index)
+        claim = (now.claim_of(i, index) if now.planned else None) or self._published_now(i, index)
         if claim is None:
             return DIRECT
         self._next = claim.step + 1
@@ -141,7 +141,7 @@ class BatchStream:
             return None
         if now.planned:
             known = self._publisher.reach(now, i)
-            claim = now.claim(i, index) if known else None
+            claim = now.claim_of(i, index) if known else None
             if claim is not None:
                 return claim
             if not known and i < now.total:
@@ -208,11 +208,11 @@ class BatchStream:
 
     @property
     def _untold(self) -> bool:
-        """Whether the daemon does not know yet what a job that rehearses may read."""
-        return self._order is not None and self._order.rehearses and not self._told
+        """Whether the daemon does not know yet all that an extended order may read."""
+        return self._order is not None and self._order.extended and not self._told
 
     def _tell_samples(self, *, at_once: bool) -> bool:
-        """Tell the daemon what a job that rehearses may read, so that all else leaves first.
+        """Tell the daemon all that the job may read in later epochs, so that all else leaves first.
 
         Returns False at the first call if there are many samples: the planner thread makes the next
         one, with the second piece of the plan (14 million take 2 s). `at_once`: there is no plan.

@@ -25,21 +25,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from creel.loader.client.cluster.ranks import speaks
 from creel.loader.data.datasets.base import CreelDataset
-from creel.loader.data.maps.held import held_ranges, proved
+from creel.loader.data.maps.held import held_ranges
 from creel.loader.data.maps.mappings import MappedRange
 from creel.loader.data.maps.page_files import BLOCK_NBYTES, FileBlock, PageFiles
 from creel.loader.data.maps.ranges import RangesOf, ranges_of
-from creel.loader.data.user_code.protected import length
 from creel.loader.line.order.epoch_order import EpochOrder
 from creel.loader.line.order.epoch_plan import EpochPlan, same_batch
-from creel.loader.line.steps.batch_stream import samples_of, try_predict
+from creel.loader.line.steps.batch_stream import try_predict
+from creel.loader.line.steps.held_rows import HeldRows
+from creel.loader.line.steps.page_window import MappedBatch, PageWindow, Warmth
 from creel.settings import WindowSettings
 from creel.system import limits
 from creel.system.forks import forget_in_child, join, pause_before_fork
@@ -49,27 +47,11 @@ _log = logging.getLogger("creel.loader")
 
 #: Blocks that are asked for before the first of them is awaited.
 _IN_FLIGHT = 128
-#: After so many samples in a row that needed no read, one in `_EVERY` is looked at.
-_WARM, _EVERY = 64, 16
 #: Share of the available memory that may be read ahead: pages of which the kernel drops some before
 #: they are used would be read twice.
 _MEMORY_SHARE = 0.5
-
-#: Batches of which it is looked at whether their samples are rows that the dataset holds.
-_PULLED = 16
-#: After so many batches nothing is found out any more: the dataset holds no such rows.
-_LAST_ASK = 64
 _warned: set[str] = set()  # kinds of datasets of which nothing is read ahead
 _told: set[str] = set()  # kinds of datasets whose files are larger than memory
-
-
-class MappedBatch:
-    """A coming batch, and how many bytes of the window it takes as far as is known."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.nbytes = 0
-        self.passed = False  # whether training has it
 
 
 class Lookup(NamedTuple):
@@ -83,15 +65,14 @@ class Lookup(NamedTuple):
 class MappedPages:
     """The pages of an iterator's coming batches. The trainer calls its public methods.
 
-    The thread alone writes `_next`, `_warm` and `_seen`. Both write `_nbytes_ahead`, with the lock.
+    The thread alone writes `_next` and `_warmth`.
 
     Attributes:
-        over: whether no further batches of the epoch are looked at.
-        ahead: batches that were looked at, and that training is not known to have.
+        follows: whether `claimed` and `done` need be called.
     """
 
     def __init__(self, window: WindowSettings) -> None:
-        self._window = window
+        self._window = PageWindow(window)
         self._files = PageFiles()
         self.forget()
         forget_in_child(self)
@@ -104,22 +85,16 @@ class MappedPages:
         self._files = PageFiles()
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-        self._order: EpochOrder | None = None
-        self._plan: EpochPlan | None = None
-        self._kind = ""
-        self._ranges: RangesOf | None = None
-        self._begun, self.over = False, True
-        self._nbytes = 0  # of the window; less than the setting where memory is short
+        self._stop = threading.Event()  # of this thread
+        self._order: EpochOrder | None = None  # until the first batch is claimed
+        self._plan: EpochPlan | None = None  # what the epoch reads
+        self._kind = ""  # of the dataset, for warnings
+        self._ranges: RangesOf | None = None  # what a sample maps
+        self._over = True  # whether no further batches of the epoch are looked at
         self._next = self._done = 0  # the batch to look at next; batches that training has
-        self._planned: dict[int, NDArray[np.integer[Any]]] = {}
-        self.ahead: deque[MappedBatch] = deque()
-        self._nbytes_ahead = 0
-        self._warm = self._seen = 0
-        #: The dataset, while it is to be found out what its samples map.
-        self.unknown: Any = None
-        self._pulled: list[tuple[int, list[int]]] = []  # the first batches, and their samples
-        self._asks_at = 1  # when to find that out: at so many batches
+        self._window, self._warmth = PageWindow(self._window.settings), Warmth()
+        self._held: HeldRows | None = None  # while it is to be found out what samples map
+        self.follows = False
 
     def pause(self) -> None:
         """End the thread before a fork; after the next batch there is another one."""
@@ -129,17 +104,17 @@ class MappedPages:
 
     def stop(self) -> None:
         """Read nothing more in this epoch."""
-        self.over = True
+        self._over = True
         self.pause()
         if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
             self._files = PageFiles()
         self._files.close()
 
     def begin(self, dataset: object, order: EpochOrder) -> None:
-        """Prepare an epoch; numbers of a rehearsal's memory are not the dataset's."""
+        """Prepare an epoch; nothing is read ahead of an order with more than the dataset."""
         self.stop()
         self.forget()
-        if order.rehearses or order.paced:
+        if order.extended or order.paced:
             return
         self._kind = type(dataset).__name__
         try:
@@ -151,7 +126,8 @@ class MappedPages:
             return
         self._order, self._plan = order, try_predict(order, 0) if maps else None
         asks = not known and not isinstance(dataset, CreelDataset)  # which maps nothing by itself
-        self.unknown, self.over = dataset if asks else None, not known
+        self._held, self._over = HeldRows(dataset) if asks else None, not known
+        self.follows = asks or known
 
     def claimed(self, batch: int, index: object) -> None:
         """Begin with the epoch's first batch; stop if the order is not the one foreseen.
@@ -159,60 +135,45 @@ class MappedPages:
         A plan made now knows the draws that torch's samplers make when the first batch is pulled.
         There is none if the loader itself is gone: the earlier one foresaw these draws.
         """
-        if self.over:
-            if self.unknown is not None and len(self._pulled) < _PULLED:
-                samples = samples_of(index)
-                self._pulled.append((batch, [] if samples is None else samples.tolist()))
+        if self._over:
+            if self._held is not None:
+                self._held.claimed(batch, index)
             return
-        if not self._begun and self._order is not None:
-            self._begun, self._next = True, batch
-            self._plan = try_predict(self._order, 0) or self._plan
-            self.over = self._plan is None
+        if self._order is not None:
+            order, self._order = self._order, None
+            self._next = batch
+            self._plan = try_predict(order, 0) or self._plan
+            self._over = self._plan is None
             self._start()
-        planned = self._planned.get(batch)
-        if planned is not None and not same_batch(planned, index):
+        planned = self._window.ahead.get(batch)
+        if planned is not None and not same_batch(planned.samples, index):
             self.stop()
 
     def done(self, batch: int) -> None:
         """Note that training has all batches below `batch`."""
         self._done = batch
-        if self.unknown is not None and batch >= self._asks_at:
-            self._find_out()
-        while self.ahead and self.ahead[0].number < batch:
-            with self._lock:
-                read = self.ahead.popleft()
-                read.passed = True
-                self._nbytes_ahead -= read.nbytes
-            self._planned.pop(read.number, None)
-        if self._begun and not self.over and self._has_room(0.5):
+        if self._held is not None and self._held.asks(batch):
+            ranges, decided = self._held.ranges(batch, self._files)
+            if ranges is not None:
+                self._ranges, self._over = ranges, False
+            elif decided:
+                self._files.close()
+            self._held = None if decided else self._held
+        self._window.done(batch)
+        if self._order is None and not self._over and self._window.has_room(0.5):
             self._start()
-
-    def _find_out(self) -> None:
-        """Read rows of a mapped file that the dataset holds ahead, once they are what it reads."""
-        dataset, self._asks_at = self.unknown, 4 * self._done
-        try:
-            ranges, count = held_ranges(dataset), length(dataset)
-            read = [i for batch, samples in self._pulled if batch < self._done for i in samples]
-            shown = ranges and count and proved(ranges, read, count, self._files.resident)
-        except Exception:  # noqa: BLE001  the person's object, or a library of another version
-            shown = False
-        if shown is None and self._done < _LAST_ASK:
-            return
-        self.unknown = None
-        if shown:
-            self._ranges, self.over = ranges, False
-        else:
-            self._files.close()
+        self.follows = bool(self._window.ahead) or not self._over or self._held is not None
 
     # --- the thread ---------------------------------------------------------------------------
 
     def _start(self) -> None:
         with self._lock:
-            if self.over or self._thread is not None or not self._has_room():
+            if self._over or self._thread is not None or not self._window.has_room():
                 return
             available = limits.memory(active=True).available
             ahead = int(available * _MEMORY_SHARE)
-            self._nbytes, self._files.recent = min(self._window.bytes, ahead), ahead // BLOCK_NBYTES
+            self._files.recent = ahead // BLOCK_NBYTES
+            self._window.limit(ahead)
             self._stop = threading.Event()
             args = self._stop, available
             # A daemon thread, as storage that hangs must not hold up Python's exit; `_pause_all`
@@ -223,13 +184,7 @@ class MappedPages:
             try:
                 self._thread.start()
             except RuntimeError:  # no thread available
-                self._thread, self.over = None, True
-
-    def _has_room(self, share: float = 1.0) -> bool:
-        """Whether less than this share of the window is full; any batch may be read if none is."""
-        steps = self._window.max_steps * share
-        fits = self._nbytes_ahead < self._nbytes * share and len(self.ahead) < steps
-        return not self.ahead or fits
+                self._thread, self._over = None, True
 
     def _run(self, stop: threading.Event, available: int) -> None:
         files, flight, due = self._files, deque[FileBlock | Lookup](), deque[Lookup]()
@@ -237,7 +192,7 @@ class MappedPages:
             while self._goes_on(stop):
                 if due:
                     self._ask(due.popleft(), flight, due, stop)
-                elif self._has_room() and not self.over:
+                elif self._window.has_room() and not self._over:
                     due += self._batch()
                 elif flight:
                     self._land(flight, due)
@@ -247,9 +202,9 @@ class MappedPages:
                     _tell_of_memory(self._kind, files.nbytes, available)
         except Exception:  # noqa: BLE001  a sampler that raises does so again when pulled
             _log.debug("no pages are read ahead", exc_info=True)
-            self.over = True
+            self._over = True
         finally:
-            if self.over or files is not self._files:
+            if self._over or files is not self._files:
                 files.close()
             self._ends(stop)
 
@@ -260,7 +215,7 @@ class MappedPages:
     def _ends(self, stop: threading.Event) -> bool:
         """Whether there is nothing to read for now, so that the thread ends."""
         with self._lock:
-            ends = self.over or not self._goes_on(stop) or not self._has_room()
+            ends = self._over or not self._goes_on(stop) or not self._window.has_room()
             if ends and self._stop is stop:
                 self._thread = None
             return ends
@@ -269,19 +224,17 @@ class MappedPages:
         """Count the next batch as ahead, and return its samples; none at the end of the plan."""
         plan, ranges, number = self._plan, self._ranges, max(self._next, self._done)
         if plan is None or ranges is None:
-            self.over = True
+            self._over = True
             return []
         plan.draw()
         if number >= plan.steps:
-            self.over = True
+            self._over = True
             return []
         indices, _ = plan.cut(number, number + 1)
-        self._next, self._planned[number] = number + 1, indices
-        batch = MappedBatch(number)
-        self.ahead.append(batch)
-        first, self._seen = self._seen, self._seen + len(indices)
-        every = _EVERY if self._warm >= _WARM else 1
-        looked_at = indices[-first % every :: every].tolist()
+        self._next = number + 1
+        batch = MappedBatch(number, indices)
+        self._window.add(batch)
+        looked_at = self._warmth.looked_at(indices)
         return [Lookup(batch, index, _parts(ranges, index)) for index in looked_at]
 
     def _ask(
@@ -296,7 +249,7 @@ class MappedPages:
         try:
             ranges = next(lookup.parts, None)
         except Exception as e:  # noqa: BLE001  the person's code
-            self.over = True
+            self._over = True
             _warn(self._kind, f"ranges({lookup.sample}) raised {e!r}")
             return
         if ranges is None:
@@ -310,13 +263,10 @@ class MappedPages:
                 continue
             flight.append(block)
             read = True
-            with self._lock:
-                if not batch.passed:
-                    batch.nbytes += BLOCK_NBYTES
-                    self._nbytes_ahead += BLOCK_NBYTES
+            self._window.grow(batch, BLOCK_NBYTES)
             while len(flight) >= _IN_FLIGHT:
                 self._land(flight, due)
-        self._warm = 0 if read else self._warm + 1
+        self._warmth.note(read=read)
         flight.append(lookup)
 
     def _land(self, flight: deque[FileBlock | Lookup], due: deque[Lookup]) -> None:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,15 +23,13 @@ from creel.loader.data.user_code.values import is_whole, wrong
 from creel.loader.making.groups.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.making.places.follower import Follower
 from creel.loader.making.places.leader import Leader
+from creel.loader.making.places.other_ranks import ALONE, OtherRanks
 from creel.loader.making.transport.channel import Channel
 from creel.loader.torch_private import default_store
 from creel.system.unix_peers import peer_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
-
-#: This rank's role among the ranks of its node; None: it makes its own batches.
-Role: TypeAlias = "Leader | Follower | None"
 
 _ALIKE = "dataset length, batch_size, num_workers or another argument of the loader"
 _CONNECT_S = 60.0
@@ -96,40 +94,42 @@ def check(replicate: Any) -> None:
         raise wrong("replicate", replicate, "a number of ranks, a process group or a DeviceMesh")
 
 
-def join_group(loader: DataLoader[Any], replicate: Any, *, plain: bool, memory: str = "") -> Role:
-    """Return this rank's role on its node; waits for the group's ranks.
+def join_group(
+    loader: DataLoader[Any], replicate: Any, *, plain: bool, digest: str = ""
+) -> OtherRanks:
+    """Return who shares this rank's batches on its node; waits for the group's ranks.
 
     The group's first rank of each node leads. All ranks begin the loader's first epoch together.
 
     Args:
         replicate: as for `group_of`.
-        plain: a batch is only copied from the arena. Then no rank has a role, since mapping a
+        plain: a batch is only copied from the arena. Then no ranks share batches, since mapping a
             leader's batch would take as long as copying one.
-        memory: digest of the rehearsal memory whose rows batches hold; empty: none.
+        digest: of the order's combinator; empty: there is none.
 
     Raises:
         ConfigError: a job without a process group, ranks that differ, or one that does not come.
     """
     ranks = group_of(replicate)
     if len(ranks) == 1:
-        return None
+        return ALONE
     me = ranks.index(torch.distributed.get_rank())
     name = secrets.token_hex(8)
     with _socket() as listener:
         listener.bind(_address(name))
         listener.listen(len(ranks))
-        terms = Terms(name, me, node_name(), _alike(loader, plain=plain, memory=memory))
+        terms = Terms(name, me, node_name(), _alike(loader, plain=plain, digest=digest))
         topic = Topic("replicate", _ALIKE, "/" + ",".join(map(str, ranks)))
         decision = negotiated(topic, me, len(ranks), terms, default_store())
         here = [i for i, node in enumerate(decision.node_of) if node == decision.node_of[me]]
         if plain or len(here) == 1:
-            return None
+            return ALONE
         if here[0] == me:
             return Leader(_accepted(listener, {decision.names[i] for i in here[1:]}))
     return Follower(_connected(decision.names[here[0]], name), ranks[here[0]])
 
 
-def _alike(loader: DataLoader[Any], *, plain: bool, memory: str) -> tuple[int, ...]:
+def _alike(loader: DataLoader[Any], *, plain: bool, digest: str) -> tuple[int, ...]:
     """Return what must be equal on all ranks so that their iterators yield the same batches."""
     samples = length(loader.dataset)  # not all datasets have one
     numbers = (
@@ -139,7 +139,7 @@ def _alike(loader: DataLoader[Any], *, plain: bool, memory: str) -> tuple[int, .
         loader.prefetch_factor or 0,
     )
     flags = plain, loader.persistent_workers, loader.in_order, loader.drop_last
-    return (*numbers, *map(int, flags), int(memory or "0", 16) >> 1)  # 63 bits
+    return (*numbers, *map(int, flags), int(digest or "0", 16) >> 1)  # 63 bits
 
 
 def _address(name: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from creel.loader.data.reading.bad_samples import Key
 from creel.loader.making.places.leader import SentBatch, checksum
 from creel.loader.making.places.made import Event, Loss, Made
+from creel.loader.making.places.other_ranks import OtherRanks
 from creel.loader.making.places.place import BatchPlace
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import Inbox
@@ -30,11 +31,13 @@ _TURN_S = 0.1
 Arrived: TypeAlias = "tuple[SentBatch | None, list[int]]"
 
 
-class Follower:
+class Follower(OtherRanks):
     """A follower's connection to its leader, for one loader.
 
     It closes after `close`, once all iterators have ended.
     """
+
+    share = True
 
     def __init__(self, channel: Channel, leader: int) -> None:
         """`leader`: its rank in the job."""
@@ -46,6 +49,10 @@ class Follower:
         self._arrived: dict[int, deque[Arrived]] = {}  # by iterator
         self._lock = threading.Lock()  # several iterators may have pinning threads
         forget_in_child(self)
+
+    def place(self, max_leased: int) -> ReplicaPool:
+        """Return where the batches of an iterator come from."""
+        return ReplicaPool(self, max_leased)
 
     def open(self) -> int:
         """Begin an iterator; return its number."""
@@ -141,9 +148,9 @@ class ReplicaPool(BatchPlace):
         self._theirs: dict[tuple[int, int], int] = {}
         self._lost_tag = -1
 
-    def again(self, bad: Mapping[Key, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> None:
         self._ours.clear()
-        return super().again(bad)  # the leader's workers know the bad samples
+        super().again(bad)  # the leader's workers know the bad samples
 
     def task(self, worker: int, task: Task) -> None:  # noqa: ARG002  the leader chooses one
         """Note the samples expected in a batch, and return slots to the leader."""

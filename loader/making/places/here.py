@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from creel.loader.data.binding.bind import Binding
     from creel.loader.data.reading.bad_samples import Key
     from creel.loader.making.maker import BatchMaker, Waits
-    from creel.loader.making.places.leader import Tee
+    from creel.loader.making.places.other_ranks import Tee
     from creel.loader.making.places.place import Serves, Slots
     from creel.loader.making.stage import Make
     from creel.loader.making.stages import BatchTimes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Here(BatchPlace):
     """The thread that trains. All the time that a batch takes counts as waiting."""
 
-    pins = True
+    pins = makes_now = True
 
     def __init__(
         self,
@@ -58,16 +58,16 @@ class Here(BatchPlace):
         self._make: Make = maker.make
         for stage in maker.stages:
             self._make = stage.in_trainer(self._make)
+        if tee is not None:
+            self._make = tee.around(self._make, maker.times)
         self._as_worker, self._tee, self._waits = ahead > 0, tee, waits
         self._tasks: deque[tuple[int, Task, Session | None]] = deque(maxlen=max(ahead, 1))
 
-    def again(self, bad: Mapping[Key, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> None:
         self._tasks.clear()
-        return super().again(bad)
+        super().again(bad)
 
     def task(self, worker: int, task: Task) -> None:
-        if self._tee is not None:
-            self._tee.expect(task)
         self._tasks.append((worker, task, self._serving.session))
 
     def receive(self, timeout_s: float) -> Made:  # noqa: ARG002  nobody else makes it meanwhile
@@ -88,13 +88,9 @@ class Here(BatchPlace):
             finally:
                 times = maker.times(time.monotonic_ns())
                 self._counted(times, maker.counts)
-            if self._tee is not None:
-                self._tee.send(task, data, times)
             if self._pinning is not None:
                 data = self._pinning.pin(data)
         except Exception:
-            if self._tee is not None:
-                self._tee.fail(task)
             if not self._as_worker:
                 raise
             where = f"in DataLoader worker process {worker}"

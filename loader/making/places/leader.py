@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from creel.loader.data.reading.bad_samples import BadSample
+from creel.loader.making.places.other_ranks import OtherRanks
 from creel.loader.making.stages import NO_TIMES, BatchTimes
 from creel.loader.making.transport.batch_message import BatchMessage, Outbox
 from creel.loader.making.transport.channel import Channel
@@ -33,6 +34,8 @@ from creel.loader.torch_private import ExceptionWrapper
 from creel.system.forks import forget_in_child
 
 if TYPE_CHECKING:
+    from creel.loader.client.session import Session
+    from creel.loader.making.stage import Make
     from creel.loader.making.task import Task
 
 _log = logging.getLogger("creel.loader")
@@ -76,11 +79,13 @@ def checksum(index: object) -> int:
     return zlib.crc32(found.astype(np.int64).tobytes()) if found.dtype.kind in "iu" else 0
 
 
-class Leader:
+class Leader(OtherRanks):
     """A leader's connections to its followers, for one loader.
 
     They close after `close`, once all iterators have ended.
     """
+
+    share = True
 
     def __init__(self, followers: Sequence[Channel]) -> None:
         self._followers = dict(enumerate(followers, _LEADER + 1))
@@ -89,11 +94,15 @@ class Leader:
         self._closing = False
         forget_in_child(self)
 
-    def open(self, ahead: int) -> SentBatches:
+    def followers(self, ahead: int) -> SentBatches:
         """Begin an iterator that makes up to `ahead` batches ahead of use."""
         self._count += 1
         sent = self._sent[self._count] = SentBatches(self, self._count, ahead + _MAX_BEHIND)
         return sent
+
+    def tee(self, slots: int) -> LeaderTee:
+        """Begin an iterator whose batches the training thread makes."""
+        return LeaderTee(self.followers(0), slots)
 
     def send(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> list[int]:
         """Send to all followers without waiting; return their numbers."""
@@ -225,33 +234,36 @@ class SentBatches:
         self._leader.end(self._number)
 
 
-class Tee:
+class LeaderTee:
     """Sends the batches that the leader itself makes (`num_workers=0`) to the followers, too."""
 
-    def __init__(self, leader: Leader, slots: int) -> None:
+    def __init__(self, sent: SentBatches, slots: int) -> None:
         self._outbox = Outbox(slots)
-        self._sent = leader.open(0)
-        self._awaited = False  # whether the followers wait for the batch that is being made
+        self._sent = sent
 
-    def expect(self, task: Task) -> None:
-        """Note the samples of a batch that is about to be made."""
-        self._awaited = True
-        self._sent.expect(task.tag, task.batch, task.index)
+    def around(self, make: Make, times: Callable[[int], BatchTimes]) -> Make:
+        """Return what makes a batch, and sends it, or its error; see `BatchMaker.times`."""
+
+        def make_and_send(task: Task, session: Session | None) -> object:
+            self._sent.expect(task.tag, task.batch, task.index)
+            try:
+                data = make(task, session)
+                self.send(task, data, times(time.monotonic_ns()))
+            except Exception:
+                where = "in the rank that makes this one's batches"
+                failure = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
+                self.send(task, portable(failure))
+                raise
+            return data
+
+        return make_and_send
 
     def send(self, task: Task, data: object, times: BatchTimes = NO_TIMES) -> None:
         """Send a batch. Raises what packing it raises."""
         message, fds = self._outbox.pack(data)
-        self._awaited = False
         self._sent.send(task.tag, task.batch, 0, message, fds, times)
         own = [slot for slot, once in message.packed.slots if not once]
         self._outbox.give_back(self._sent.returned(0, own))
-
-    def fail(self, task: Task) -> None:
-        """Let all followers raise the exception that is being handled."""
-        if self._awaited:
-            where = "in the rank that makes this one's batches"
-            failure = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-            self.send(task, portable(failure))
 
     def close(self) -> None:
         self._sent.close()

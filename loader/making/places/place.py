@@ -58,10 +58,11 @@ class BatchPlace(ABC):
         members: the worker processes of this rank.
         shared: whether any of its workers makes any batch.
         pins: whether it pins its batches itself, so that it needs no pinner.
+        makes_now: whether `receive` makes the next batch, and returns it.
         bad: new bad samples that workers found, also those of discarded batches.
     """
 
-    pins = shared = False
+    pins = shared = makes_now = False
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -72,13 +73,12 @@ class BatchPlace(ABC):
 
     # --- epochs -------------------------------------------------------------------------------
 
-    def again(self, bad: Mapping[Key, str]) -> int:  # noqa: ARG002  for worker processes
-        """Begin another epoch, with all state of the workers; return its tag.
+    def again(self, bad: Mapping[Key, str]) -> None:  # noqa: ARG002  for worker processes
+        """Begin another epoch, of the next `tag`, with all state of the workers.
 
         bad: the samples known to be bad.
         """
         self.tag += 1
-        return self.tag
 
     def bind(self, digest: str) -> None:  # noqa: B027  few places have workers
         """Let workers bind their dataset, whose objects must have this `Binding.digest`."""

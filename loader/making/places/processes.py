@@ -36,7 +36,7 @@ from creel.system.limits import may_keep
 from creel.system.python_open import text_of
 
 if TYPE_CHECKING:
-    from creel.loader.making.places.leader import SentBatches
+    from creel.loader.making.places.other_ranks import Followers
 
 #: Seconds that closing waits for workers that run user code, as in torch.
 GRACE_S = 5.0
@@ -77,7 +77,7 @@ class WorkerPool(BatchPlace):
         workers: int,
         max_leased: int,
         spare: Slots = (),
-        followers: SentBatches | None = None,
+        followers: Followers | None = None,
     ) -> None:
         """Start `workers` processes in `context`, each with `args` and its own worker_id.
 
@@ -160,11 +160,10 @@ class WorkerPool(BatchPlace):
 
     # --- sending --------------------------------------------------------------------------
 
-    def again(self, bad: Mapping[Key, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> None:
         super().again(bad)
         for member in self.members:
             self._post(member, ("again", self.tag, dict(bad)))
-        return self.tag
 
     def bind(self, digest: str) -> None:
         for member in self.members:

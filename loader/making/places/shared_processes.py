@@ -99,9 +99,9 @@ class SharedPool(WorkerPool):
 
     # --- sending --------------------------------------------------------------------------
 
-    def again(self, bad: Mapping[Key, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> None:
         self._orders += 1
-        return super().again(bad)
+        super().again(bad)
 
     def bind(self, digest: str) -> None:
         self._orders += 1

@@ -53,9 +53,9 @@ class Threads(BatchPlace):
             self._threads.append(threading.Thread(target=_serve, args=args, daemon=True, name=name))
             self._threads[-1].start()
 
-    def again(self, bad: Mapping[Key, str]) -> int:
+    def again(self, bad: Mapping[Key, str]) -> None:
         self._cancel()
-        return super().again(bad)
+        super().again(bad)
 
     def task(self, worker: int, task: Task) -> None:
         batch: Future[Made] = Future()

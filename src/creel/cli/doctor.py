@@ -54,7 +54,7 @@ def checks(
     for look in (_memfd, _files, _locked, _shm):
         yield look()
     yield _memory(config)
-    yield from exposed.looks(config)
+    yield from exposed.looks(config, os.environ)
     proc = _proc()
     yield proc
     if proc.level == "bad":  # no daemon can be found

@@ -23,6 +23,7 @@ import click
 from creel.cli.reads import OwnReads, ProcessLooks
 from creel.cli.run import daemon_env, own_daemon, refuse_name_in_use
 from creel.cli.watching import view
+from creel.cli.watching.advice import advice
 from creel.cli.watching.forecasts import BATCHES, HARDLY, ms
 from creel.cli.watching.stats import recorded
 from creel.cli.watching.view import Values, format_count, format_seconds
@@ -212,10 +213,9 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
 
     each_read = None if samples is None else _requests(trial.answer, session, samples)
     whole = 0 if dataset is None else _nbytes(session, dataset)
-    found = outlooks(trial.answer, rows, machine)
-    changes = found[session["session"]].changes
+    changes = outlooks(trial.answer, rows, machine)[session["session"]].changes
     counts = sorted({*range(1, int(machine.cores) + 1), max(seen.workers, 1)})
-    return {
+    found = {
         "samples": samples,
         "nbytes": whole,
         "steps": steps,
@@ -241,6 +241,8 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
         "changes": [{**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in changes],
         "reads": _own_reads(trial, late, seen, row) if dataset is None and trial.reads else None,
     }
+    where = trial.note.get("where", "") if trial.note else ""
+    return {**found, "advice": advice(found, where)}
 
 
 def _own_reads(
@@ -303,7 +305,13 @@ def _least_share(windows: Sequence[RankWindow], cores: float) -> float | None:
 
 
 def show(told: Values) -> None:
-    """Print what was measured, and a row for each number of workers and part in memory."""
+    """Print what was measured, what would come of changes, and which one to make."""
+    _show_figures(told)
+    click.echo(f"\n{told['advice']['sentence']}")
+
+
+def _show_figures(told: Values) -> None:
+    """Print a row for each number of workers and part in memory, below what was measured."""
     busy = ", ".join(f"{stage} {ms(s)}" for stage, s in told["busy_s"].items())
     found = [("one step", f"{ms(told['step_s'])}: training {ms(told['train_s'])}, the rest a wait")]
     workers = told["workers"]

@@ -19,7 +19,6 @@ from creel.loader.data.user_code.protected import attribute
 from creel.loader.line.order.epoch_order import EpochOrder, IteratorStart, OrderState
 from creel.loader.line.order.epoch_plan import EpochPlan
 from creel.loader.line.order.generators import decode_state, encode_state, set_state, state_of
-from creel.loader.line.order.rehearsing import EpochStart
 
 #: How many samplers may be around one of torch's.
 _DEEPEST = 4
@@ -84,7 +83,6 @@ class CustomOrder(EpochOrder):
         super().__init__(loader, begun)
         self._begun = begun.sampler_iter
         self._kept = previous is not None and previous.base_seed == begun.base_seed
-        self._rehearsal_start = None if self._rehearsed is None else self._rehearsed.next
         self._generator = inner_generator(loader, self._sampler)
         self._inner_rng = ""  # state of it before the first item was pulled
         self._given_rng = (given or {}).get("inner_rng", "")
@@ -126,13 +124,7 @@ class CustomOrder(EpochOrder):
                 return
 
     def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
-        plan = None if self.copied is None else self.copied.plan(epochs_ahead, kept=self._kept)
-        replays = self._replays(epochs_ahead)
-        return plan if plan is None or replays is None else plan.rehearsed(replays)
-
-    def _start(self) -> EpochStart:
-        assert self._rehearsal_start is not None  # noqa: S101  only with a rehearsal
-        return self._rehearsal_start
+        return None if self.copied is None else self.copied.plan(epochs_ahead, kept=self._kept)
 
     def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)
