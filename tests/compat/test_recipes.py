@@ -374,16 +374,25 @@ def test_jax_keras_and_grain_take_what_the_recipe_gives_them(
 
 
 def shown_to_keras(keras: Any, batches: Any, *, shuffle: bool) -> list[Any]:
-    """Fit two epochs; return the batches that the model's loss has seen."""
+    """Fit two epochs; return the batches that the model has seen."""
+    jax = library("jax")
     seen: list[Any] = []
 
     class Model(keras.Model):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+
         def call(self, x: Any) -> Any:
-            seen.append(np.asarray(x).tolist())
-            return keras.ops.cast(x, "float32")
+            if not isinstance(x, jax.core.Tracer):  # Keras asks for shapes first
+                seen.append(np.asarray(x).tolist())
+            return self.layer(keras.ops.cast(x, "float32"))
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, **_: Any) -> Any:  # there is no y
+            return keras.ops.mean(y_pred)
 
     model = Model()
-    model.compile(optimizer="sgd", loss=lambda _, found: keras.ops.mean(found), run_eagerly=True)
+    model.compile(optimizer="sgd", run_eagerly=True)
     model.fit(batches, epochs=2, shuffle=shuffle, verbose=0)
     return seen
 

@@ -15,8 +15,8 @@ import pytest
 
 import creel
 from creel.cache.disk import named
+from creel.cache.storage.stores.store import version_at
 from creel.errors import ConfigError
-from creel.loader.data.reading.storage import version_at
 from kit import until
 from programs import Program
 

@@ -217,7 +217,7 @@ WAYS = {
 def test_no_fault_on_the_way_becomes_a_sample(
     s3: S3, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
 ) -> None:
-    """Thousands of them; SEEDS=20 makes it ten thousands.
+    """Thousands of them; SEEDS=4 makes it ten thousand.
 
     All are outlasted, but for an object that seems to have another length than was listed.
     """

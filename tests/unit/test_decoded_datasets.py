@@ -59,7 +59,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 def settle(path: str) -> None:
     """Wait until the file's version would show another change."""
-    from creel.loader.data.reading.storage import version_at
+    from creel.cache.storage.stores.store import version_at
 
     until(lambda: version_at(path) > 0)
 

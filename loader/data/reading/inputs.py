@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
+from creel.cache.storage.uris import is_local
 from creel.cache.storage.version import CHANGING, MISSING, of_stat
 from creel.loader.data.reading.read_counts import PartialRead, ThreadReads, os_stat
-from creel.loader.data.reading.storage import is_local
 from creel.loader.data.reading.this_thread import AT_CWD, Asked, ReadRecord, this_thread
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
-    from creel.loader.data.reading.storage import Options
+    from creel.cache.storage.stores.access import Options
 
 #: [path or address, version] of each input; values of MessagePack.
 Inputs = Sequence[Sequence[Any]]

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.storage.stores.access import Options
+from creel.cache.storage.stores.store import version_at
+from creel.cache.storage.uris import is_local
 from creel.cache.storage.version import MISSING, stands_for
-from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import this_thread, thread_use
 from creel.policies.direct import NO_USE
 

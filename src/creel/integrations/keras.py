@@ -41,7 +41,9 @@ class PyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # an optional pac
         **options: Any,
     ) -> None:
         super().__init__(workers=1, use_multiprocessing=False)
-        self._sampler = DistributedSampler(data, world, rank, shuffle=shuffle, seed=seed)
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            data, world, rank, shuffle=shuffle, seed=seed
+        )
         self._loader: creel.DataLoader[Any] = creel.DataLoader(
             data, batch_size, sampler=self._sampler, drop_last=drop_last, **options
         )
