@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import Dataset, get_worker_info
 
 import creel
-from creel.loader.data.reading.storage import version_at
+from creel.cache.storage.stores.store import version_at
 from kit import seeds, until
 
 pytestmark = [
@@ -113,7 +113,8 @@ def test_no_epoch_reads_what_a_file_was_before_it(
             until(lambda: all(version_at(str(path)) > 0 for path in files.paths))
         if loader is None or rng.random() < 0.3:
             workers = int(rng.choice([0, 0, 1, 2]))
-            more = {"num_workers": workers, "persistent_workers": workers > 0 and seed % 3 == 0}
+            persistent = workers > 0 and seed % 3 == 0
+            more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
             loader = creel.DataLoader(data, 2, shuffle=True, collate_fn=list, **more)
         begun, read, killed = list(files.versions), [], workers > 0 and rng.random() < 0.2
         _killing.value = killed

@@ -90,9 +90,12 @@ def test_functions_that_open_files_are_replaced_once_for_a_batch(
     enters: list[bool] = []
     replacements = intercept._replacements
     look = replacements._look
-    monkeypatch.setattr(
-        replacements, "_look", lambda *, first: (enters.append(first), look(first=first))
-    )
+
+    def counted(*, first: bool) -> None:
+        enters.append(first)
+        look(first=first)
+
+    monkeypatch.setattr(replacements, "_look", counted)
     opens: list[Any] = []
 
     def decode(data: bytes) -> int:
