@@ -29,8 +29,8 @@ import torch
 import torch.utils.data
 import xxhash
 
-from creel.cli.scripts.in_place import replace_loader
 from creel.errors import ConfigError, CreelError
+from creel.loader.dataloader import DataLoader as CreelLoader
 from creel.system.progress import progress_line
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
@@ -249,7 +249,8 @@ def _record(kind: str, target: str, arguments: Sequence[str], tape: _Tape) -> No
     _record_batches(tape)
     # A script that uses creel's class keeps it; on torch's side CREEL_DISABLE makes it torch's.
     if kind == "creel":
-        replace_loader()
+        for name in ("torch.utils.data", "torch.utils.data.dataloader"):
+            setattr(importlib.import_module(name), "DataLoader", CreelLoader)  # noqa: B010
     seed_all(_SEED)
     if ":" in target and not Path(target).is_file():
         sys.path.insert(0, str(Path.cwd()))
