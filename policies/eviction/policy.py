@@ -27,8 +27,6 @@ class EvictionPolicy:
 
     #: Name in `creel stats`.
     name: str
-    #: Whether it is that of a dataset that nobody reads.
-    unread = False
     #: Whether objects fetched far ahead take the room of objects that are read again, so that
     #: reading ahead must stay short.
     short_prefetch = False
@@ -171,7 +169,6 @@ class NoEviction(EvictionPolicy):
     """For a dataset without readers: its objects stay until another dataset needs room."""
 
     name = "none"
-    unread = True
 
     def victims(self, k: int, step: int) -> Index:  # noqa: ARG002
         return NONE

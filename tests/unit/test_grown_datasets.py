@@ -219,7 +219,7 @@ def test_a_peer_that_begins_a_task_earlier_waits_once_for_its_dataset() -> None:
         add(shell, "a", np.full(12, 10))
         if rehearses:
             shell.open(1, "a", world=3)
-            shell.feed(SamplesTold(1, SampleObjects(np.arange(12))))
+            shell.feed(SamplesTold(1, SampleObjects(np.arange(12, dtype=np.int32))))
             shell.feed(EpochDealt(1, 0, JobOrder(12, 3, 4, 2, 7), view))
         for request in range(3):
             shell.feed(PeerAsked(request, "b", np.array([0], np.int32), 1.0))
@@ -234,7 +234,8 @@ def test_a_peer_that_begins_a_task_earlier_waits_once_for_its_dataset() -> None:
 def test_who_reads_what_first_is_known_whenever_a_dataset_takes_over_another() -> None:
     """All nodes must know the same, though not all take over before they are told of an epoch."""
     view = cluster_view([SOURCE, 1, 2], 1 << 16)
-    tasks = SampleObjects(np.arange(12)), SampleObjects(np.append(np.arange(12, 24), np.arange(4)))
+    ids = np.arange(24, dtype=np.int32)
+    tasks = SampleObjects(ids[:12]), SampleObjects(np.append(ids[12:], ids[:4]))
     replays = JobReplays(Passes(4, 1, 3, 5), 0)
     orders = [JobOrder(12, 3, 4, 2, 7, among=tasks[0])]
     orders.append(orders[0]._replace(among=tasks[1], replays=replays))
@@ -251,8 +252,8 @@ def test_who_reads_what_first_is_known_whenever_a_dataset_takes_over_another() -
             for epoch in range(2):
                 dealt = orders[task]._replace(seed=epoch)
                 shell.feed(EpochDealt(session, epoch, dealt, view))
-                ids = dealt.by_rank(range(3))[0]
-                shell.tell(session, epoch, ids, np.array([len(ids)]))
+                mine = dealt.by_rank(range(3))[0]
+                shell.tell(session, epoch, mine, np.array([len(mine)]))
                 shell.settle()
                 if task and grows == 2 + epoch:
                     shell.feed(DatasetGrew("b", "a"))

@@ -5,7 +5,8 @@ node is to hold but lacks (`EvictionPolicy.brings`) are read from the source: on
 The answer waits for these reads, and for others from source or disk that are under way, as long as
 the peer can wait; then it refuses what is missing. It refuses at once what only a reader of this
 node could make room for by advancing, or what comes from a peer: they may be waiting for the peer
-that asks.
+that asks. A request that comes before this node has begun a task of a job that rehearses, or has
+taken over what the task before it left, is looked at once that is done.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Serving:
             arriving = residency.arriving(ids, now)
             if arriving is not None and some(arriving):
                 return True
-            if residency.first_readers is not None or not residency.policy.unread:
+            if residency.first_readers is not None or residency.policy.all_uses:
                 return False
         if not any(one.first_readers is not None for one in self._residencies.values()):
             return False
