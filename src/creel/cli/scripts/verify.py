@@ -29,6 +29,7 @@ import torch
 import torch.utils.data
 import xxhash
 
+from creel.cli.scripts.in_place import replace_loader
 from creel.errors import ConfigError, CreelError
 from creel.loader.data.decoded.stores import store
 from creel.system.progress import progress_line
