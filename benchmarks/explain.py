@@ -1,13 +1,15 @@
 """`creel explain` against what came: epochs by workers, and by memory, reads of the source.
 
-    sudo python benchmarks/explain.py [--files 640] [--bandwidth 20M] [--json]
+    sudo python benchmarks/explain.py [--files 640] [--bandwidth 20M] [--only layouts] [--json]
 
 Set-ups of a script that trains 5 ms a step: files in the page cache, whose decoding (a sleep)
 is the bottleneck, with 1 worker and then with 2; files on a slow file system
 (tests/testbed/slowfs.py, which counts reads) with memory for half of them; and the same with memory
 for all. Then two ranks in lockstep, of which one decodes twice as long; and two with
-memory for half. `creel explain` runs the script for 64 steps; then the script runs in full. *Came*
-is a later epoch. Needs root (a FUSE mount).
+memory for half. Last, six layouts that a dataset of one's own reads from slow storage, below
+torch's loader: what an epoch would take with the line that serves them, and takes with it from the
+third epoch on (`--only layouts`). `creel explain` runs the script for 64 steps; then the script
+runs in full. *Came* is a later epoch. Needs root (a FUSE mount).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,111 @@ for epoch in range({EPOCHS}):
     if rank == 0:
         print(json.dumps([epoch, time.monotonic() - began]), flush=True)
 """
+
+
+#: A dataset that creel does not know, in one of six layouts; `line` is what serves it.
+LAYOUTS = f"""
+import io, json, sys, time, zipfile
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+layout, folder, line = sys.argv[1:4]
+N, LENGTH = {{files}}, {NBYTES // 4}
+
+
+class Rows(Dataset):
+    file = None
+
+    def __len__(self):
+        return N
+
+    def kept(self, opening):
+        if self.file is None:
+            self.file = opening(folder + "/all")
+        return self.file
+
+    def __getitem__(self, i):
+        i = int(i)
+        if layout == "npy":
+            data = np.load(f"{{folder}}/{{i}}.npy")
+        elif layout == "hdf5":
+            import h5py
+
+            data = self.kept(h5py.File)["x"][i]
+        elif layout == "parquet":
+            import pyarrow.parquet as parquet
+
+            data = self.kept(parquet.ParquetFile).read_row_group(i)["x"].to_numpy()
+        elif layout == "zip":
+            data = np.frombuffer(self.kept(zipfile.ZipFile).read(str(i)), np.int32)
+        elif layout == "raw":
+            file = self.kept(lambda path: open(path, "rb"))
+            file.seek(4 * LENGTH * i)
+            data = np.frombuffer(file.read(4 * LENGTH), np.int32)
+        else:
+            data = self.kept(lambda path: np.memmap(path, np.int32, "r", shape=(N, LENGTH)))[i]
+        return torch.from_numpy(np.array(data))
+
+
+data = Rows()
+if line:
+    import creel
+
+    DataLoader = creel.DataLoader
+    data = creel.wrap(data)
+loader = DataLoader(data, {BATCH}, shuffle=True, num_workers=2, persistent_workers=True)
+for epoch in range(5):
+    began = time.monotonic()
+    for batch in loader:
+        time.sleep(0.005)
+    print(json.dumps([epoch, time.monotonic() - began]), flush=True)
+"""
+
+
+def fill(layout: str, folder: Path, files: int) -> None:
+    """Write the samples in a layout; those of `raw` and `memmap` as they are."""
+    rows = np.random.default_rng(0).integers(0, 1 << 30, (files, NBYTES // 4)).astype(np.int32)
+    if layout == "npy":
+        for i in range(files):
+            np.save(folder / f"{i}.npy", rows[i])
+    elif layout == "hdf5":
+        import h5py
+
+        with h5py.File(folder / "all", "w") as f:
+            f["x"] = rows
+    elif layout == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+
+        table = pa.table({"x": rows.ravel()})
+        parquet.write_table(table, folder / "all", row_group_size=rows.shape[1])
+    elif layout == "zip":
+        with zipfile.ZipFile(folder / "all", "w") as z:
+            for i in range(files):
+                z.writestr(str(i), rows[i].tobytes())
+    else:
+        rows.tofile(folder / "all")
+
+
+def of_layouts(o: argparse.Namespace) -> list[dict[str, object]]:
+    rows = []
+    for layout in ("npy", "hdf5", "parquet", "zip", "raw", "memmap"):
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+            script, data, mount = (Path(name, part) for part in ("train.py", "data", "mount"))
+            script.write_text(LAYOUTS.replace("{files}", str(o.files)))
+            data.mkdir()
+            fill(layout, data, o.files)
+            with SlowFS(str(data), str(mount), bandwidth=o.bandwidth, open_latency=3.0):  # type: ignore[no-untyped-call]
+                told = explained(str(script), layout, str(mount), "")["reads"]
+                command = [sys.executable, str(script), layout, str(mount), "served"]
+                seconds = [json.loads(line)[1] for line in _output(command).splitlines()]
+            if told is None or told["epoch_s"] is None:
+                rows.append({"set-up": layout, "epoch foretold, s": "nothing"})
+            else:
+                rows.append(row(layout, told["epoch_s"], float(np.median(seconds[2:]))))
+    return rows
 
 
 def explained(script: str, *arguments: str, ranks: int = 1) -> dict[str, Any]:
@@ -150,9 +258,13 @@ def main() -> None:
     )
     parser.add_argument("--files", type=int, default=640)
     parser.add_argument("--bandwidth", default="20M", help="of the slow storage, bytes a second")
+    parser.add_argument("--only", choices=["layouts"], help="of these set-ups")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     skip_without_fuse()
+    if o.only:
+        report(of_layouts(o))
+        return
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         script, data, mount = (Path(name, part) for part in ("train.py", "data", "mount"))
         script.write_text(SCRIPT)
@@ -163,6 +275,7 @@ def main() -> None:
             *of_decoding(str(script), str(data)),
             *of_storage(str(script), str(data), str(mount), 1, o),
             *of_storage(str(script), str(data), str(mount), 2, o),
+            *of_layouts(o),
         ])  # fmt: skip
 
 

@@ -92,6 +92,11 @@ class Bypass:
         """Whether reads are intercepted only because too few were measured."""
         return self._allowed and not self.active and not self._slept
 
+    @property
+    def waits(self) -> bool:
+        """Whether reads have to wait for the source, as far as is known; else False."""
+        return not self._allowed or any(self._waited)
+
     def measures(self, samples: int) -> bool:
         """Whether to measure the next read of `samples` samples that is not intercepted."""
         self._unmeasured += samples

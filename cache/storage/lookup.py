@@ -103,6 +103,15 @@ def read_range(address: str, offset: int, nbytes: int, options: Options = None) 
     return _read(address, offset, nbytes, options)
 
 
+def read_part(address: str, offset: int, nbytes: int, options: Options, version: int) -> bytes:
+    """Read bytes of a remote file for a sample.
+
+    Raises:
+        SourceError: also if it is not the `version` that `status_of` has told, unless that is ANY.
+    """
+    return _read(address, offset, nbytes, options, sample=True, version=version)
+
+
 def nbytes_of(address: str, options: Options = None) -> int:
     """Return the size in bytes; raises as `status_of`."""
     return status_of(address, options)[0]
@@ -177,10 +186,16 @@ def _ask(address: str, job: Callable[[Store], R], options: Options, *, sample: b
 
 
 def _read(
-    address: str, offset: int, length: int, options: Options, *, sample: bool = False
+    address: str,
+    offset: int,
+    length: int,
+    options: Options,
+    *,
+    sample: bool = False,
+    version: int = ANY,
 ) -> bytes:
     def read(store: Store) -> bytes:
-        return store.read(StoredFile(address), offset, length)[0]
+        return store.read(StoredFile(address, pinned=version), offset, length)[0]
 
     try:
         return _ask(address, read, options, sample=sample)

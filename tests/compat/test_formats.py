@@ -14,7 +14,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,6 +37,8 @@ N, LENGTH, BATCH = 24, 4000, 5
 IN_CI = {"datasets", "h5py", "lmdb", "pandas", "pyarrow.parquet", "pydicom", "zarr"} | {
     "safetensors",
     "safetensors.torch",
+    "megatron.core.datasets.indexed_dataset",
+    "megatron.core.datasets.gpt_dataset",
 }
 
 
@@ -275,6 +277,50 @@ def test_batches_are_torchs_whatever_the_format(
     with daemon.client("cli") as client:
         found = client.ask("stats")["core"]["datasets"].values()
     assert cached in {any(one["reads"] for one in found), None}
+
+
+class Words:
+    """What a GPTDataset asks a tokenizer."""
+
+    vocab_size, eod, pad = 1000, 0, None
+    unique_identifiers: ClassVar[dict[str, str]] = {}
+
+
+def test_token_dataset_has_the_documents_and_sequences_of_megatron(tmp_path: Path) -> None:
+    indexed = library("megatron.core.datasets.indexed_dataset")
+    gpt = library("megatron.core.datasets.gpt_dataset")
+    prefix, length = str(tmp_path / "tokens"), 16
+    builder = indexed.IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for i in range(40):
+        builder.add_document(torch.from_numpy(row(i, 5 + 7 * i % 50) % 999 + 1), [5 + 7 * i % 50])
+    builder.finalize(prefix + ".idx")
+    documents = indexed.IndexedDataset(prefix)
+    ours: Any = creel.TokenDataset(prefix)
+    assert len(ours) == len(documents) == 40
+    assert all(np.array_equal(ours[i], documents[i]) for i in range(40))
+    config = gpt.GPTDatasetConfig(
+        random_seed=3,
+        sequence_length=length,
+        tokenizer=Words(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.005,
+        split="1,0,0",
+        path_to_cache=str(tmp_path),
+    )
+    numbers, train = np.arange(40, dtype=np.int32), gpt.Split.train
+    packed = gpt.GPTDataset(documents, prefix, numbers, 150, train, config)  # two epochs
+    ours = creel.TokenDataset(
+        prefix, length + 1, overlap=1, documents=packed.document_index.tolist()
+    )
+    assert len(ours) == len(packed) >= 150
+    for theirs, i in zip(
+        (packed[k] for k in range(len(packed))), packed.shuffle_index, strict=True
+    ):
+        assert torch.equal(ours[int(i)][:-1], theirs["tokens"])
+        assert torch.equal(ours[int(i)][1:], theirs["labels"])
 
 
 @pytest.mark.usefixtures("daemon")

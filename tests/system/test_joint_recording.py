@@ -163,7 +163,7 @@ def test_recordings_from_before_a_daemon_answers_are_not_lost(
 
     found = each_rank(slow, tmp_path, loaders)
     assert found[0] == N
-    assert found[-1] <= 1  # on a busy machine a rank may come late to the meeting
+    assert found[-1] == 0  # the third may read what the daemon lacks of a rank that came late
 
 
 def test_without_a_daemon_each_rank_reads_as_with_torch(
@@ -327,8 +327,7 @@ def test_a_rank_waits_for_the_others_once(slow: SlowFiles, monkeypatch: pytest.M
         waits.append(0)
         for _ in epoch:
             pass
-    # In the second epoch, or later after one of less than 0.1 s; not if the machine is too busy.
-    assert sum(map(bool, waits)) <= 1
+    assert sum(map(bool, waits)) <= 1  # in the second epoch; not if the machine is too busy
 
 
 def test_a_client_that_offers_something_else_loses_its_connection(

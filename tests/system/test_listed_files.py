@@ -19,7 +19,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import creel
 from creel.loader.client import connections
+from creel.loader.data.binding.wrapped import reads_of
+from creel.loader.data.tracing import wrapped_reads
 from creel.loader.data.tracing.lists.hypothesis import LEAST
+from creel.policies.direct import ThreadUse
 from daemons import Running
 from kit import seeds
 from testbed.same import needs_fuse, opened_by_epoch, same
@@ -318,17 +321,88 @@ def test_no_sample_gets_other_bytes_than_its_own_open_would_have_read(
         writer.join()
 
 
+class RewritingRows(Dataset[bool]):
+    """Parts of one large file, kept open or opened anew, which samples rewrite."""
+
+    writes = False
+
+    def __init__(self, path: Path, seed: int, *, stays: bool) -> None:
+        self.path, self.stays, self.rng = path, stays, random.Random(seed)
+        self.content = bytearray(self.rng.randbytes(40 * 70_000))
+        self.path.write_bytes(self.content)
+        self.opened: Any = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def write(self) -> None:
+        """Change some bytes in place, or put another file there."""
+        at, data = self.rng.randrange(len(self.content)), self.rng.randbytes(5000)
+        replaces = self.rng.random() < 0.3
+        if replaces:
+            self.content = bytearray(self.content)
+        self.content[at : at + 5000] = data[: len(self.content) - at]
+        if replaces:
+            other = self.path.with_suffix(".new")
+            other.write_bytes(self.content)
+            other.replace(self.path)
+        else:
+            with open(self.path, "r+b") as f:  # noqa: PTH123
+                f.seek(at)
+                f.write(data[: len(self.content) - at])
+
+    def __getitem__(self, i: int) -> bool:
+        if self.writes and self.rng.random() < 0.1:
+            self.write()
+        if self.opened is None or not self.stays:
+            self.opened = open(self.path, "rb", buffering=0), self.content  # noqa: PTH123, SIM115
+        file, content = self.opened
+        file.seek(70_000 * i)
+        return bool(file.read(70_000) == content[70_000 * i : 70_000 * (i + 1)])
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("seed", seeds(2))
+def test_parts_of_a_file_are_those_of_their_moment_also_when_the_daemon_is_killed(
+    tmp_path: Path, daemon_name: str, seed: int, *, stays: bool
+) -> None:
+    with Running(daemon_name) as daemon:
+        dataset = RewritingRows(tmp_path / "rows", seed, stays=stays)
+        ours: Any = creel.DataLoader(creel.wrap(dataset), 4, shuffle=True, generator=seeded())
+        for epoch in range(6):
+            dataset.writes = epoch >= 3  # a file that changes while it is recorded is left out
+            if epoch == 3:
+                with daemon.client("cli") as client:
+                    assert client.ask("stats")["core"]["datasets"]
+            for i, batch in enumerate(ours):
+                if (epoch, i) == (4, 5):
+                    daemon.process.kill()
+                assert batch.all()
+        daemon.process.wait()
+    connections.disconnect(daemon_name)
+
+
 def test_files_of_a_quick_source_stay_alone(
     tmp_path: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No daemon is started for what lies in the page cache."""
+    """Nothing is bound, nor a daemon started, for one wait: of an import, or for a processor."""
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    calls = iter(range(10**6))
+
+    def thread_use() -> ThreadUse:
+        """Return what a thread has used that sleeps while it reads the second batch."""
+        call = next(calls)
+        return ThreadUse((call + 10 * (call > 2)) * 10**6, call * 10**6, int(call > 2), 0)
+
+    monkeypatch.setattr(wrapped_reads, "thread_use", thread_use)
     for i in range(64):
         (tmp_path / f"{i:02}").write_bytes(os.urandom(500))
     dataset = creel.wrap(Files(str(tmp_path)))
     ours: Any = creel.DataLoader(dataset, 4)
     for _ in range(2):
         assert same(list(ours), list(DataLoader(Files(str(tmp_path)), 4)))
+        assert reads_of(dataset).supposed() is None  # type: ignore[arg-type]  # wrapped
     assert connections.connected(embedded) is None
 
 
@@ -338,6 +412,31 @@ class Parts(Files):
     def __getitem__(self, i: int) -> int:
         with open(self.paths[i], "rb", 0) as f:  # noqa: PTH123
             return int.from_bytes(f.read(4), "big")
+
+
+class Gaps(Files):
+    """Some of the files do not exist."""
+
+    def __getitem__(self, i: int) -> int:
+        try:
+            return read(self.paths[i])
+        except FileNotFoundError:
+            return -1
+
+
+@needs_fuse
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_of_a_list_that_are_missing_are_missing_as_in_torch(
+    source: Source, workers: int
+) -> None:
+    ours, theirs = source.loaders(Gaps, num_workers=workers)
+    for path in sorted(source.folder.iterdir())[1:-1:20]:
+        if path.name != f"{N // 2:03}":
+            path.unlink()
+    first, *later = opened_by_epoch(source.opens, ours, theirs)
+    assert first <= N
+    assert later[-1] == 0
 
 
 class Shared(Files):

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
@@ -33,6 +34,7 @@ from creel.cache.storage.stores.access import StorageOptions, check_grants
 from creel.cache.storage.stores.requests import Gate
 from creel.errors import ConfigError, NotFoundError, SourceError
 from creel.loader.client.client import Client
+from creel.loader.data.files.chained import CreelFileSystem
 from creel.settings import FetchSettings
 from kit import forget_stores, seeds
 from programs import Program
@@ -221,8 +223,49 @@ def test_no_sample_mixes_a_file_with_one_that_replaced_it(
             connected.ask("stop")
 
 
+class Opened(Dataset[Any]):
+    """Rows of a file that it opens by `creel::s3://...` and keeps open."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        if self.file is None:
+            fsspec = pytest.importorskip("fsspec")
+            bucket = type("Bucket", (fsspec.AbstractFileSystem,), {"protocol": "s3"})()
+            self.file = CreelFileSystem(fs=bucket).open("s3://bucket/records")
+        self.file.seek(400_000 * i)
+        return np.frombuffer(bytearray(self.file.read(100_000)), np.uint8)
+
+
+def test_a_file_that_is_open_while_another_replaces_it_is_never_a_mixture(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemon_name: str
+) -> None:
+    shutil.copytree(s3.root / "bucket", tmp_path / "bucket")
+    monkeypatch.setattr(s3, "root", tmp_path)
+    path = tmp_path / "bucket/records"
+    old, ours = list(map(kept, DataLoader(Opened(), None))), creel.wrap(Opened())
+    never = {"creel": {"loader.direct": "never"}}
+    loader = creel.DataLoader(ours, None, **never)
+    assert [list(map(kept, loader)) for _ in range(3)] == [old] * 3
+    unwrapped = Opened()
+    assert kept(unwrapped[0]) == old[0]
+    path.write_bytes(path.read_bytes().replace(b"\x07", b"\x08"))
+    new = list(map(kept, DataLoader(Opened(), None)))
+    assert list(map(kept, loader)) == old  # in memory, as is all of its version
+    with pytest.raises(SourceError, match="was replaced"):
+        _ = unwrapped[39]
+    again = creel.DataLoader(creel.wrap(Opened()), None, **never)
+    assert [list(map(kept, again)) for _ in range(3)] == [new] * 3 != [old] * 3
+    with Client.connect(daemon_name, "cli") as connected:
+        connected.ask("stop")
+
+
 def kept(sample: Any) -> bytes:
-    return bytes(sample["bin"] if isinstance(sample, dict) else sample.numpy().tobytes())
+    data = sample["bin"] if isinstance(sample, dict) else sample
+    return bytes(data.numpy().tobytes() if isinstance(data, torch.Tensor) else data)
 
 
 #: How objects are read: of known lengths, of unknown ones, ranges of objects, and parts of one.

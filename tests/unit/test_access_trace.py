@@ -22,11 +22,10 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 import creel
 from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.version import UNKNOWN
-from creel.loader.data.binding.adapters import Addressed
+from creel.loader.data.binding.adapters import Addressed, Blocks
 from creel.loader.data.binding.bind import bound
 from creel.loader.data.datasets.base import CreelDataset, fetch_many
 from creel.loader.data.files.file_objects import in_memory
-from creel.loader.data.reading.lease import block_name
 from creel.loader.data.tracing.journal import (
     EndOfTrace,
     JournalFile,
@@ -66,7 +65,7 @@ items = st.one_of(
     st.sampled_from(ADDRESSES),
     st.tuples(st.just(0), st.integers(0, 4)),
     st.tuples(st.just(1), st.integers(0, 6)),
-    st.sampled_from([("/c", 0, 2, LARGE), ("/d", 1, 2, LARGE), ("/d", 3, 1, LARGE)]),
+    st.sampled_from([("/c", 0, 32, LARGE), ("/d", 16, 32, LARGE), ("/d", 40, 9, LARGE)]),
 )
 
 
@@ -77,24 +76,31 @@ items = st.one_of(
 def test_each_sample_has_the_objects_that_were_heard_first(
     heard: list[tuple[int, list[Any]]], indices: list[int]
 ) -> None:
-    parts: list[CreelDataset] = [Part(5), Part(7)]
+    parts: list[CreelDataset] = [Part(5), Part(97)]  # files have other numbers of blocks
     known = dict(reversed(heard))
     recorded = joined([record_of([(i, [(item, 7) for item in items])]) for i, items in heard])
     binding = bound(Holder(), AccessTrace(12, recorded, parts))
     names: list[Any] = []
     for leaf in binding.leaves:
-        if isinstance(leaf, Addressed):
+        if isinstance(leaf, Blocks):
+            for number in range(leaf.object_count):
+                ((address, first, size, _),) = leaf.in_blocks(np.array([number]))
+                names.append((address, (number - first) * size, size))
+        elif isinstance(leaf, Addressed):
             names += leaf.addresses(np.arange(leaf.object_count))
         else:
             names += [(parts.index(leaf), i) for i in range(leaf.object_count)]
     ids, counts = binding.objects(np.array(indices, np.int64))
     assert len(names) == sum(leaf.object_count for leaf in binding.leaves)
-    parted = {x[0] for _, items in heard for x in items if len(x) == 4}
+    sizes = {name[0]: name[2] for name in names if len(name) == 3}
 
     def objects(item: Any) -> list[Any]:
-        if len(item) == 4:
-            return [block_name(item[0], item[1] + i) for i in range(item[2])]
-        return [block_name(item, i) for i in range(4)] if item in parted else [item]
+        address = item if isinstance(item, str) else item[0]
+        if address not in sizes:
+            return [item]
+        size, end = sizes[address], LARGE
+        start, stop = (0, end) if isinstance(item, str) else (4096 * item[1], 4096 * sum(item[1:3]))
+        return [(address, k * size, size) for k in range(start // size, -(-stop // size))]
 
     expected = [[x for item in known.get(i % 12, []) for x in objects(item)] for i in indices]
     assert [names[i] for i in ids] == [x for sample in expected for x in sample]
@@ -176,7 +182,7 @@ def test_files_are_worth_caching_by_the_share_that_is_read(tmp_path: Path) -> No
     whole = {Path(one).name for one in asked if isinstance(one, str)}
     assert whole == {"whole", "a quarter", "small", "all and a little", "array"}
     assert [one for one in asked if not isinstance(one, str)] == [
-        (str(tmp_path / name), 0, 2, 1 << 20) for name in ("little", "twice")
+        (str(tmp_path / name), 0, 32, 1 << 20) for name in ("little", "twice")
     ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +14,9 @@ import numpy as np
 import pytest
 from torch.utils.data import Dataset, Subset, random_split
 
+from creel.loader.data.tracing.lists import file_lists
 from creel.loader.data.tracing.lists.file_lists import FileList, listed, paths_in, solved
+from creel.loader.data.tracing.lists.hypothesis import Hypothesis
 
 N = 24
 
@@ -51,6 +55,30 @@ class Inside:
 def before(dataset: Any) -> FileList | None:
     paths = paths_in(dataset, len(dataset))
     return None if paths is None else listed(paths, len(dataset))
+
+
+def test_a_list_that_is_longer_than_a_first_batch_may_wait_is_left_to_recording(
+    files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Held(lambda one, i: [one.paths[i]], paths=files)
+    assert before(dataset) is not None
+    monkeypatch.setattr(file_lists, "_MOST", N - 1)
+    assert before(dataset) is None
+    assert after(dataset, dataset.opened) is None
+
+
+def test_a_file_of_a_list_costs_few_calls() -> None:
+    """What is done for each of a million files delays the first batch."""
+    n, calls = 2000, Counter[str]()
+    files = FileList([f"/data/{i}" for i in range(n)], 1)
+    Hypothesis(files, n, None)  # which imports what it needs
+    sys.setprofile(lambda _, event, __: calls.update([event]))
+    try:
+        hypothesis = Hypothesis(files, n, None)
+    finally:
+        sys.setprofile(None)
+    assert len(hypothesis.trace.counts) == n
+    assert calls["call"] + calls["c_call"] < 6 * n
 
 
 def after(dataset: Any, opened: Callable[[int], list[str]]) -> FileList | None:

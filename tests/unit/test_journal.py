@@ -36,7 +36,7 @@ addresses = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_s
 items = st.one_of(
     addresses,
     st.tuples(st.integers(0, 3), st.integers(0, 1 << 40)),
-    st.tuples(addresses, st.integers(0, 3), st.integers(1, 4), st.integers(7 << 16, 1 << 40)),
+    st.tuples(addresses, st.integers(0, 3), st.integers(1, 4), st.integers(7 << 12, 1 << 40)),
 )
 versions = st.integers(-2, (1 << 62) - 1)
 samples = st.tuples(st.integers(0, 1 << 40), st.lists(st.tuples(items, versions), max_size=3))
@@ -78,7 +78,7 @@ def test_reads_of_samples_are_told_as_they_were(batches: list[Batch]) -> None:
     ]
 
 
-SOUND = record_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9, 12 << 16), 6)])])
+SOUND = record_of([(0, [("/a", 5)]), (4, [((1, 2), 0), (("/b", 3, 9, 12 << 12), 6)])])
 
 
 @pytest.mark.parametrize(

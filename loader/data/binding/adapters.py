@@ -25,7 +25,7 @@ from creel.errors import ConfigError
 from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.files.opened import open_as_python
-from creel.loader.data.reading.lease import block_count, block_name, block_nbytes
+from creel.loader.data.reading.lease import FileInBlocks
 from creel.policies.arrays import Ids, Ints
 
 _log = logging.getLogger("creel.loader")
@@ -86,6 +86,10 @@ class Addressed(CreelDataset):
         """Return the addresses of (k,) objects, in the form of `absolute`."""
         return [self._uris[i].as_py() for i in ids.tolist()]  # `take` imports pyarrow.compute
 
+    def in_blocks(self, ids: NDArray[np.integer]) -> list[FileInBlocks]:  # noqa: ARG002
+        """Return the files of (k,) objects that are blocks of files: here none is."""
+        return []
+
     def find(self, address: str) -> int | None:
         """Return the object number of an address (in the form of `absolute`), or None."""
         return self._index.find(address)
@@ -99,32 +103,28 @@ class Addressed(CreelDataset):
 
 
 class Blocks(Addressed):
-    """Blocks of files, of `block_nbytes` each but the last of a file, found by `block_name`."""
+    """Blocks of files, of one size in each but for its last block."""
 
     whole_files = False
 
-    def __init__(self, uris: Sequence[str], nbytes: Ints) -> None:
-        """`nbytes`: (n,) of each file, not 0."""
+    def __init__(self, uris: Sequence[str], nbytes: Ints, size: Ints) -> None:
+        """`nbytes`: (n,) of each file, not 0; `size`: (n,) of its blocks."""
         super().__init__(uris)
-        self._nbytes = nbytes
+        self._nbytes, self._size = nbytes, size
         #: (n + 1,) the first block of each file, and how many there are.
-        self.firsts: Ints = np.append(0, np.cumsum([block_count(n) for n in nbytes.tolist()]))
+        self.firsts: Ints = np.append(0, np.cumsum(-(-nbytes // size)))
 
     @property
     def object_count(self) -> int:
         return int(self.firsts[-1])
 
-    def _file_of(self, ids: NDArray[np.integer]) -> Ints:
-        return np.searchsorted(self.firsts, ids, side="right") - 1
-
-    def addresses(self, ids: NDArray[np.integer]) -> list[str]:
-        files = self._file_of(ids)
-        blocks = (ids - self.firsts[files]).tolist()
-        return list(map(block_name, super().addresses(files), blocks))
+    def in_blocks(self, ids: NDArray[np.integer]) -> list[FileInBlocks]:
+        files = np.unique(np.searchsorted(self.firsts, ids, side="right") - 1)
+        columns = self.firsts[files], self._size[files], self._nbytes[files]
+        return list(map(FileInBlocks, self.addresses(files), *(c.tolist() for c in columns)))
 
     def _build_manifest(self) -> Manifest:
-        nbytes = self._nbytes
-        size = np.array([block_nbytes(n) for n in nbytes.tolist()], np.int64)
+        nbytes, size = self._nbytes, self._size
         full, rest = np.divmod(nbytes, size)
         offset = np.stack([np.zeros_like(full), full * size], 1).ravel()
         length = np.stack([size, rest], 1).ravel()

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from creel.cache.memory.memfd import Descriptor
-from creel.cache.storage.lookup import read_range
+from creel.cache.storage.lookup import read_part
 from creel.cache.storage.stores.access import Options
-from creel.cache.storage.version import UNKNOWN, of_stat
+from creel.cache.storage.version import of_stat
 from creel.loader.data.files.file_objects import CLOSED, MemoryFile
 from creel.loader.data.reading.read_counts import PartialRead, os_open
 from creel.loader.data.reading.this_thread import reader
@@ -210,15 +210,21 @@ class BlockFile(_Parts, MemoryFile):
 
 
 class RemoteFile(_Parts, io.RawIOBase):
-    """A raw file of a store, of `nbytes` bytes."""
+    """A raw file of a store, of `nbytes` bytes.
 
-    def __init__(self, address: str, nbytes: int, options: Options) -> None:
-        self._address, self._options, self._nbytes = address, options, nbytes
+    It stays the version that it was opened in, where the store tells versions: one that is replaced
+    meanwhile raises SourceError, as bytes of both would be no file at all.
+    """
+
+    def __init__(self, address: str, nbytes: int, version: int, options: Options) -> None:
+        """`version`: in which it is opened; UNKNOWN if its store does not tell."""
+        self._address, self._options = address, options
+        self._nbytes, self._version = nbytes, version
         self.name = address
         self._at = 0
 
     def _state(self) -> tuple[int, int]:
-        return self._nbytes, UNKNOWN
+        return self._nbytes, self._version
 
     def _recorded_by(self, observed: ReadRecord) -> PartialRead | None:
         of = self._address, self._nbytes, self._options
@@ -252,7 +258,7 @@ class RemoteFile(_Parts, io.RawIOBase):
         return got
 
     def _range(self, nbytes: int) -> bytes:
-        return read_range(self._address, self._at, nbytes, self._options)
+        return read_part(self._address, self._at, nbytes, self._options, self._version)
 
 
 class ObservedFile(io.BufferedReader):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import fsspec
 
+from creel.cache.storage.lookup import status_of
 from creel.cache.storage.uris import absolute, scheme_of
 from creel.loader.data.files.block_files import RemoteFile, buffered
 from creel.loader.data.files.opened import open_blocks, read
@@ -62,8 +63,8 @@ class CreelFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no
         address = self._address(path)
         if not scheme_of(address):
             return open_blocks(address)
-        nbytes = self.fs.size(self._below(path))
-        return buffered(RemoteFile(address, nbytes, self._options), _BUFFER_NBYTES)
+        nbytes, version = status_of(address, self._options)
+        return buffered(RemoteFile(address, nbytes, version, self._options), _BUFFER_NBYTES)
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **more: Any

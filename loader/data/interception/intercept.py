@@ -39,7 +39,7 @@ from creel.loader.data.files.opened import (
     observed_file,
     open_in_blocks,
 )
-from creel.loader.data.interception import libraries
+from creel.loader.data.interception import libraries, tensor_files
 from creel.loader.data.reading.inputs import records
 from creel.loader.data.reading.observer import (
     Intercepting,
@@ -276,6 +276,7 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("soundfile", "SoundFile.__init__", partial(libraries.takes_file, path_as="_name")),
     ("safetensors.torch", "load_file", libraries.loads_bytes),
     ("safetensors.numpy", "load_file", libraries.loads_bytes),
+    ("safetensors", "safe_open", tensor_files.safe_open),
     ("pyarrow.dataset", "dataset", libraries.arrow_dataset),
     ("nibabel.openers", "Opener.compress_ext_map", _openers_over),
     ("nibabel.openers", "ImageOpener.compress_ext_map", _openers_over),

@@ -6,13 +6,14 @@ import ctypes
 import mmap
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from creel.cache.memory.memfd import mapped
+from creel.cache.memory.memfd import Descriptor, mapped
 from creel.loader.data.maps.mappings import MappedRange
 from creel.loader.data.page_cache import cached_at
 from creel.system import limits
@@ -20,8 +21,8 @@ from creel.system import limits
 #: Files are read in whole blocks of this size, as a fault reads them: it is the kernel's readahead
 #: by default, to which it cuts what it is asked for (`mm/readahead.c`, `force_page_cache_ra`).
 BLOCK_NBYTES = 1 << 17
-#: Descriptors that are open at once.
-_MAX_FILES = 64
+#: Descriptors that are open at once, if there are so many.
+_MAX_FILES = 256
 #: What is read is written here by all threads, and read by none.
 _scratch = bytearray(BLOCK_NBYTES)
 
@@ -34,13 +35,24 @@ class FileBlock(NamedTuple):
 
 
 class PageFiles:
-    """Files of which pages are read, opened as needed; those that cannot be opened are empty."""
+    """Files of which pages are read, opened as needed; those that cannot be opened are empty.
+
+    They stay open from epoch to epoch.
+    """
 
     def __init__(self) -> None:
-        self.nbytes = 0  # of all files so far
         self.recent = 0  # how many of the blocks asked for last are taken to be there still
-        self._opened: dict[str, _PageFile] = {}
-        self._seen: set[str] = set()
+        self._opened: OrderedDict[str, _PageFile] = OrderedDict()  # used last comes last
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch: nothing is known to be in memory, and files may have been replaced."""
+        for path, file in list(self._opened.items()):
+            if not file.is_still():
+                del self._opened[path]
+            file.asked[:] = 0
+        self._seen = set(self._opened)
+        self.nbytes = sum(file.nbytes for file in self._opened.values())  # of all files so far
         self._asked = 0
 
     def blocks(self, ranges: list[MappedRange]) -> Iterator[FileBlock]:
@@ -63,10 +75,10 @@ class PageFiles:
         file.asked[block.number] = self._asked
         last = min(at + BLOCK_NBYTES, file.nbytes) - 1
         with suppress(OSError):
-            if cached_at(file.fd, last):
+            if cached_at(file.number, last):
                 return False
         try:
-            os.posix_fadvise(file.fd, at, BLOCK_NBYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file.number, at, BLOCK_NBYTES, os.POSIX_FADV_WILLNEED)
         except OSError:
             return False
         return True
@@ -74,7 +86,8 @@ class PageFiles:
     def read(self, block: FileBlock) -> None:
         """Wait until memory has a block."""
         with suppress(OSError):
-            os.preadv(self._file(block.path).fd, [_scratch], block.number * BLOCK_NBYTES)
+            file = self._file(block.path)
+            os.preadv(file.number, [_scratch], block.number * BLOCK_NBYTES)
 
     def resident(self, part: MappedRange) -> bool:
         """Whether memory has the first and the last byte.
@@ -91,16 +104,16 @@ class PageFiles:
         file = self._opened.get(path)
         if file is None:
             if len(self._opened) >= _MAX_FILES or (self._opened and limits.descriptors_run_out()):
-                self._opened.pop(next(iter(self._opened))).close()
+                self._opened.popitem(last=False)
             file = self._opened[path] = _PageFile(path)
             if path not in self._seen:
                 self._seen.add(path)
                 self.nbytes += file.nbytes
+        self._opened.move_to_end(path)
         return file
 
     def close(self) -> None:
-        while self._opened:
-            self._opened.popitem()[1].close()
+        self._opened.clear()
 
 
 class _PageFile:
@@ -111,42 +124,41 @@ class _PageFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.fd, self.nbytes = _opened(path)
+        self._own, self._status = _opened(path)
+        self.number = -1 if self._own is None else self._own.fd  # of the descriptor
+        self.nbytes = 0 if self._status is None else self._status.st_size
         self.asked = np.zeros(-(-self.nbytes // BLOCK_NBYTES), np.uint32)
+
+    def is_still(self) -> bool:
+        """Whether its path stands for this file, of this size."""
+        with suppress(OSError, ValueError):
+            now, then = os.stat(self.path), self._status  # noqa: PTH116  a string
+            return then is not None and os.path.samestat(now, then) and now.st_size == self.nbytes
+        return False
 
     def resident(self, at: int) -> bool:
         """Whether memory has a byte of the file."""
         try:
-            return cached_at(self.fd, at)
+            return cached_at(self.number, at)
         except OSError:  # a file system that does not say: the kernel does, to whom may write
-            if not (os.access(self.path, os.W_OK) or os.fstat(self.fd).st_uid == os.geteuid()):
+            if not (os.access(self.path, os.W_OK) or os.fstat(self.number).st_uid == os.geteuid()):
                 raise
             page = at - at % mmap.PAGESIZE
-            memory = mapped(self.fd, mmap.PAGESIZE, mmap.PROT_READ, offset=page)
+            memory = mapped(self.number, mmap.PAGESIZE, mmap.PROT_READ, offset=page)
             address = ctypes.c_void_p(int(np.frombuffer(memory, np.uint8).ctypes.data))
             there = ctypes.c_ubyte(1)
             ctypes.CDLL(None).mincore(address, ctypes.c_size_t(1), ctypes.byref(there))
             return bool(there.value & 1)
 
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
-
-def _opened(path: str) -> tuple[int, int]:
-    """Return the descriptor and size of a regular file; (-1, 0) if there is none."""
-    try:
+def _opened(path: str) -> tuple[Descriptor | None, os.stat_result | None]:
+    """Open a regular file; (None, None) if there is none."""
+    with suppress(OSError, ValueError):
         # A pipe without a writer would wait.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return -1, 0
-    try:
-        status = os.fstat(fd)
+        own = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        status = os.fstat(own.fd)
         if stat.S_ISREG(status.st_mode):
             # Only what is asked for is read, without the kernel's own readahead.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            return fd, status.st_size
-    except OSError:
-        pass
-    os.close(fd)
-    return -1, 0
+            os.posix_fadvise(own.fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return own, status
+    return None, None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.store import version_at
 from creel.cache.storage.uris import is_local
-from creel.cache.storage.version import MISSING, stands_for
+from creel.cache.storage.version import MISSING, UNKNOWN, stands_for
 from creel.loader.data.reading.this_thread import this_thread, thread_use
 from creel.policies.direct import NO_USE
 
@@ -35,35 +35,16 @@ Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
 Buffer = bytes | memoryview
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
-_NOTHING = None, None, None
-
-#: Stands between the address of a file and the number of a block of it; no path contains it.
-BLOCK = "\0"
-#: Bytes of a block: the least, and the most. A file has no more of the least than this.
-_BLOCK_NBYTES, _MAX_BLOCK_NBYTES = 64 << 10, 1 << 20
-_MAX_BLOCKS = 1 << 16
+_NOTHING = None, None
 
 
-def block_nbytes(nbytes: int) -> int:
-    """Return the bytes of each block of a file of `nbytes` bytes.
+class FileInBlocks(NamedTuple):
+    """A file whose blocks are objects: number of the first, bytes of each, bytes of the file."""
 
-    >>> [block_nbytes(n) >> 10 for n in (1, 1 << 32, 1 + (1 << 32), 1 << 50)]
-    [64, 64, 128, 1024]
-    """
-    size = _BLOCK_NBYTES
-    while size < _MAX_BLOCK_NBYTES and size * _MAX_BLOCKS < nbytes:
-        size *= 2
-    return size
-
-
-def block_count(nbytes: int) -> int:
-    """Return the number of blocks of a file of `nbytes` bytes."""
-    return -(-nbytes // block_nbytes(nbytes))
-
-
-def block_name(address: str, number: int) -> str:
-    """Return the name of a block of a file; number -1: of all."""
-    return f"{address}{BLOCK}{number}"
+    address: str
+    first: int
+    size: int
+    nbytes: int
 
 
 class Leaf(Protocol):
@@ -93,7 +74,11 @@ class Files(Leaf, Protocol):
         ...
 
     def addresses(self, ids: NDArray[np.integer]) -> list[str]:
-        """Return the addresses of (k,) objects, or their `block_name`s."""
+        """Return the addresses of (k,) objects that are whole files."""
+        ...
+
+    def in_blocks(self, ids: NDArray[np.integer]) -> list[FileInBlocks]:
+        """Return the files of (k,) objects that are blocks, each once."""
         ...
 
     @property
@@ -114,6 +99,7 @@ class Lease:
 
     __slots__ = (  # made for each batch: 250 ns with slots, 280 without
         "_bases",
+        "_blocks",
         "_ids",
         "_named",
         "_numbers",
@@ -161,8 +147,9 @@ class Lease:
         self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        #: address -> (number, or None: of blocks of a file; the leaf)
-        self._numbers: dict[str, tuple[int | None, Files]] | None = None
+        #: By address, once they are asked for; see `_by_address`.
+        self._numbers: dict[str, tuple[int, Files]] | None = None
+        self._blocks: dict[str, tuple[FileInBlocks, Files]] = {}
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -208,12 +195,17 @@ class Lease:
         None if there is no such object, if the file is not what the daemon has read, or if the
         object is read with other `options` of a remote store.
         """
-        number, version, _ = self._entry(address, options)
-        return number if version is None or stands_for(version, version_at(address)) else None
+        number, leaf = self._by_address()[0].get(address, _NOTHING)
+        if number is None or leaf is None or not _reads(leaf, address, options):
+            return None
+        if leaf.checked and is_local(address):
+            return number if stands_for(self._version(number), version_at(address)) else None
+        return number
 
     def in_blocks(self, address: str, options: Options = None) -> bool:
         """Whether blocks of a file are objects of the step; `options` as for `find`."""
-        return self._entry(block_name(address, -1), options)[2] is not None
+        _, leaf = self._by_address()[1].get(address, _NOTHING)
+        return leaf is not None and _reads(leaf, address, options)
 
     def copy_part(
         self,
@@ -227,39 +219,39 @@ class Lease:
         """Copy bytes of a file, from `at` on, from one object of the step.
 
         Args:
-            nbytes: of the file.
-            version: that the file has now; its bytes in another version are not copied.
+            nbytes: of the file now; blocks of a file of another size are not copied.
+            version: that the file has now; its bytes in another version are not copied. UNKNOWN
+                for a remote file: in any.
             out: where to; filled as far as the object goes.
             options: as for `find`.
 
         Returns:
             How many bytes were copied; None if no object of the step has the first one.
         """
-        size = block_nbytes(nbytes)
-        for name, first in ((block_name(address, at // size), at // size * size), (address, 0)):
-            number, known, _ = self._entry(name, options)
-            if number is not None and (known is None or stands_for(known, version)):
-                copied = self.copy(number, partial(_fill, out, at - first))
-                if copied:
-                    return copied
+        whole, blocks = self._by_address()
+        places: list[tuple[int, int, Files]] = []
+        file, leaf = blocks.get(address, _NOTHING)
+        if file is not None and leaf is not None and file.nbytes == nbytes:
+            places.append((file.first + at // file.size, at % file.size, leaf))
+        number, leaf = whole.get(address, _NOTHING)
+        if number is not None and leaf is not None:
+            places.append((number, at, leaf))
+        for number, skip, leaf in places:
+            checked = leaf.checked if is_local(address) else version != UNKNOWN
+            if not _reads(leaf, address, options) or (
+                checked and not stands_for(self._version(number), version)
+            ):
+                continue
+            copied = self.copy(number, partial(_fill, out, skip))
+            if copied:
+                return copied
         return None
 
-    def _entry(self, name: str, options: Options) -> tuple[int | None, int | None, Files | None]:
-        """Return number, version and leaf of the step's object of this name, as far as known.
-
-        Version None: it is served in any.
-        """
-        if self._session is None:
-            return _NOTHING
-        if self._numbers is None:
-            self._numbers = self._by_address() if self._there(self._session) else {}
-        number, leaf = self._numbers.get(name, (None, None))
-        if leaf is None or (leaf.storage_options != options and not is_local(name)):
-            return _NOTHING
-        if number is None or not leaf.checked or not is_local(name):
-            return number, None, leaf
-        version = self._session.table.version
-        return number, MISSING if version is None else int(version[number]), leaf
+    def _version(self, number: int) -> int:
+        """Return the version in which an object's file was read."""
+        session = self._session
+        version = None if session is None else session.table.version
+        return MISSING if version is None else int(version[number])
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
         """Return the step's objects that are in the arena; all take little longer than one."""
@@ -268,17 +260,25 @@ class Lease:
             pieces = self._pieces = session.pieces(self._ids)
         return pieces
 
-    def _by_address(self) -> dict[str, tuple[int | None, Files]]:
-        numbers: dict[str, tuple[int | None, Files]] = {}
-        for leaf in self._named:
+    def _by_address(
+        self,
+    ) -> tuple[dict[str, tuple[int, Files]], dict[str, tuple[FileInBlocks, Files]]]:
+        """Return the step's whole files, and those of which blocks are its objects."""
+        if self._numbers is not None:
+            return self._numbers, self._blocks
+        numbers: dict[str, tuple[int, Files]] = {}
+        blocks: dict[str, tuple[FileInBlocks, Files]] = {}
+        there = self._session is not None and self._there(self._session)
+        for leaf in self._named if there else ():
             base = self._bases[id(leaf)]
             own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
-            names = leaf.addresses(own - base)
-            numbers.update(zip(names, zip(own.tolist(), repeat(leaf)), strict=True))
-            if not leaf.whole_files:
-                files = {name.partition(BLOCK)[0] for name in names}
-                numbers.update((block_name(file, -1), (None, leaf)) for file in files)
-        return numbers
+            if leaf.whole_files:
+                names = leaf.addresses(own - base)
+                numbers.update(zip(names, zip(own.tolist(), repeat(leaf)), strict=True))
+            for file in () if leaf.whole_files else leaf.in_blocks(own - base):
+                blocks[file.address] = file._replace(first=base + file.first), leaf
+        self._blocks, self._numbers = blocks, numbers  # in this order: other threads look, too
+        return numbers, blocks
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
         """Return an object's bytes: copied from the arena if they are there, else from `direct`."""
@@ -350,6 +350,11 @@ class Lease:
         self.direct_reads += reads
         self.direct_nbytes += nbytes
         self.direct_ns += ns
+
+
+def _reads(leaf: Files, address: str, options: Options) -> bool:
+    """Whether a leaf has an address as a person reads it with these options."""
+    return is_local(address) or leaf.storage_options == options
 
 
 def _fill(out: memoryview, skip: int, data: Buffer) -> int:

@@ -7,6 +7,8 @@ from contextlib import suppress
 
 #: The system's functions, even while `creel.loader.data.interception.intercept` has replaced them.
 os_open, os_stat = os.open, os.stat
+#: Bytes in which the parts of files that samples read are recorded: a page.
+UNIT = 4096
 
 
 class PartialRead:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from creel.loader.data.reading.read_counts import PartialRead, ThreadReads
 
 
-#: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or blocks of
-#: a file as (address, first block, number of blocks, bytes of the file), where the number of blocks
+#: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or units
+#: of a file as (address, first unit, number of units, bytes of the file), where the number of units
 #: is negative if an earlier sample had opened the file.
 Asked = str | tuple[int, int] | tuple[str, int, int, int]
 #: In place of a folder's descriptor: relative to the working directory (AT_FDCWD of Linux).

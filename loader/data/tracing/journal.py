@@ -25,20 +25,20 @@ from numpy.typing import NDArray
 from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
-from creel.loader.data.reading.lease import block_count
+from creel.loader.data.reading.read_counts import UNIT
 from creel.system.forks import at_fork, forget_in_child
 
 #: One read of a sample: an address; (number of a part of the dataset, number of the object in it);
-#: or blocks of a file as (address, first block, number of blocks, bytes of the file), see BLOCKS.
+#: or units of a file as (address, first unit, number of units, bytes of the file), see UNITS.
 Item = str | tuple[int, int] | tuple[str, int, int, int]
 
 #: The name of the memfd.
 JOURNAL = "creel-trace"
 #: The columns of items. PART: `FILE`, or the number of a part of the dataset. NUMBER: of an object
-#: in that part; for a file, the first block, or `ALL` of it. BLOCKS: how many (negative if an
+#: in that part; for a file, the first `UNIT`, or `ALL` of it. UNITS: how many (negative if an
 #: earlier sample had opened the file), and NBYTES: of the file, unless it is ALL. VERSION: of a
 #: file, UNKNOWN if not given. DIGEST: of the item.
-PART, NUMBER, BLOCKS, NBYTES, VERSION, DIGEST = range(6)
+PART, NUMBER, UNITS, NBYTES, VERSION, DIGEST = range(6)
 FILE, ALL = -1, -1
 _COLUMNS = 6
 BETWEEN = "\0"  # separates addresses: no path contains it
@@ -73,7 +73,7 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
         # Lists: for the few samples of a batch numpy takes longer.
         samples, counts, rows = (np.frombuffer(column, "<i8").tolist() for column in columns)
         part, number = rows[PART::_COLUMNS], rows[NUMBER::_COLUMNS]
-        blocks, nbytes = rows[BLOCKS::_COLUMNS], rows[NBYTES::_COLUMNS]
+        units, nbytes = rows[UNITS::_COLUMNS], rows[NBYTES::_COLUMNS]
         addresses = self.addresses.count(BETWEEN) + 1 if self.addresses else 0
         return (
             len(samples) == len(counts)
@@ -86,8 +86,8 @@ class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
                 for p, n in zip(part, number, strict=True)
             )
             and all(
-                p != FILE or n == ALL or 0 < abs(some) <= block_count(size) - n
-                for p, n, some, size in zip(part, number, blocks, nbytes, strict=True)
+                p != FILE or n == ALL or 0 < abs(some) <= -(-size // UNIT) - n
+                for p, n, some, size in zip(part, number, units, nbytes, strict=True)
             )
         )
 
@@ -125,7 +125,7 @@ class RecordedReads(NamedTuple):
 
     samples: (n,) int64.
     counts: (n,) int64, the number of items of each.
-    items: (k, 6) int64; columns PART, NUMBER, BLOCKS, NBYTES, VERSION and DIGEST.
+    items: (k, 6) int64; columns PART, NUMBER, UNITS, NBYTES, VERSION and DIGEST.
     addresses: (f,) of the items that are files.
     """
 

@@ -21,8 +21,7 @@ from creel.loader.data.files.opened import (
 )
 from creel.loader.data.reading.bad_samples import note_path
 from creel.loader.data.reading.inputs import ITSELF
-from creel.loader.data.reading.lease import block_nbytes
-from creel.loader.data.reading.read_counts import PartialRead, ThreadReads
+from creel.loader.data.reading.read_counts import UNIT, PartialRead, ThreadReads
 from creel.loader.data.reading.this_thread import Asked, this_thread, usage
 
 if TYPE_CHECKING:
@@ -116,9 +115,8 @@ class ObservedReads:
             if part is None or self._whole or part.got() * WORTH >= part.nbytes:
                 found.append(what)
             elif isinstance(what, str):
-                blocks = part.parts(block_nbytes(part.nbytes))
                 sign = 1 if part.opened else -1
-                found += [(what, a, sign * (b - a), part.nbytes) for a, b in blocks]
+                found += [(what, a, sign * (b - a), part.nbytes) for a, b in part.parts(UNIT)]
         return found
 
     def add(self, asked: Asked) -> None:

@@ -13,6 +13,7 @@ differ. The journal is then void for all ranks.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from creel.loader.data.binding.tree import unchanged
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
 from creel.loader.data.datasets.base import Transformed, fetch_many, position
 from creel.loader.data.interception.intercept import look_again
+from creel.loader.data.page_cache import remote
 from creel.loader.data.reading.this_thread import Asked
 from creel.loader.data.tracing.journal import (
     ALL,
@@ -114,6 +116,7 @@ class AccessRecorder:
         self._first: list[Reads] = []  # of `LEAST` samples
         self._listed: ListedFiles | None = None
         self._solves = True  # whether the first samples are still to be looked at
+        self._far: bool | None = None  # whether they read network storage; None: not known yet
         #: Whether the ranks that share the journal have different datasets.
         self.void = False
 
@@ -210,8 +213,12 @@ class AccessRecorder:
         part = self._number.get(read[0])
         return None if part is None else (part, read[1])
 
-    def write(self) -> None:
-        """Append the reads of a batch to the journal, and process those of other processes."""
+    def write(self, *, waits: bool = True) -> None:
+        """Append the reads of a batch to the journal, and process those of other processes.
+
+        waits: whether samples are known to wait for files. Else only files of network storage are
+            looked for in lists: with others the page cache is as quick.
+        """
         with self._lock:
             if self.place.joint:
                 self._catch_up()  # to compare with the reads of other ranks
@@ -223,7 +230,7 @@ class AccessRecorder:
             if (new or again) and not self._sealed:
                 self._append(record_of(new, again))
             self._catch_up()
-            self._solve()
+            self._solve(waits)
             if not self._sealed and self._seals and (self._differ or self._over()):
                 self._append(NoTrace() if self._differ else EndOfTrace())
 
@@ -260,12 +267,18 @@ class AccessRecorder:
                 break
         return reads
 
-    def _solve(self) -> None:
+    def _solve(self, waits: bool) -> None:
         """Once the first samples are known, say which files all may read, unless it is known."""
         if not self._solves or self._listed is not None or self._count < LEAST:
             return
-        self._solves = False
+        if not waits and self._far is False:
+            return
         read = joined(self._first)
+        if not waits and self._far is None:
+            self._far = any(map(remote, map(os.path.realpath, read.addresses[:1])))
+            if not self._far:
+                return
+        self._solves = False
         if self._supposed is not None and self._supposed.exact(read)[:LEAST].all():
             return
         stops = read.counts.cumsum()[:LEAST].tolist()

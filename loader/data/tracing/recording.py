@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 #: Format of journals; a different meaning of their records needs a new number.
-_FORM = 5
+_FORM = 6
 #: Number of joint journals that this process has asked for, by description.
 _begun: Counter[str] = Counter()
 

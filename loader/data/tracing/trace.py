@@ -16,18 +16,23 @@ from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.binding.tree import inside, stretches, unchanged
 from creel.loader.data.binding.wrapped import is_wrapped, unwrap
 from creel.loader.data.datasets.base import CreelDataset
+from creel.loader.data.reading.read_counts import UNIT
 from creel.loader.data.tracing.journal import (
     ALL,
-    BLOCKS,
     DIGEST,
     NBYTES,
     NUMBER,
     PART,
+    UNITS,
     VERSION,
     RecordedReads,
 )
 from creel.policies.arrays import Ids, Ints
 
+#: Bytes of a block: the most, of usual files and of those above 4 GiB.
+_BLOCK_NBYTES, _MAX_BLOCK_NBYTES = 64 << 10, 1 << 20
+#: Blocks of all files of a dataset, of which a daemon keeps some 60 bytes each.
+_MOST_BLOCKS = 1 << 22
 #: Most values examined in search of parts; also the longest list or dict searched.
 _MAX_PARTS = 10_000
 
@@ -69,7 +74,8 @@ class AccessTrace:
         np.maximum.at(nbytes, name_of, items[files, NBYTES])
         parted = nbytes > 0
         whole = Addressed(list(compress(names, (~parted).tolist())))
-        blocks = Blocks(list(compress(names, parted.tolist())), nbytes[parted])
+        of_blocks = block_sizes(items[files], name_of, nbytes)
+        blocks = Blocks(list(compress(names, parted.tolist())), nbytes[parted], of_blocks[parted])
         self._files = whole, blocks
         whole.checked = blocks.checked = True
         whole.limit = limit
@@ -77,7 +83,7 @@ class AccessTrace:
         part, number = items[:, PART].copy(), items[:, NUMBER].copy()
         many = np.ones_like(part)
         part[files] = len(parts) + parted[name_of]  # the files form two more parts
-        number[files], many[files] = _objects_of(items[files], name_of, nbytes, blocks.firsts)
+        number[files], many[files] = _objects_of(items[files], name_of, of_blocks, blocks.firsts)
         entry = np.repeat(np.arange(len(recorded.samples)), recorded.counts)
         more = _read_at_opening(items[files], name_of, entry[files], number[files], many[files])
         at = np.full(len(recorded.samples), size)  # entries that do not count go to no sample
@@ -122,29 +128,70 @@ def _numbered(addresses: list[str], digests: Ints) -> tuple[list[str], Ints]:
     return [addresses[i] for i in first.tolist()], name_of
 
 
-def _objects_of(items: Ints, name_of: Ints, nbytes: Ints, firsts: Ints) -> tuple[Ints, Ints]:
+def _objects_of(items: Ints, name_of: Ints, size: Ints, firsts: Ints) -> tuple[Ints, Ints]:
     """Return (f,) the first object in their leaf of items that are files, and (f,) how many.
 
     Args:
         items: (f, 6).
         name_of: (f,) their files.
-        nbytes: (names,) of files that are served in blocks, 0 of the others.
+        size: (names,) of the blocks of files that are served in blocks, 0 of the others.
         firsts: of the leaf of blocks.
 
     >>> from creel.loader.data.tracing.journal import FILE
-    >>> items = np.array([[FILE, 2, 1, 1 << 18, 0, 0], [FILE, ALL, 0, 0, 0, 0]])
-    >>> _objects_of(items, np.array([1, 1]), np.array([0, 1 << 18, 0]), np.array([0, 4]))
-    (array([2, 0]), array([1, 4]))
+    >>> items = np.array([[FILE, 33, 16, 1 << 18, 0, 0], [FILE, ALL, 0, 0, 0, 0]])
+    >>> _objects_of(items, np.array([1, 1]), np.array([0, 1 << 16, 0]), np.array([0, 4]))
+    (array([2, 0]), array([2, 4]))
     """
-    in_blocks = nbytes[name_of] > 0
-    place = np.where(nbytes > 0, np.cumsum(nbytes > 0), np.cumsum(nbytes == 0)) - 1
+    in_blocks = size[name_of] > 0
+    place = np.where(size > 0, np.cumsum(size > 0), np.cumsum(size == 0)) - 1
     first = place[name_of]
-    number, many = items[in_blocks, NUMBER], items[in_blocks, BLOCKS]
+    start, stop = _extents(items[in_blocks])
+    of = size[name_of[in_blocks]]
     base, everything = firsts[:-1][first[in_blocks]], np.diff(firsts)[first[in_blocks]]
-    first[in_blocks] = base + np.where(number == ALL, 0, number)
+    whole = items[in_blocks, NUMBER] == ALL
+    first[in_blocks] = base + np.where(whole, 0, start // of)
     count = np.ones_like(first)
-    count[in_blocks] = np.where(number == ALL, everything, np.abs(many))
+    count[in_blocks] = np.where(whole, everything, -(-stop // of) - start // of)
     return first, count
+
+
+def _extents(items: Ints) -> tuple[Ints, Ints]:
+    """Return (f,) first bytes, and those behind the last, of items that are parts of files."""
+    start = items[:, NUMBER] * UNIT
+    return start, start + np.abs(items[:, UNITS]) * UNIT
+
+
+def block_sizes(items: Ints, name_of: Ints, nbytes: Ints) -> Ints:
+    """Return (names,) the bytes of a block of each file that is served in blocks, 0 of the others.
+
+    What memory lacks of a block is read whole. So it is the largest size, of at most 64 KiB (of
+    files above 4 GiB up to 1 MiB), with which samples read a quarter more than they ask for.
+
+    Args:
+        items, name_of: as for `_objects_of`.
+        nbytes: (names,) of files that are served in blocks, 0 of the others.
+
+    >>> from creel.loader.data.tracing.journal import FILE
+    >>> rows = np.array([[FILE, 25 * i, 25, 1 << 28, 0, 0] for i in range(99)])
+    >>> block_sizes(rows, np.zeros(99, int), np.array([1 << 28])).tolist()  # 25 pages each
+    [16384]
+    """
+    largest = np.where(nbytes > 0, _BLOCK_NBYTES, 0)
+    while (more := (largest > 0) & (largest < _MAX_BLOCK_NBYTES) & (largest << 16 < nbytes)).any():
+        largest[more] *= 2
+    part = (items[:, NUMBER] != ALL) & (nbytes[name_of] > 0)
+    (start, stop), of = _extents(items[part]), name_of[part]
+    asked = np.bincount(of, stop - start, len(nbytes))
+    size = largest.copy()
+    while True:
+        blocks = -(-stop // size[of]) - start // size[of]
+        read = np.bincount(of, blocks * size[of], len(nbytes))
+        smaller = (read > 1.25 * asked) & (size > UNIT)
+        if not smaller.any():
+            break
+        size[smaller] //= 2
+    few = int((nbytes[size > 0] // size[size > 0]).sum()) <= _MOST_BLOCKS
+    return size if few else largest
 
 
 def _read_at_opening(
@@ -162,11 +209,11 @@ def _read_at_opening(
         (k,) samples for which an earlier one had opened a file; (k,) such blocks of it.
     """
     samples, objects = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    kept_open = np.flatnonzero(np.isin(name_of, name_of[items[:, BLOCKS] < 0]))  # few, if any
+    kept_open = np.flatnonzero(np.isin(name_of, name_of[items[:, UNITS] < 0]))  # few, if any
     order = kept_open[np.argsort(name_of[kept_open], kind="stable")]
     for of in np.split(order, np.flatnonzero(np.diff(name_of[order])) + 1):
-        again = items[of, BLOCKS] < 0
-        opened = of[(items[of, BLOCKS] > 0)]
+        again = items[of, UNITS] < 0
+        opened = of[(items[of, UNITS] > 0)]
         if again.any() and len(opened):
             found, times = np.unique(stretches(number[opened], many[opened]), return_counts=True)
             common = found[times == len(np.unique(entry[opened]))]

@@ -181,7 +181,7 @@ class WrappedReads:
             if self._bypass.active:
                 recorder.drop()
             elif not self._bypass.undecided:
-                recorder.write()
+                recorder.write(waits=self._bypass.waits)
 
     def trace(self) -> AccessTrace | None:
         """Return the trace of the dataset once it is complete (see `recorder`), else None.
@@ -191,6 +191,7 @@ class WrappedReads:
         """
         with self._lock:
             if self._bound or not bindable(self.dataset):
+                self._meet_at = 0.0  # an epoch begins: the other ranks ask now, too
                 self._bind()
             return self._trace
 

@@ -69,7 +69,7 @@ class EpochRun:
         reader = this_thread(lambda: min(by_batch, default=None))
         self.overdue = Overdue(self._awaited, state.config.loader.hung_s)
         self.statistics = Statistics(state, self.overdue, reader)
-        self.pages = MappedPages(state.config.window)
+        self.pages = MappedPages(state.config.window, state.page_files)
         self.order: EpochOrder | None = None
         self.epoch = self.skipped = self.delivered = 0
         self.finished = self.paced = False

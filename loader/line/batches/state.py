@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from creel.loader.data.decoded.keeping import Keeping
+    from creel.loader.data.maps.page_files import PageFiles
     from creel.loader.making.places.other_ranks import OtherRanks
     from creel.loader.making.places.place import Slots
 
@@ -62,6 +63,7 @@ class LoaderState:
         self.config, self._origins = config_of(args.creel)
         lookup.use(self.config.fetch)
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
+        self.page_files: list[PageFiles] = []  # opened by an earlier iterator, for the next
         self.spare: Slots = ()  # for the next epoch's workers
         self.tolerance = args.tolerance()
         self.observers = Observers(self.tolerance)

@@ -71,18 +71,21 @@ class MappedPages:
         follows: whether `claimed` and `done` need be called.
     """
 
-    def __init__(self, window: WindowSettings) -> None:
-        self._window = PageWindow(window)
-        self._files = PageFiles()
-        self.forget()
+    def __init__(self, window: WindowSettings, idle: list[PageFiles]) -> None:
+        """`idle`: the files of earlier iterators of the loader, and where they are left."""
+        self._window, self._idle = PageWindow(window), idle
+        self._reset()
         forget_in_child(self)
         pause_before_fork(self)
         _all.add(self)
 
     def forget(self) -> None:
         """Read nothing ahead, as after a fork in the child."""
-        self._files.close()  # which the child has inherited
-        self._files = PageFiles()
+        self._idle.clear()  # the child has inherited it
+        self._reset()
+
+    def _reset(self) -> None:
+        self._files = self._idle.pop() if self._idle else PageFiles()
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()  # of this thread
@@ -108,12 +111,16 @@ class MappedPages:
         self.pause()
         if self._thread is not None:  # storage hangs: the thread closes them, if it ever ends
             self._files = PageFiles()
+        elif not self._idle:
+            self._idle.append(self._files)
+            self._files = PageFiles()
         self._files.close()
 
     def begin(self, dataset: object, order: EpochOrder) -> None:
         """Prepare an epoch; nothing is read ahead of an order with more than the dataset."""
         self.stop()
-        self.forget()
+        self._reset()
+        self._files.begin()
         if order.extended or order.paced:
             return
         self._kind = type(dataset).__name__
@@ -156,8 +163,6 @@ class MappedPages:
             ranges, decided = self._held.ranges(batch, self._files)
             if ranges is not None:
                 self._ranges, self._over = ranges, False
-            elif decided:
-                self._files.close()
             self._held = None if decided else self._held
         self._window.done(batch)
         if self._order is None and not self._over and self._window.has_room(0.5):
@@ -204,7 +209,7 @@ class MappedPages:
             _log.debug("no pages are read ahead", exc_info=True)
             self._over = True
         finally:
-            if self._over or files is not self._files:
+            if files is not self._files:
                 files.close()
             self._ends(stop)
 
