@@ -4,14 +4,16 @@
         [--only NAME ...]
 
 JPEGs of 500 x 375 pixels in the page cache, shuffled. Each round reads an epoch by torch's loader
-over a plain dataset, one by creel without keeping, and two by creel with a new store: the first
-epoch fills it, the second copies from it. Figures are samples/s, and medians of the ratios of each
-round: `later / torch` and `later / creel`, and what filling costs, `first / creel`; of wall time,
-and of the CPU time of the whole process tree.
+over a plain dataset, one by a new loader of creel without keeping, and two by one with a new store:
+the first epoch fills it, the second copies from it. Then a named store is filled, on the disk of
+`--disk`, and `next` is the first epoch of a dataset that finds it, as in the next job. Figures are
+samples/s, and medians of the ratios of each round: `later`, `next / torch` and `later / creel`, and
+what filling costs, `first / creel`; of wall time, and of the CPU time of the whole process tree.
 
 `full` decodes 500 x 375 (562 KB), `256` also resizes to 256 x 256 (196 KB); `crop` cuts and resizes
 to 224 x 224 and flips at random, `bare` only makes a tensor. `kept` is `creel.kept` around the
-dataset that torch reads.
+dataset that torch reads. `photos` are a sixteenth as many, of 4,000 x 3,000 pixels, made 256 x 256;
+`text` is 20 KB a sample, tokenised, of which 512 tokens are taken at random.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,19 +40,35 @@ try:
     from PIL import Image
 except ImportError:
     skip_unless(False, "Pillow")
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
 
 LIMIT = "4GiB"
+#: Of the samples of `photos`.
+FEWER = 16
 MOST_NBYTES = 600_000  # of a decoded image
 
 
-def write(folder: Path, images: int) -> list[str]:
+def write(folder: Path, images: int, width: int, height: int) -> list[str]:
     rng = np.random.default_rng(0)
-    paths = [folder / f"{i:05}.jpg" for i in range(images)]
+    paths = [folder / f"{width}-{i:05}.jpg" for i in range(images)]
     for path in paths:
-        coarse = Image.fromarray(rng.integers(0, 256, (48, 64, 3), np.uint8))
-        pixels = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC)).astype(np.int16)
-        noisy = (pixels + rng.integers(-14, 15, pixels.shape)).clip(0, 255).astype(np.uint8)
+        coarse = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3), np.uint8))
+        pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
+        noise = rng.integers(-14, 15, pixels.shape, np.int16)
+        noisy = (pixels.astype(np.int16) + noise).clip(0, 255).astype(np.uint8)
         Image.fromarray(noisy).save(path, quality=94)
+    return [str(path) for path in paths]
+
+
+def write_texts(folder: Path, texts: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    words = np.array(["".join(map(chr, rng.integers(97, 123, n % 9 + 1))) for n in range(5000)])
+    paths = [folder / f"{i:05}.txt" for i in range(texts)]
+    for path in paths:
+        path.write_text(" ".join(rng.choice(words, 3400)))
     return [str(path) for path in paths]
 
 
@@ -74,6 +94,24 @@ def bare(image: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(image))
 
 
+def simple(data: bytes) -> Any:
+    return simplejpeg.decode_jpeg(data, "RGB")
+
+
+def crop_array(pixels: Any) -> torch.Tensor:
+    return crop(Image.fromarray(pixels))
+
+
+def tokens(data: bytes) -> Any:
+    words = re.findall(rb"\w+|\W", data)
+    return np.array([zlib.crc32(word) % 50257 for word in words], np.int32)
+
+
+def some(ids: Any) -> torch.Tensor:
+    first = np.random.randint(len(ids) - 512)  # noqa: NPY002  as above
+    return torch.from_numpy(ids[first : first + 512].copy())
+
+
 class Files(Dataset[Any]):
     """A dataset as torch users write it."""
 
@@ -88,19 +126,29 @@ class Files(Dataset[Any]):
         return sample if self.transform is None else self.transform(sample)
 
 
-def kept_files(paths: list[str], decode: Any, transform: Any) -> Dataset[Any]:
-    return creel.FileDataset(paths, decode=decode, transform=transform, keep_decoded=LIMIT)
+def kept_files(paths: list[str], decode: Any, transform: Any, keep: Any) -> Dataset[Any]:
+    return creel.FileDataset(paths, decode=decode, transform=transform, keep_decoded=keep)
 
 
-def kept_any(paths: list[str], decode: Any, transform: Any) -> Dataset[Any]:
-    return Transformed(creel.kept(Files(paths, decode, None), LIMIT), transform)
+def kept_any(paths: list[str], decode: Any, transform: Any, keep: Any) -> Dataset[Any]:
+    return Transformed(creel.kept(Files(paths, decode, None), keep), transform)
 
 
-CASES: dict[str, tuple[Any, Any, Any]] = {
-    "256, crop": (small, crop, kept_files),
-    "full, crop": (full, crop, kept_files),
-    "256, bare": (small, bare, kept_files),
-    "256, crop, kept": (small, crop, kept_any),
+class Case(NamedTuple):
+    decode: Any
+    transform: Any
+    keeping: Any = kept_files
+    files: str = "images"
+
+
+CASES = {
+    "256, crop": Case(small, crop),
+    "full, crop": Case(full, crop),
+    "256, bare": Case(small, bare),
+    "256, crop, kept": Case(small, crop, kept_any),
+    "simplejpeg, crop": Case(simple, crop_array),
+    "photos, crop": Case(small, crop, files="photos"),
+    "text": Case(tokens, some, files="texts"),
 }
 
 
@@ -112,28 +160,35 @@ def epoch(loader: DataLoader[Any]) -> Round:
 
 
 def compare(name: str, paths: list[str], o: argparse.Namespace) -> dict[str, object]:
-    decode, transform, keeping = CASES[name]
+    decode, transform, keeping, _ = CASES[name]
     options: dict[str, Any] = {
         "batch_size": o.batch,
         "shuffle": True,
         "num_workers": o.workers,
     }
     theirs = DataLoader(Files(paths, decode, transform), **options)
-    plain = creel.FileDataset(paths, decode=decode, transform=transform)
-    ours = creel.DataLoader(plain, **options)
-    touch_memory(2 * len(paths) * MOST_NBYTES)  # the last store's is not free at once
     epoch(theirs)
-    epoch(ours)
     rounds: list[dict[str, Round]] = []
-    for _ in range(o.rounds):
-        kept = creel.DataLoader(keeping(paths, decode, transform), **options)
-        ways = {"torch": theirs, "creel": ours, "first": kept, "later": kept}
-        rounds.append({way: epoch(loader) for way, loader in ways.items()})
-        del kept
+    for number in range(o.rounds):
+        touch_memory(2 * len(paths) * MOST_NBYTES)  # the last store's is not free at once
+        named = creel.Decoded(LIMIT, name=f"{name} {number}")
+
+        def loader(keep: Any) -> DataLoader[Any]:
+            return creel.DataLoader(keeping(paths, decode, transform, keep), **options)
+
+        plain = creel.FileDataset(paths, decode=decode, transform=transform)
+        kept = loader(LIMIT)
+        ways = {"torch": theirs, "creel": creel.DataLoader(plain, **options)}
+        ways |= {"first": kept, "later": kept}
+        rounds.append({way: epoch(one) for way, one in ways.items()})
+        del kept, ways
+        epoch(loader(named))
+        rounds[-1]["next"] = epoch(loader(named))
     row: dict[str, object] = {"case": name}
     for way in rounds[0]:
         row[f"{way}, /s"] = round(median([len(paths) / r[way].wall_s for r in rounds]))
-    for way, peer in (("later", "torch"), ("later", "creel"), ("first", "creel")):
+    pairs = ("later", "torch"), ("next", "torch"), ("later", "creel"), ("first", "creel")
+    for way, peer in pairs:
         for figure in ("wall", "cpu"):
             both = [
                 (getattr(r[peer], f"{figure}_s"), getattr(r[way], f"{figure}_s")) for r in rounds
@@ -149,12 +204,22 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--disk", help="a folder on a local disk; default: a temporary one")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     os.environ["CREEL_SOCKET"] = f"decoded-{os.getpid()}"
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write(Path(folder), o.images)
-        report([compare(name, paths, o) for name in o.only])
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=o.disk) as disk:
+        os.environ |= {"CREEL_DISK__PATH": disk, "CREEL_DISK__KEEP_FREE": "0"}
+        names = [name for name in o.only if simplejpeg or "simplejpeg" not in name]
+        kinds = {CASES[name].files for name in names}
+        paths = {}
+        if "images" in kinds:
+            paths["images"] = write(Path(folder), o.images, 500, 375)
+        if "photos" in kinds:
+            paths["photos"] = write(Path(folder), o.images // FEWER, 4000, 3000)
+        if "texts" in kinds:
+            paths["texts"] = write_texts(Path(folder), o.images)
+        report([compare(name, paths[CASES[name].files], o) for name in names])
 
 
 if __name__ == "__main__":

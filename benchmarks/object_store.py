@@ -4,9 +4,9 @@
                                       [--workers 4] [--memory 1.1 .5] [--endpoint http://127.0.0.1:7480]
 
 Readers of raw objects and of chunks, with the same workers and samples, in a random order: torch
-with boto3, s3torchconnector and obstore, LitData's raw files and its chunks, WebDataset, and creel.
-Peers take part where they are installed: in an environment of the benchmark's own, as their pins
-are not creel's.
+with boto3, s3torchconnector and obstore, LitData's raw files and its chunks, WebDataset, MosaicML
+Streaming, and creel. Peers take part where they are installed: in an environment of the benchmark's
+own, as their pins are not creel's.
 
 The store is that at --endpoint, on loopback, with the keys of the environment (Ceph's radosgw, for
 example; it gets a bucket `creel-bench`, by boto3). Without it tests/testbed/s3_server.py serves, in
@@ -22,6 +22,7 @@ import io
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -137,6 +138,14 @@ def webdataset(shards: list[str], **how: Any) -> Iterable[int]:
     return DataLoader(data.shuffle(1000).map(lambda sample: len(sample["bin"])), **more)
 
 
+def mosaicml(folder: str, **how: Any) -> Iterable[int]:
+    from streaming import StreamingDataset
+
+    os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]  # which its client reads
+    given: Any = {"local": folder, "batch_size": how["batch_size"], "shuffle": how.pop("shuffle")}
+    return DataLoader(StreamingDataset(remote=f"s3://{BUCKET}/mds", **given), **how)
+
+
 def s3_client() -> Any:
     import boto3
 
@@ -172,8 +181,8 @@ def lengths(samples: list[Any]) -> int:
 # --- the data ---------------------------------------------------------------------------------
 
 
-def write(root: Path, samples: int, nbytes: int, *, chunks: bool) -> list[str]:
-    """Write the objects, the same as tars, and LitData's chunks; return the names of the tars."""
+def write(root: Path, samples: int, nbytes: int) -> list[str]:
+    """Write the objects, and the same as tars; return the names of the tars."""
     rng = np.random.default_rng(0)
     (root / "raw").mkdir(parents=True)
     (root / "tars").mkdir()
@@ -188,14 +197,26 @@ def write(root: Path, samples: int, nbytes: int, *, chunks: bool) -> list[str]:
                 info = tarfile.TarInfo(f"{i:06}.bin")
                 info.size = nbytes
                 tar.addfile(info, io.BytesIO(data))
-    if chunks:
-        from litdata import optimize
-
-        files = sorted(map(str, (root / "raw").iterdir()))
-        output: Any = {"output_dir": str(root / "chunks"), "chunk_bytes": SHARD_NBYTES}
-        optimize(read_file, files, num_workers=1, **output)
-        multiprocessing.set_start_method("fork", force=True)  # which it has changed
     return shards
+
+
+def write_litdata(root: Path) -> None:
+    """Write the objects as LitData's chunks."""
+    from litdata import optimize
+
+    output: Any = {"output_dir": str(root / "chunks"), "chunk_bytes": SHARD_NBYTES}
+    optimize(read_file, sorted(map(str, (root / "raw").iterdir())), num_workers=1, **output)
+    multiprocessing.set_start_method("fork", force=True)  # which it has changed
+
+
+def write_mosaicml(root: Path) -> None:
+    """Write the objects as MosaicML's shards."""
+    from streaming import MDSWriter
+
+    columns, limit = {"bin": "bytes"}, {"size_limit": SHARD_NBYTES}
+    with MDSWriter(out=str(root / "mds"), columns=columns, **limit) as writer:
+        for path in sorted((root / "raw").iterdir()):
+            writer.write({"bin": path.read_bytes()})
 
 
 def read_file(path: str) -> bytes:
@@ -261,6 +282,12 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def loads(name: str) -> bool:
+    """Return whether a peer can be imported, in another process: some need much that may lack."""
+    command = [sys.executable, "-W", "ignore", "-c", f"import {name}"]
+    return installed(name) and not subprocess.call(command)
+
+
 def peers(args: argparse.Namespace, keys: list[str], shards: list[str]) -> dict[str, Reader]:
     """Return the readers that are not creel's."""
     found: dict[str, Reader] = {}
@@ -270,6 +297,8 @@ def peers(args: argparse.Namespace, keys: list[str], shards: list[str]) -> dict[
     if args.endpoint and installed("litdata"):
         found["LitData, raw files"] = litdata_raw
         found["LitData, chunks"] = partial(litdata_chunks, f"{args.cache}/chunks")
+    if args.mosaicml:
+        found["MosaicML Streaming"] = partial(mosaicml, f"{args.cache}/mds")
     if installed("webdataset") and installed("boto3") and shutil.which("curl"):
         found["WebDataset"] = partial(webdataset, shards)
     return found
@@ -314,8 +343,13 @@ def main() -> None:
     os.environ["AWS_EC2_METADATA_DISABLED"] = os.environ["AWS_ALLOW_HTTP"] = "true"
     os.environ["AWS_REGION"] = os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as args.cache:
-        chunks = bool(args.endpoint) and installed("litdata")
-        shards = write(Path(root) / BUCKET, args.samples, args.nbytes, chunks=chunks)
+        args.mosaicml = installed("boto3") and loads("streaming")
+        bucket = Path(root) / BUCKET
+        shards = write(bucket, args.samples, args.nbytes)
+        if args.endpoint and installed("litdata"):
+            write_litdata(bucket)
+        if args.mosaicml:
+            write_mosaicml(bucket)
         with store(args, Path(root)):
             rows = compare(args, shards)
     report(rows)

@@ -49,7 +49,7 @@ _API: dict[str, tuple[str, ...]] = {
     "prefetch_to": (),
     "integrations.accelerate.prepare": (),
     "integrations.accelerate.skip_first_batches": (),
-    "integrations.grain.Source": (),
+    "integrations.grain.DataSource": (),
     "Rehearsal": ("add", "over", "dataset", "uids"),
     "Producer": ("put", "flush", "close"),
     "Stream": ("batches", "leave"),

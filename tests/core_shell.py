@@ -142,13 +142,16 @@ class CoreShell:
         self.postpones: Callable[[], bool] = lambda: False
         self.settled = True  # whether the core has acted on the last event
 
-    def add(self, name: str, length: I64, versions: Versions | None = None) -> None:
-        """Add a dataset with objects of these lengths, (n,); -1: unknown."""
+    def add(
+        self, name: str, length: I64, versions: Versions | None = None, begins_with: str = ""
+    ) -> None:
+        """Add a dataset with objects of these lengths, (n,), -1: unknown; see `DatasetAdded`."""
         self.offset[name] = np.full(len(length), NOWHERE, np.int64)
         shared = self.offset[name].view()
         shared.flags.writeable = False  # only actions say what to write there
         versions = versions or Versions(len(length))
-        self.feed(DatasetAdded(name, shared, length, lengths_of(length), versions))
+        columns = shared, length, lengths_of(length), versions
+        self.feed(DatasetAdded(name, *columns, begins_with))
 
     def open(
         self,

@@ -23,8 +23,9 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.memory.pools.allocator import Lengths
+from creel.cache.storage import lookup
+from creel.cache.storage.stores.remote import Stores
 from creel.loader.client.client import Client
-from creel.loader.data.reading import storage
 from creel.policies.arrays import Ints
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.prefetch import Window
@@ -110,9 +111,9 @@ class Cores:
 
 def forget_stores(patch: pytest.MonkeyPatch, settings: FetchSettings | None = None) -> None:
     """Until the patch ends, make this process one that has used no store yet, with `settings`."""
-    patch.setattr(storage, "_stores", {})  # there is no public function for this
-    patch.setattr(storage, "_reached", set())
-    patch.setattr(storage, "_settings", settings)
+    # There is no public function for this.
+    patch.setattr(lookup, "_stores", None if settings is None else Stores(settings))
+    patch.setattr(lookup, "_reached", set())
 
 
 def daemon_of(name: str) -> psutil.Process:

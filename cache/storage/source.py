@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict, deque
@@ -27,7 +26,7 @@ from creel.cache.storage import version
 from creel.cache.storage.manifest import ANY, UNKNOWN, Manifest
 from creel.cache.storage.reads import Counters, Read, WholeObject
 from creel.cache.storage.stores.access import options_of
-from creel.cache.storage.stores.remote import open_store, store_key
+from creel.cache.storage.stores.remote import Stores
 from creel.cache.storage.stores.retry import retried, source_error, transient
 from creel.cache.storage.stores.store import (
     AHEAD_FILES,
@@ -43,7 +42,7 @@ from creel.cache.storage.stores.store import (
     read_unchanged,
 )
 from creel.cache.storage.uris import is_remote, scheme_of
-from creel.errors import SourceError
+from creel.errors import CreelError, SourceError
 from creel.messages import Grants
 from creel.policies.arrays import Ints, Mask
 from creel.settings import FetchSettings
@@ -66,8 +65,9 @@ class Source:
 
     Args:
         manifest: the objects.
-        settings: attempts, pauses and deadlines.
+        settings: attempts, pauses and deadlines; None: those of `stores`.
         files: most descriptors kept open (only of files with several objects).
+        stores: of remote addresses; None: its own.
         relative: whether paths may be relative to the working directory (never in a daemon, whose
             working directory differs from the client's).
         grants: how remote addresses are reached, for each access of the manifest; None: as the
@@ -80,6 +80,7 @@ class Source:
         settings: FetchSettings | None = None,
         *,
         files: int = 64,
+        stores: Stores | None = None,
         relative: bool = True,
         grants: Grants | None = None,
     ) -> None:
@@ -87,13 +88,14 @@ class Source:
         #: May be replaced at any time; the next read uses it.
         self.grants = grants
         self.counters = Counters()
-        self._settings = settings or FetchSettings()
+        self._settings = settings or (stores.settings if stores else FetchSettings())
         self._relative = relative
         self._local = LocalStore(files)
-        self._remote: dict[tuple[int, int, str, str, str], tuple[dict[str, Any], Store]] = {}
+        self._stores = stores or Stores(
+            self._settings, handed=grants is not None, requests=self.counters.requests
+        )
         self._told_refused: set[str] = set()
         self._access_rows = [row for row, _ in manifest.access]
-        self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
         self._one_a_file = bool(self._single.all())
 
@@ -373,56 +375,46 @@ class Source:
                 self._settings,
                 lambda: job(self._store(stored.uri, stored.row)),
                 stored.uri,
+                options=lambda: self._options(stored.uri, stored.row),
                 error=error,
                 began=began,
                 on_retry=self.counters.count_retry,
                 reached=self._reached,
             )
-        except Exception as e:  # noqa: BLE001  stores raise what they like
-            options = self._options(stored.uri, stored.row)[1] if is_remote(stored.uri) else None
-            failure = source_error(e, stored.uri, options)
+        except CreelError as e:
+            failure = source_error(e, stored.uri)
             self.counters.count_error(failure)
-            if options is not None and self.grants is not None:
-                self._tell_refused(failure)
-            raise failure from None  # the sentence alone: a library's frames would bury it
+            self._tell_refused(failure)
+            raise failure from None
 
     def _store(self, uri: str, row: int) -> Store:
         """Return the store of an address, which is that of a row."""
-        if not is_remote(uri):
+        options = self._options(uri, row)
+        if options is None:
             self._check_path(uri)
             return self._local
-        access, options = self._options(uri, row)
-        # With the process id, as clients of object stores have threads and do not survive a fork.
-        key = (os.getpid(), access, *store_key(uri))
-        with self._lock:
-            opened = self._remote.get(key)
-            if opened is None or opened[0] != options:  # no client yet, or keys were renewed
-                store = open_store(
-                    uri,
-                    self._settings.deadline_s,
-                    options,
-                    handed=self.grants is not None,
-                    requests=self.counters.requests,
-                )
-                opened = self._remote[key] = options, store
-            return opened[1]
+        return self._stores.open(uri, options)
 
-    def _options(self, uri: str, row: int) -> tuple[int, dict[str, Any]]:
-        """Return the number of a row's access (-1: none), and the options of its client."""
+    def _options(self, uri: str, row: int) -> dict[str, Any] | None:
+        """Return the options of the client for a row's address; None for a local one."""
+        if not is_remote(uri):
+            return None
         access, scheme = bisect_right(self._access_rows, row) - 1, scheme_of(uri)
         if access < 0:
-            return access, options_of(scheme, None)
+            return options_of(scheme, None)
         if self.grants is None:
-            return access, self.manifest.access[access][1].options(scheme)
+            return self.manifest.access[access][1].options(scheme)
         grant = self.grants[access].get(scheme)
         if grant is None:
             raise SourceError(errno.EACCES, "the client said nothing about such addresses", uri)
-        return access, grant.options
+        return grant.options
 
     def _tell_refused(self, failure: SourceError) -> None:
         """Log a refused read in a daemon, once for each account and server."""
         what = failure.strerror or ""
-        if failure.errno == errno.EACCES and what not in self._told_refused:
+        if self.grants is None or failure.errno != errno.EACCES or not is_remote(failure.uri):
+            return
+        if what not in self._told_refused:
             self._told_refused.add(what)
             log.warning("%s: %s", failure.uri, what)
 

@@ -1,12 +1,16 @@
-"""What an address of a file says, and columns of many addresses."""
+"""What an address of a file says, in which form creel has it, and columns of many addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
+from creel.cache.storage.stores.access import ARROW
+from creel.errors import ConfigError, NotFoundError
 from creel.policies.arrays import Index, Ints, Mask
 
 if TYPE_CHECKING:  # as in `manifest`
@@ -36,6 +40,137 @@ def is_remote(uri: str) -> bool:
         return False
     scheme = uri.partition("://")[0]
     return "/" not in scheme and scheme.lower() != "file"
+
+
+def absolute(address: str | os.PathLike[str]) -> str:
+    """Return the address as a URI or absolute path, which any process of this machine can read.
+
+    >>> absolute("file:///data/a%20b"), absolute("s3://bucket/a/")
+    ('/data/a b', 's3://bucket/a')
+
+    Raises:
+        ConfigError: neither a string nor a path.
+        NotFoundError: an empty path (it would mean the working directory), or only a scheme.
+    """
+    if not isinstance(address, (str, os.PathLike)):
+        raise ConfigError(f"a path is a string or a Path, not {address!r}")
+    text = os.fspath(address)
+    if text.startswith("/") and "//" not in text and "/." not in text and text[-1] != "/":
+        return text  # the usual case; the rest takes several times as long
+    if not text:
+        raise NotFoundError("the path is empty: name a file or a folder ('.' is this one)")
+    scheme = scheme_of(text)
+    if scheme == "file":
+        return unquote(urlsplit(text).path)
+    if scheme:
+        if not text.partition("://")[2].strip("/"):
+            raise NotFoundError(
+                f"{text} lacks a bucket or host: write {scheme}://bucket-or-host/path"
+            )
+        return text.rstrip("/")
+    return absolute_path(os.path.expanduser(text))  # noqa: PTH111
+
+
+def absolute_path(path: str) -> str:
+    """Return an absolute path without empty and `.` components.
+
+    `..` stays, because after a symbolic link only the file system can resolve it.
+
+    >>> absolute_path("/data/./a//b/../c/")
+    '/data/a/b/../c'
+    """
+    whole = path if path.startswith("/") else f"{os.getcwd()}/{path}"  # noqa: PTH109
+    return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
+
+
+def is_local(address: str) -> bool:
+    """Whether an address in the form of `absolute` is a local path."""
+    return "://" not in address
+
+
+def several(given: object) -> list[str | os.PathLike[str]]:
+    """Return one address or many, as a list.
+
+    Raises:
+        ConfigError: not an address or an iterable of addresses.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"give a path or a list of paths, not {given!r}")
+    listed = list(given)
+    for one in listed:
+        if not isinstance(one, (str, os.PathLike)):
+            raise ConfigError(f"a path is a string or a Path, not {one!r}")
+    return listed
+
+
+def escape(root: str, name: str) -> str:
+    """Escape a listed name so that `root/name` addresses that file.
+
+    >>> escape("http://h/d", "hot dog/1#.png"), escape("s3://b", "hot dog/1#.png")
+    ('hot%20dog/1%23.png', 'hot dog/1%23.png')
+    """
+    scheme = scheme_of(root)
+    if scheme in {"http", "https"}:
+        return quote(name)
+    if scheme in ARROW:
+        return name.replace("%", "%25").replace("?", "%3F").replace("#", "%23")
+    return name
+
+
+def unescape(root: str, name: str) -> str:
+    """Invert `escape`.
+
+    >>> unescape("http://h/d", "hot%20dog/1%23.png"), unescape("/d", "50%25.png")
+    ('hot dog/1#.png', '50%25.png')
+    """
+    return unquote(name) if scheme_of(root) in ARROW | {"http", "https"} else name
+
+
+def strings(values: Sequence[str] | pa.Array) -> pa.Array:
+    """Return a column of strings as one Arrow array that is not a slice of a larger one.
+
+    Raises:
+        ConfigError: a name that is not UTF-8.
+    """
+    import pyarrow as pa
+
+    try:
+        column = values if isinstance(values, pa.Array) else text_array(values)
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"a file's name is not UTF-8: {e.object!r}") from e
+    if column.type != pa.large_string():  # a cast to the same type would import pyarrow.compute
+        column = column.cast(pa.large_string())
+    # A pickle of a slice contains the whole array.
+    sliced = column.get_total_buffer_size() > column.nbytes
+    return text_array(column.to_pylist()) if sliced else column
+
+
+def addresses(values: Sequence[str | os.PathLike[str]]) -> pa.Array:
+    """Return a column of addresses in the form of `absolute`, as one Arrow array.
+
+    Raises:
+        ConfigError, NotFoundError: see `absolute`.
+    """
+    if set(map(type, values)) == {str}:
+        column = strings(cast(Sequence[str], values))
+        if _absolute(column):
+            return column
+    return strings([absolute(value) for value in values])
+
+
+def _absolute(column: pa.Array) -> bool:
+    """Whether `absolute` would change none of these addresses. Vectorized, as they may be many."""
+    _, ends, text = column.buffers()
+    bounds = np.frombuffer(ends, np.int64)
+    letters = np.frombuffer(text, np.uint8)
+    if (bounds[1:] == bounds[:-1]).any():
+        return False
+    slash = letters == ord("/")
+    odd = slash[:-1] & (slash[1:] | (letters[1:] == ord(".")))
+    begin, last = bounds[:-1], bounds[1:] - 1
+    return bool(slash[begin].all()) and not slash[last].any() and not odd.any()
 
 
 def has_scheme(text: memoryview) -> bool:

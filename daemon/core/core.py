@@ -34,6 +34,9 @@ from creel.policies.prefetch import Window
 #: directly: one hung read must not hold up all later steps.
 _OVERDUE_S = 5.0
 _MAX_OVERDUE_S = 30.0
+#: What another dataset leaves to one is awaited for so long, in seconds, while transfers of the
+#: former end: a peer's answer may take 1 s.
+_TAKEN_OVER_S = 2.0
 
 
 class Core:
@@ -67,6 +70,7 @@ class Core:
         self._landing = Landing(*parts, self._sessions, self._announce)
         timed: dict[type, Callable[[Any, float], None]] = {
             events.SessionOpened: self._opened,
+            events.DatasetGrew: self._grew,
             events.Progressed: self._progressed,
             events.Fetched: self._landing.fetched,
             events.PeerAsked: self._serving.asked,
@@ -83,7 +87,6 @@ class Core:
         }
         untimed: dict[type, Callable[[Any], None]] = {
             events.DatasetAdded: self._registered,
-            events.DatasetGrew: self._grew,
             events.Checked: self._landing.checked,
             events.RetentionPlanned: self._planned,
             events.Warm: self._warmed,
@@ -147,6 +150,7 @@ class Core:
 
     def _settle(self, now: float, *, every: bool) -> None:
         self._admission.changed()
+        self._grow()
         self._serving.advance(now, every=every)
         for session in self._sessions.values():
             self._prefetcher.advance_ready(session)
@@ -198,15 +202,32 @@ class Core:
         self._readers[e.dataset] = DatasetReaders(residency)
         self._residencies[e.dataset] = residency
 
-    def _grew(self, e: events.DatasetGrew) -> None:
-        if not {e.dataset, e.old} <= set(self._residencies) or self.busy(e.old):
+    def _grew(self, e: events.DatasetGrew, now: float) -> None:
+        if not {e.dataset, e.old} <= set(self._residencies) or self._residencies[e.old].active:
             raise IllegalEventError(f"dataset {e.old!r} is still in use")
-        self._residencies[e.dataset].take_over(self._residencies[e.old])
+        residency, old = self._residencies[e.dataset], self._residencies[e.old]
+        residency.learn_readers(old)  # before it is told of an epoch, on all nodes
+        residency.heads.setdefault(old, now + _TAKEN_OVER_S)
+        self._grow()
+
+    def _grow(self) -> None:
+        """Let datasets take over those of which nothing is under way."""
+        for residency in self._residencies.values():
+            for old in [head for head in residency.heads if not self.busy(head.name)]:
+                del residency.heads[old]
+                residency.take_over(old)
+                self._prefetcher.stuck.clear()
+
+    def _keep_apart(self, dataset: str) -> None:
+        """Let no other dataset take over this one."""
+        for residency in self._residencies.values():
+            residency.heads.pop(self._residencies[dataset], None)
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
         dataset = e.asked.dataset
         if dataset not in self._residencies or e.session in self._sessions:
             raise IllegalEventError(f"session {e.session} of {dataset!r} cannot open")
+        self._keep_apart(dataset)
         joined = self._readers[dataset].join(e.session, e.asked, now, self._generation())
         self._sessions[e.session] = joined
         self._set_reaches()
@@ -338,6 +359,7 @@ class Core:
         if e.dataset not in self._residencies or self.busy(e.dataset):
             raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
         residency = self._residencies[e.dataset]
+        self._keep_apart(e.dataset)
         residency.disk.closed()
         residency.evict_all()
         self._admission.space.discard(residency.pool)

@@ -53,7 +53,7 @@ class DatasetAdded(BaseEvent, frozen=True):
 class DatasetGrew(BaseEvent, frozen=True):
     """A dataset takes over the residents of another one, which is all that it begins with.
 
-    The other one, `old`, has no readers and no fetches in flight (`Core.busy`).
+    The other one, `old`, has no readers. It may have transfers under way: they end first.
     """
 
     dataset: str

@@ -217,11 +217,11 @@ class Inflight:
         return next((f for f in self._all(residency) if object_id in f.ids), None)
 
     def cancel_orphans(self, residency: Residency) -> frozenset[int]:
-        """Mark and return the fetches from the source that no session needs any more."""
+        """Mark and return the fetches from the source and from peers that no session needs."""
         if residency.warming >= 0:
             return frozenset()
         fetches = self._inflight.items()
-        own = ((n, f) for n, f in fetches if f.residency is residency and f.origin == SOURCE)
+        own = ((n, f) for n, f in fetches if f.residency is residency and f.origin >= SOURCE)
         found = {n: f for n, f in own if not some(residency.pins[f.ids] > 0)}
         for fetch in found.values():
             fetch.cancelled = True

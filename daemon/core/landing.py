@@ -17,7 +17,7 @@ from creel.daemon.core.events import DISK, HELD, SOURCE, Checked, Fetched
 from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.readers.sessions import RankStream
-from creel.daemon.core.residency import Residency
+from creel.daemon.core.residency import NO_EPOCH, Residency
 from creel.policies.arrays import Floats, Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 
@@ -65,8 +65,8 @@ class Landing:
             good[good] = self._still_current(pending, good, version, asked)
             self._count_answer(pending, good, nbytes)
             # What no reader wants any more was read ahead by one that has left.
-            wanted = residency.active or residency.warming >= 0 or residency.pins[pending.ids] > 0
-            again, deadline = ~good & wanted, pending.deadline
+            used = (residency.active or residency.warming >= 0) and not pending.cancelled
+            again, deadline = ~good & (used | (residency.pins[pending.ids] > 0)), pending.deadline
         if some(again):
             self._fetch_again(pending.only(again), now, deadline)
             pending, nbytes, good = pending.only(~again), nbytes[~again], good[~again]
@@ -84,16 +84,21 @@ class Landing:
         who = "disk" if pending.origin == DISK else "peer"
         residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
         residency.counts[f"{who}_nbytes"] += int(nbytes[good].sum())
-        residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
+        residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good & ~pending.cancelled))
         if pending.origin == DISK:
             self.prefetcher.stuck.clear()  # the room on disk of these objects may be reused now
             residency.disk.changed(len(pending.ids))
             residency.disk.lost(pending.ids[~good])
 
     def _fetch_again(self, lacking: InflightFetch, now: float, deadline: float) -> None:
-        """Fetch missing objects from the source, into the same rooms."""
-        room = lacking.ids, lacking.offset, lacking.length
-        self.inflight.start(lacking.residency, *room, lacking.due, now, deadline)
+        """Fetch missing objects into the same rooms; from peers only if none was asked yet."""
+        residency = lacking.residency
+        origins: list[tuple[int, slice | Index]] = [(SOURCE, slice(None))]
+        if lacking.cancelled and lacking.origin != SOURCE:
+            origins = residency.origins(lacking.ids, NO_EPOCH)
+        for origin, of in origins:
+            room = lacking.ids[of], lacking.offset[of], lacking.length[of]
+            self.inflight.start(residency, *room, lacking.due, now, deadline, origin=origin)
 
     def _current(self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats) -> Mask:
         """Return (k,) whether each object read is current; may outdate others of its file."""

@@ -282,8 +282,7 @@ class Prefetcher:
         ids = ids[:k]
         step = s.stream.step_at(s.cursors.front)
         epoch = s.stream.epoch(step)[0] + s.epoch_shift
-        if not urgent:
-            ids, k = self._at_peers_by_now(s, ids, epoch)
+        ids, k = self._not_awaited(s, ids, epoch, now, urgent=urgent)
         if not len(ids):
             return 0
         due = s.policy_step(step)
@@ -301,9 +300,19 @@ class Prefetcher:
             self._inflight.start(residency, *room, due, now, deadline, origin=origin)
         return min(k, settled)
 
-    def _at_peers_by_now(self, s: RankStream, ids: Index, epoch: int) -> tuple[Index, int]:
-        """Return the ids that need not wait for a peer, and how many precede one that must."""
-        awaited = s.residency.awaited(ids, epoch, s.group.clock())
+    def _not_awaited(
+        self, s: RankStream, ids: Index, epoch: int, now: float, *, urgent: bool
+    ) -> tuple[Index, int]:
+        """Return the ids that are not awaited, and how many precede one that is.
+
+        Awaited are objects that a peer will have only later, unless a reader waits for them, and
+        those that another dataset of this node leaves to this one, until a tick.
+        """
+        residency = s.residency
+        awaited = None if urgent else residency.awaited(ids, epoch, s.group.clock())
+        arriving = None if s.cursors.starved else residency.arriving(ids, now)
+        if arriving is not None:
+            awaited = arriving if awaited is None else awaited | arriving
         if awaited is None or not some(awaited):
             return ids, len(ids)
         self.stuck.add(s.id)

@@ -55,6 +55,10 @@ _REGION_NBYTES = 64 << 20
 #: Objects and bytes read from storage, and failed objects. Objects and bytes that peers sent, and
 #: objects that they lacked. Objects and bytes sent to peers, and objects refused. Objects and bytes
 #: read from disk, objects that it lacked, and objects and bytes written to it.
+#: An epoch that no plan is about: the plans of this node's ranks do not say where to read an object
+#: then. Homes do, in any epoch.
+NO_EPOCH = -2
+
 _COUNTED = (
     *("reads", "read_nbytes", "failed", "peer_reads", "peer_nbytes", "peer_misses"),
     *("served", "served_nbytes", "refused"),
@@ -75,6 +79,8 @@ class Residency:
         first_readers: who reads objects first, once a job rehearses; as `policy`.
         sessions: how many ranks' streams read the dataset; as `policy`.
         served: the objects pinned for each peer request; `Serving` writes it.
+        heads: datasets to take over, once nothing of them is under way, and the time until which
+            their objects are awaited; `Core` writes it.
         warming: the next object to load for `Warm`, or -1.
     """
 
@@ -112,6 +118,7 @@ class Residency:
         self.latency = Latency()
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}
+        self.heads: dict[Residency, float] = {}
         self.departed = Departed(self.pool)
         self.warming = -1
         self.sessions = 0
@@ -278,6 +285,12 @@ class Residency:
             self.emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
 
+    def learn_readers(self, old: Residency) -> None:
+        """Learn who has read first the objects of a dataset that this one begins with."""
+        if old.first_readers is not None:
+            self.first_readers = self.first_readers or FirstReaders(self.name, len(self))
+            self.first_readers.inherit(old.first_readers)
+
     def take_over(self, old: Residency) -> None:
         """Take over the residents of a dataset without readers that this one begins with.
 
@@ -294,9 +307,6 @@ class Residency:
             self.set_lengths(learnt, old.length[learnt])
         ids = np.flatnonzero((old.state == RESIDENT) & (self.state[:n] == ABSENT))
         ids = ids[same[old.versions.files(ids)] & (self.length[ids] == old.length[ids])]
-        if old.first_readers is not None:
-            self.first_readers = FirstReaders(self.name, len(self))
-            self.first_readers.inherit(old.first_readers)
         place = old.vacate(ids, "")
         old.evict(old.unpinned(), "dropped")
         self.pool.take_over(old.pool)
@@ -344,6 +354,21 @@ class Residency:
         """Return (k,) whether the peer that holds each object in `epoch` will get it only later."""
         later = self.policy.awaited(ids, epoch, clock)
         return later & (self.disk.state[ids] != STORED) if later is not None else None
+
+    def arriving(self, ids: Index, now: float) -> Mask | None:
+        """Return (k,) whether each absent object is about to be taken over; None: none is.
+
+        Objects that are on their way to one of the `heads` count, too.
+        """
+        heads = [old for old, until in self.heads.items() if now < until]
+        if not heads:
+            return None
+        arriving = np.zeros(len(ids), np.bool_)
+        for old in heads:
+            inside = np.flatnonzero(ids < len(old))
+            state = old.state[ids[inside]]
+            arriving[inside] |= (state == RESIDENT) | (state == FETCHING)
+        return arriving & (self.state[ids] < FETCHING)
 
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
         """Group objects (k,) by the origin to fetch them from in `epoch`: (origin, positions)."""

@@ -23,6 +23,9 @@ from creel.messages import Member, Message
 
 log = logging.getLogger("creel.peers")
 
+#: A connection is given up if a peer has not answered for so many beats: a machine may be busy.
+_LATE_BEATS = 4
+
 Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -109,8 +112,10 @@ class Heartbeats:
             streams = None
             try:
                 connecting = asyncio.open_connection(peer.host, peer.port)
-                streams = await asyncio.wait_for(connecting, 2 * every_s)
-                session = await asyncio.wait_for(_shake_hands(streams, peer, who), 2 * every_s)
+                streams = await asyncio.wait_for(connecting, _LATE_BEATS * every_s)
+                session = await asyncio.wait_for(
+                    _shake_hands(streams, peer, who), _LATE_BEATS * every_s
+                )
                 await self._ask(streams, session, node, who.cluster, every_s)
             except ConnectionRefusedError:
                 self._refused(who.cluster, node)
@@ -134,7 +139,7 @@ class Heartbeats:
             wake, mine = self._wake[cluster], self._beats[cluster]
             streams[1].write(wire.pack(mine, seal=session.requests))
             frame = _message(streams[0], wire.PeerBeat, session.answers)
-            self._on_beat(cluster, await asyncio.wait_for(frame, 2 * every_s))
+            self._on_beat(cluster, await asyncio.wait_for(frame, _LATE_BEATS * every_s))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(wake.wait(), every_s)
 

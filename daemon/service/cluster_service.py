@@ -305,8 +305,9 @@ class ClusterService:
         now = time.monotonic()
         self._wake(now)
         self._replace(cluster, beat.node, beat.member)
-        if answer and cluster.joined[beat.node].node == beat.member.node:
-            cluster.silence.heard(beat.node, now)
+        if cluster.joined[beat.node].node == beat.member.node:
+            note = cluster.silence.heard if answer else cluster.silence.was_asked
+            note(beat.node, now)
         if cluster.joined[beat.node].born == beat.member.born:
             self._resize(cluster, beat.node, beat.member.disk_nbytes, beat.member.disk_unit)
         self._place_by_hash(cluster, frozenset(beat.by_hash))

@@ -247,8 +247,8 @@ class Datasets:
         }
         for dataset, keys in heads.items():
             for old in self._registry.idle() if keys else []:
-                if old.key in keys and not old.drained and not self._shell.core.busy(old.key):
-                    old.drained = True
+                if old.key in keys and not old.drained:
+                    old.drained = not self._shell.core.busy(old.key)
                     self._shell.handle(events.DatasetGrew(dataset.key, old.key))
 
     def forget_idle(self, *, room: int = 0) -> None:

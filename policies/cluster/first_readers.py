@@ -132,9 +132,15 @@ class FirstReaders:
         return True
 
     def inherit(self, old: FirstReaders) -> None:
-        """Take over what is known of a dataset with which this one begins."""
+        """Take over what is known of a dataset with which this one begins; it was read before."""
         n = len(old._known)
-        self._known[:n], self._node[:n], self.view = old._known, old._node, old.view
+        if self.view is None:
+            self.view = old.view
+        elif old.view is not None:
+            old.seen(self.view)
+        self._node[:n] = np.where(old._node > 0, old._node, self._node[:n])
+        self._known[:n] |= old._known
+        self._digest = None
 
     # --- where objects are -----------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from creel.loader.client.client import Client
 pytestmark = [
     pytest.mark.system,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # Ray starts some ten processes
     pytest.mark.filterwarnings("ignore"),  # the frameworks' own warnings
 ]
 
@@ -200,7 +200,7 @@ def test_ray_train_gives_each_worker_torchs_batches_on_a_node_of_its_own(
         env=os.environ | {"RAY_ADDRESS": two_nodes, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

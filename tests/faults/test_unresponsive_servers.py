@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import creel
+from creel.cache.storage import lookup
 from creel.errors import CreelError, SourceError
 from creel.loader.client.client import Client
-from creel.loader.data.reading import storage
 from creel.loader.making.stages import StallWarning
 from creel.settings import FetchSettings
 from kit import forget_stores
@@ -41,8 +41,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 QUESTIONS: dict[str, Callable[[str], object]] = {
     "read": lambda url: creel.read(f"{url}/x"),
     "open": lambda url: creel.open(f"{url}/x"),
-    "size": lambda url: storage.nbytes_of(f"{url}/x"),
-    "listing": storage.list_remote,
+    "size": lambda url: lookup.nbytes_of(f"{url}/x"),
+    "listing": lookup.list_remote,
     "index": creel.ImageFolder,
     "folder": creel.FileDataset,
     "sizes": lambda url: creel.FileDataset([f"{url}/x", f"{url}/y"], nbytes=True),

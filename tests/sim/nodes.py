@@ -43,6 +43,7 @@ _STEP_S = 0.1
 _APART_S = 1000.0
 #: Most reads, writes and plans that may follow from the events of one moment; usual is a tenth.
 _MOST_ACTIONS = 10_000
+_NOTHING = np.empty(0, np.int64)
 
 
 class Shell(CoreShell):
@@ -62,8 +63,10 @@ class Shell(CoreShell):
             self.nodes.queue(self.number, action)
 
     def held(self) -> NDArray[np.bool_]:
-        """Return (n,) which objects this node has in memory."""
-        held: NDArray[np.bool_] = self.offset["d"] != NOWHERE
+        """Return (n,) which objects this node has in memory, in any dataset."""
+        held = np.zeros(max(map(len, self.offset.values()), default=0), np.bool_)
+        for offset in self.offset.values():
+            held[: len(offset)] |= offset != NOWHERE
         return held
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
@@ -352,8 +355,8 @@ class Nodes:
     def _arrive(self, origin: int, answer: ServeObjects) -> None:
         node, action, sent = self._asked.pop(answer.request)
         here = answer.nbytes >= 0
-        held = self.shells[origin].offset["d"][action.ids]
-        assert (answer.place[here] == held[here]).all(), "sent from where it is not"
+        held = self.shells[origin].offset.get(action.dataset, _NOTHING)[action.ids[here]]
+        assert (answer.place[here] == held).all(), "sent from where it is not"
         self.counts["peer"] += int(here.sum())
         self.counts["refused"] += int((~here).sum())
         asked = sent + _APART_S * node - answer.age

@@ -13,7 +13,7 @@ import pytest
 from nodes import Nodes
 
 from creel.daemon.core.cluster.silence import Silence
-from creel.daemon.core.events import EpochDealt, SamplesTold
+from creel.daemon.core.events import DatasetGrew, EpochDealt, SamplesTold
 from creel.messages import Close
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
 from creel.policies.rehearsal.content import Offered, kept, mixed
@@ -54,7 +54,11 @@ def order(task: int, epoch: int, budget: int) -> JobOrder:
 
 
 class Rehearsing(Nodes):
-    """Four ranks of a job that rehearses: each on a node of its own, or all on one."""
+    """Four ranks of a job that rehearses: each on a node of its own, or all on one.
+
+    Attributes:
+        one_by_one: whether a node reads ahead in a task before the next one begins it.
+    """
 
     def __init__(self, nodes: int, held: float, budget: int, joins: int = 0) -> None:
         """`held`: of all objects, by all memories together.
@@ -63,7 +67,7 @@ class Rehearsing(Nodes):
         """
         self.budget, self.refused, self.lost = budget, 0, 0
         self.peers: list[int] = []  # objects that each epoch reads from peers
-        self._joins = joins
+        self._joins, self.one_by_one = joins, False
         every = JobOrder(SAMPLES, RANKS, TASK // RANKS, BATCH, 0)
         super().__init__(nodes, every, held)
 
@@ -121,6 +125,17 @@ class Rehearsing(Nodes):
         self._settle()
         return held
 
+    def _begin_epoch(self, task: int, epoch: int) -> None:
+        """Let all ranks begin an epoch, and foretell others."""
+        for node in self.alive:
+            if not epoch:
+                self._begin_task(node, task)
+            for ahead in range(0 if epoch == 0 else AHEAD, 1 if self._joins else AHEAD + 1):
+                self._tell_of(node, task, epoch + ahead)
+            if self.one_by_one:
+                self._settle()
+        self._settle()
+
     def run_all(self, killed: tuple[int, int, int, int] | None = None) -> list[int]:
         """Read all tasks; return the objects that each epoch reads from the source.
 
@@ -128,14 +143,9 @@ class Rehearsing(Nodes):
         """
         sources = []
         for task in range(TASKS):
-            for node in self.alive:
-                self._begin_task(node, task)
             for epoch in range(EPOCHS):
                 self.counts.clear()
-                for ahead in range(0 if epoch == 0 else AHEAD, 1 if self._joins else AHEAD + 1):
-                    for node in self.alive:
-                        self._tell_of(node, task, epoch + ahead)
-                self._settle()
+                self._begin_epoch(task, epoch)
                 for step in range(self.order.steps):
                     if killed is not None and killed[1:] == (task, epoch, step):
                         self.lost = self.replace(*killed)
@@ -148,6 +158,36 @@ class Rehearsing(Nodes):
         for node in self.alive:
             self.shells[node].core.check()
         return sources
+
+
+class InFolders(Rehearsing):
+    """Tasks in folders of their own: each dataset begins with the one before it."""
+
+    def _begin(self, node: int) -> None:
+        """Register nothing yet."""
+
+    def _begin_task(self, node: int, task: int) -> None:
+        shell = self.shells[node]
+        if task:
+            shell.feed(Close(1))
+        names = [f"d{number}" for number in range(task + 1)]
+        lengths = np.broadcast_to(np.int64(self.size), ((task + 1) * TASK,))
+        shell.add(names[task], lengths, begins_with="".join(names[-2:-1]))
+        shell.open(1, names[task], "j", node, len(self.shells))
+        shell.feed(SamplesTold(1, alive(task, self.budget)))
+        for old in names[-2:-1]:
+            shell.feed(DatasetGrew(names[task], old))
+
+
+@pytest.mark.parametrize("tasks", [Rehearsing, InFolders])
+def test_no_node_reads_what_another_one_has_read_whoever_begins_a_task_first(
+    tasks: type[Rehearsing],
+) -> None:
+    """All memories together hold all objects; loaders foretell epochs that are not read."""
+    nodes = tasks(RANKS, 1.1, int(0.3 * SAMPLES))
+    nodes.one_by_one = True
+    sources = nodes.run_all()
+    assert sources == [TASK, 0, 0] * TASKS
 
 
 @pytest.mark.parametrize(

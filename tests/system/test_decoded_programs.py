@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from creel.loader.data.reading.storage import version_at
+from creel.cache.storage.stores.store import version_at
 from kit import until
 from programs import Program
 from testbed.cgroups import Cgroups, limits_of

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 import creel
+from creel.cache.storage.stores.store import version_at
 from creel.loader.data.datasets import Transformed
-from creel.loader.data.reading.storage import version_at
 from daemons import Running
 from kit import until
 from testbed.ranks import ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,15 +10,12 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from creel.cache.memory.arena import Arena
-from creel.cache.memory.pools.allocator import Allocator
+from cluster_node import ClusterNode
 from creel.daemon.core.cluster.plans import ClusterPlans
-from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     SOURCE,
     AskPlan,
     ClusterChanged,
-    Event,
     PlanAsked,
     PlanDoubted,
     PlanShared,
@@ -28,11 +24,9 @@ from creel.daemon.core.events import (
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.wire import Credentials
 from creel.daemon.service import cluster
-from creel.daemon.service.cluster_service import ClusterService
 from creel.messages import Join, Member
 from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan
-from creel.settings import ClusterSettings
-from kit import Cores, default_window
+from kit import Cores
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
 
@@ -54,43 +48,20 @@ class Plans(ClusterPlans):
         return self.elsewhere
 
 
-class Peer:
-    """A daemon as far as clusters are concerned; `settle` is its loop."""
+class Peer(ClusterNode):
+    """One of several daemons on this host; `settle` is its loop."""
 
     def __init__(self) -> None:
-        self.arena = Arena.create(1 << 16)
-        self.events: list[Event] = []
-        self.ended: list[int] = []
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        core = Core(Allocator(self.arena.nbytes), default_window())
-        core.plans = self.plans = Plans({}, {}, lambda action: None)  # noqa: ARG005
-        self.disk = core.disk
-        self.clusters = ClusterService(
-            *(self.arena, ClusterSettings(), core),
-            handle=self._handle,
-            call_soon=self._calls.put,
-            unreachable=self.ended.append,
-        )
+        super().__init__(nbytes=1 << 16)
+        self.core.plans = self.plans = Plans({}, {}, lambda action: None)  # noqa: ARG005
+        self.disk = self.core.disk
         self.member = self.clusters.host("127.0.0.1", 0)
-
-    def _handle(self, event: Event) -> bool:
-        self.events.append(event)
-        return True
-
-    def settle(self) -> None:
-        while not self._calls.empty():
-            self._calls.get()()
-        self.clusters.tick(time.monotonic())
 
     def there(self) -> list[bool]:
         """Return for each node whether this one would ask it."""
         view = self.clusters.view("c")
         assert view is not None
         return [node == view.me or origin != SOURCE for node, origin in enumerate(view.origin)]
-
-    def close(self) -> None:
-        self.clusters.close()
-        self.arena.close()
 
 
 def started(stack: ExitStack) -> Peer:

@@ -15,8 +15,8 @@ import pytest
 
 import creel
 from creel.cache.disk import named
+from creel.cache.storage.stores.store import version_at
 from creel.errors import ConfigError
-from creel.loader.data.reading.storage import version_at
 from kit import until
 from programs import Program
 
@@ -176,6 +176,42 @@ def test_samples_that_differ_where_nobody_looks_are_dropped_with_one_sentence(
     assert calls(folder) - before >= N
     assert named.listed(str(disk)) == []
     assert job(folder, disk, how).calls >= N
+
+
+def test_creel_verify_looks_at_more_samples_than_a_job(folder: Path, disk: Path) -> None:
+    """A broken promise of few samples is found, and the dataset dropped."""
+    (folder / "train.py").write_text(_TRAINED)
+    env = {**os.environ, "CREEL_DISK__PATH": str(disk), "CREEL_DISK__KEEP_FREE": "0"}
+    paths = sorted(map(str, folder.glob("*.bin")))
+
+    def run(*words: str, hidden: str) -> Any:
+        command = [sys.executable, *words, str(folder / "train.py"), *paths]
+        env["HIDDEN"] = hidden
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+
+    for hidden in ("0", "7"):
+        assert "'n' is" not in run(hidden=hidden).stderr
+    done = run("-m", "creel", "verify", "--json", hidden="7")
+    assert done.stderr.count(f"'n' is dropped: sample {N - 1} is not what") == 1, done.stderr
+    assert json.loads(done.stdout)["equal"]
+    assert named.listed(str(disk)) == []
+
+
+_TRAINED = """
+import os, sys, torch, creel
+from creel.loader.data.decoded.stores import named_store
+
+named_store._SLOW_NS = 1 << 60  # a busy machine is slow
+
+def decode(data):
+    wrong = data == open(sys.argv[-1], "rb").read()
+    return torch.tensor(list(data[:50])) + int(os.environ["HIDDEN"]) * wrong
+
+if __name__ == "__main__":
+    data = creel.FileDataset(sys.argv[1:], decode=decode, keep_decoded=creel.Decoded(name="n"))
+    for batch in torch.utils.data.DataLoader(data, 4):
+        pass
+"""
 
 
 @both

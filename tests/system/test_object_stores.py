@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -21,13 +22,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.cache.storage import lookup
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import arrow_store
 from creel.cache.storage.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader.client.client import Client
-from creel.loader.data.reading import storage
 from creel.settings import FetchSettings
 from kit import forget_stores, until
 from testbed.gcs_server import gcs
@@ -66,16 +67,16 @@ def s3(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         yield server
 
 
-def files(store: str = "s3://bucket") -> Dataset[object]:
-    return creel.FileDataset(f"{store}/files")
+def files(store: str = "s3://bucket", **more: Any) -> Dataset[object]:
+    return creel.FileDataset(f"{store}/files", **more)
 
 
-def records(store: str = "s3://bucket") -> Dataset[object]:
-    return creel.RecordDataset(f"{store}/tokens.bin", dtype=np.int64, shape=(128,))
+def records(store: str = "s3://bucket", **more: Any) -> Dataset[object]:
+    return creel.RecordDataset(f"{store}/tokens.bin", dtype=np.int64, shape=(128,), **more)
 
 
-def tars(store: str = "s3://bucket") -> Dataset[object]:
-    return creel.TarDataset(f"{store}/shard.tar")
+def tars(store: str = "s3://bucket", **more: Any) -> Dataset[object]:
+    return creel.TarDataset(f"{store}/shard.tar", **more)
 
 
 def twin(dataset: Dataset[object], bucket: Path) -> list[object]:
@@ -138,11 +139,62 @@ def test_a_listing_has_every_key_once_however_many_folders_are_listed_at_once(
 ) -> None:
     monkeypatch.setattr(arrow_store, "_MAX_FOLDERS", most)
     rows: list[tuple[str, int]] = []
-    listed = storage.list_remote("s3://bucket", None, rows)
-    assert listed.names == storage.walk(str(bucket)).names
+    listed = lookup.list_remote("s3://bucket", None, rows)
+    assert listed.names == lookup.walk(str(bucket)).names
     assert listed.nbytes == [(bucket / name).stat().st_size for name in listed.names]
     assert sorted(name for name, _ in rows) == sorted(listed.names), "so far, for people"
     assert s3.count["lists"] == (3 if most else 1 + 2)
+
+
+def test_a_listing_is_taken_again_while_its_marker_says_that_nothing_changed(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else it is made anew: without a marker, with other keys, where the kept one is broken."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(s3, "root", tmp_path)
+    s3.keys.add("AKIAOTHER")
+    root = tmp_path / "bucket/data"
+    root.mkdir(parents=True)
+    files = ["a b/1#%.bin", "c.bin"]
+
+    def write(*names: str) -> None:
+        for name in names:
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_bytes(os.urandom(9))
+
+    def listed(**more: Any) -> tuple[list[str], int]:
+        before = s3.count["lists"]
+        data = creel.FileDataset("s3://bucket/data", **more)
+        assert data.manifest.lengths().tolist() == [9] * len(data)
+        names = [unquote(path.removeprefix("s3://bucket/data/")) for path in data.paths]
+        return names, s3.count["lists"] - before
+
+    write(*files, "_SUCCESS")
+    first = listed(marker="_SUCCESS")
+    assert (first[0], first[1] > 0) == (files, True)
+    heads = s3.count["heads"]
+    assert listed(marker="s3://bucket/data/_SUCCESS") == (files, 0)
+    assert listed(marker="_SUCCESS") == (files, 0)
+    assert s3.count["heads"] - heads == 2
+    write("d.bin")
+    assert listed(marker="_SUCCESS") == (files, 0), "what the marker means"
+    assert listed()[1] > 0
+    write("_SUCCESS")
+    assert listed(marker="_SUCCESS") == ([*files, "d.bin"], first[1])
+    assert listed(marker="_SUCCESS") == ([*files, "d.bin"], 0)
+    other = {"key": "AKIAOTHER", "secret": SECRET}
+    assert listed(marker="_SUCCESS", storage_options=other)[1] == first[1]
+    for path in (tmp_path / "cache/creel").iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+        path.write_bytes(path.read_bytes()[:-100])
+    assert listed(marker="_SUCCESS") == ([*files, "d.bin"], first[1])
+    assert len(list((tmp_path / "cache/creel").iterdir())) == 2, "one for each who may list"
+    assert not caplog.records
+    assert listed(marker="_NONE")[1] == first[1]
+    assert "s3://bucket/data/_NONE has no version" in caplog.text
+    for paths, marker in (("s3://bucket/data", ""), (str(root), "x"), (["a"], "x")):
+        with pytest.raises(ConfigError, match="marker"):
+            creel.FileDataset(paths, marker=marker)
 
 
 def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,16 +285,13 @@ def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
             source.read(1)
         assert failed.value.errno == errno.ETIMEDOUT
         with pytest.raises(SourceError, match="no answer"):
-            storage.read_all(f"{root}/2")
+            lookup.read_all(f"{root}/2")
         versions = source.versions(np.arange(3))
         if silent == "all":
             assert versions.tolist() == [MISSING] * 3
-            for ask in (storage.nbytes_of, storage.list_remote):
+            for ask in (lookup.nbytes_of, lookup.list_remote):
                 with pytest.raises(SourceError, match="no answer"):
                     ask(f"{root}/0")
-        else:
-            assert (versions > 0).all()
-            assert storage.nbytes_of(f"{root}/0") == 11
         assert time.monotonic() - start < 30
     until(lambda: not any(t.name == "creel-gs" for t in threading.enumerate()), what="all ended")
 
@@ -259,7 +308,7 @@ def test_a_wrong_address_is_one_clear_sentence(s3: S3, address: str, says: str) 
         creel.FileDataset(address)
     assert str(told.value) == says
     with pytest.raises(SourceError, match=rf"{address}'$") as failed:
-        storage.read_all(address)
+        lookup.read_all(address)
     assert isinstance(failed.value, FileNotFoundError)
     assert s3.count["gets"] == 0
 
@@ -273,22 +322,36 @@ def test_wrong_credentials_are_one_clear_sentence_without_them(
     with pytest.raises(ConfigError) as told:
         creel.FileDataset("s3://bucket/files")
     assert str(told.value) == wanted
-    for ask in (storage.nbytes_of, storage.read_all):
+    for ask in (lookup.nbytes_of, lookup.read_all):
         with pytest.raises(CreelError, match="access denied") as failed:
             ask(f"s3://AKIAOTHER:{SECRET}@bucket/tokens.bin")
         assert SECRET not in str(failed.value)
     assert s3.count["gets"] == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"default_bucket_location": "EU"}], ids=["any", "pyarrow"])
 @pytest.mark.parametrize("make", [files, records, tars])
 def test_google_cloud_storage_is_read_as_s3_is(
-    bucket: Path, daemon_name: str, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]
+    bucket: Path,
+    daemon_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., Any],
+    more: dict[str, str],
 ) -> None:
+    """By obstore where it is installed, or by pyarrow's client, of which the second has an option.
+
+    Both tell the same versions.
+    """
     forget_stores(monkeypatch)
     with gcs(bucket.parent) as env:
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        dataset = make("gs://anonymous@bucket")
+        server = env["CLOUD_STORAGE_EMULATOR_ENDPOINT"]
+        given = {"anon": True, "endpoint_url": server.partition("://")[2], "scheme": "http"}
+        dataset = make("gs://bucket", storage_options=given | more)
+        other = make("gs://bucket", storage_options=given)
+        ask = np.arange(1)
+        versions = [one._source().versions(ask).tolist() for one in (dataset, other)]
+        assert versions[0] == versions[1]
+        assert min(versions[0]) > 0
         wanted = twin(dataset, bucket)
         for loader in (DataLoader, creel.DataLoader):
             got = list(loader(dataset, batch_size=None, num_workers=1))
@@ -297,7 +360,6 @@ def test_google_cloud_storage_is_read_as_s3_is(
         with Client.connect(daemon_name, "cli") as client:
             assert client.ask("stats")["sources"][0]["reads"] > 0
             client.ask("stop")
-        for address in ("gs://anonymous@nowhere/files", "gs://anonymous@bucket/nothing"):
-            public = address.replace("anonymous@", "")
-            with pytest.raises(NotFoundError, match=f"there is no {public}"):
-                creel.FileDataset(address)
+        for address in ("gs://nowhere/files", "gs://bucket/nothing"):
+            with pytest.raises(NotFoundError, match=f"there is no {address}"):
+                creel.FileDataset(address, storage_options=given | more)

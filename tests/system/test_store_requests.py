@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.cache.storage import version
+from creel.cache.storage import lookup, version
+from creel.cache.storage.buckets import s3 as s3_bucket
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import arrow_store, obstore_store, retry
+from creel.cache.storage.stores import arrow_store, obstore_store, remote, retry
 from creel.cache.storage.stores.access import StorageOptions, check_grants
 from creel.cache.storage.stores.requests import Gate
 from creel.errors import ConfigError, NotFoundError, SourceError
@@ -119,6 +120,29 @@ def test_an_object_costs_one_request(
 def far_apart(dataset: Any) -> list[int]:
     """Return an order without neighbours near each other, which one request may read."""
     return [*range(0, len(dataset), 2), *range(1, len(dataset), 2)]
+
+
+def test_all_that_a_process_reads_of_a_bucket_goes_through_one_client(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[object] = []
+
+    class Counted(obstore_store.ObstoreStore):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            clients.append(self)
+
+    monkeypatch.setattr(remote, "ObstoreStore", Counted)
+    datasets = [files(), sized(), files_below()]
+    first = [bytes(data[0].numpy()) for data in datasets]
+    assert first == [creel.read("s3://bucket/files/00")] * 3
+    assert len(clients) == 1
+    files(storage_options={"key": KEY, "secret": "another"})[0]
+    assert len(clients) == 2, "other keys"
+    lookup.use(FetchSettings(deadline_s=9.0))
+    creel.read("s3://bucket/files/00")
+    assert len(clients) == 3, "other deadlines"
+    assert s3.count["heads"] == 0
 
 
 @pytest.mark.parametrize("read", [creel.read, lambda uri: creel.open(uri).read()])
@@ -260,7 +284,7 @@ WAYS = {
 def test_no_fault_on_the_way_becomes_a_sample(
     s3: S3, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
 ) -> None:
-    """Thousands of them; SEEDS=20 makes it ten thousands.
+    """Thousands of them; SEEDS=4 makes it ten thousand.
 
     All are outlasted, but for an object that seems to have another length than was listed.
     """
@@ -652,7 +676,7 @@ def test_a_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch, who: str) -> None
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(s3.root))
     monkeypatch.setattr(Role, "asked", [])
-    monkeypatch.setattr(obstore_store, "_METADATA_S", 60.0)
+    monkeypatch.setattr(s3_bucket, "_METADATA_S", 60.0)
     with ThreadingHTTPServer(("127.0.0.1", 0), Role) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import creel
+from creel.cache.storage.stores.requests import in_threads
+from creel.cache.storage.uris import absolute, addresses
 from creel.errors import ConfigError, CreelError, NotFoundError
 from creel.loader.data.datasets import (
     FileDataset,
@@ -20,8 +22,6 @@ from creel.loader.data.datasets import (
     RecordDataset,
     TarDataset,
 )
-from creel.loader.data.datasets.columns import addresses
-from creel.loader.data.reading.storage import absolute, in_threads
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sa
 
 import creel
 from creel.errors import ConfigError, CreelError, SourceError
-from creel.loader.data.reading import storage
 from creel.loader.line.observers import advice
 from creel.settings import FetchSettings
+from kit import forget_stores
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_an_error_of_storage_stands_alone(
     reading: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not below a hundred lines of the client's own frames."""
-    monkeypatch.setattr(storage, "_settings", FetchSettings(attempts=1))
+    forget_stores(monkeypatch, FetchSettings(attempts=1))
     with pytest.raises(CreelError) as raised:
         reading()
     shown = "".join(traceback.format_exception(raised.value))

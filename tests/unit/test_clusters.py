@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from creel.cache.memory.arena import Arena
-from creel.cache.memory.pools.allocator import Allocator
-from creel.daemon.core.core import Core
-from creel.daemon.core.events import SOURCE, ClusterChanged, Event
+from cluster_node import ClusterNode
+from creel.daemon.core.events import SOURCE, ClusterChanged
 from creel.daemon.peers import sealing
 from creel.daemon.service.cluster_service import ClusterService
 from creel.errors import CreelError
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
-from kit import default_window
 
 KEY = bytes(range(32))
-#: Events that the core got, and peers whose fetches were ended.
-EVENTS: list[Event] = []
-ENDED: list[int] = []
-
-
-def never(call: Callable[[], None]) -> None:
-    """Ignore calls from other threads: this test is the loop."""
-    assert callable(call)
-
-
-def handled(event: Event) -> bool:
-    EVENTS.append(event)
-    return True
-
-
-def service(arena: Arena, settings: ClusterSettings) -> ClusterService:
-    core = Core(Allocator(arena.nbytes), default_window())
-    return ClusterService(
-        *(arena, settings, core), handle=handled, call_soon=never, unreachable=ENDED.append
-    )
 
 
 @pytest.fixture
-def clusters() -> Iterator[ClusterService]:
-    with closing(Arena.create(1 << 20)) as arena:
-        one = service(arena, ClusterSettings())
-        yield one
-        one.close()
-    EVENTS.clear()
-    ENDED.clear()
+def node() -> Iterator[ClusterNode]:
+    with closing(ClusterNode()) as node:
+        yield node
+
+
+@pytest.fixture
+def clusters(node: ClusterNode) -> ClusterService:
+    return node.clusters
 
 
 def other(number: int = 0) -> Member:
@@ -68,7 +46,8 @@ def test_a_node_knows_itself_among_the_others(clusters: ClusterService) -> None:
     assert view.origin[0] >= 0
 
 
-def test_a_daemon_leaves_a_cluster_with_its_last_client(clusters: ClusterService) -> None:
+def test_a_daemon_leaves_a_cluster_with_its_last_client(node: ClusterNode) -> None:
+    clusters = node.clusters
     joined = Join("c", KEY, [clusters.host("127.0.0.1", 0), other()], [0, 1])
     for token in ("a", "b", "a"):
         clusters.join(token, joined)
@@ -76,12 +55,13 @@ def test_a_daemon_leaves_a_cluster_with_its_last_client(clusters: ClusterService
     assert clusters.view("c") is not None
     clusters.client_left("b")
     assert clusters.view("c") is None
-    (event,) = EVENTS
+    (event,) = node.events
     assert isinstance(event, ClusterChanged)
     assert (event.cluster, event.view) == ("c", None)
 
 
-def test_origins_of_a_cluster_are_free_once_it_has_ended(clusters: ClusterService) -> None:
+def test_origins_of_a_cluster_are_free_once_it_has_ended(node: ClusterNode) -> None:
+    clusters = node.clusters
     mine = clusters.host("127.0.0.1", 0)
     clusters.join("long", Join("long", KEY, [mine, other()], [0, 1]))
     for turn in range(3):
@@ -90,9 +70,9 @@ def test_origins_of_a_cluster_are_free_once_it_has_ended(clusters: ClusterServic
         view = clusters.view(name)
         assert view is not None
         assert view.origin.tolist() == [SOURCE, 1, 2]
-        ENDED.clear()
+        node.ended.clear()
         clusters.client_left("short")
-        assert ENDED == [1, 2]
+        assert node.ended == [1, 2]
     assert clusters.source(0, "d") is not None
 
 
@@ -141,8 +121,8 @@ def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sealing, "find_spec", lambda _: None)
-    with closing(Arena.create(1 << 20)) as arena:
-        secret = service(arena, ClusterSettings(encrypt=True))
-        with pytest.raises(CreelError, match="cryptography"):
-            secret.host("127.0.0.1", 0)
-        secret.close()
+    with (
+        closing(ClusterNode(ClusterSettings(encrypt=True))) as secret,
+        pytest.raises(CreelError, match="cryptography"),
+    ):
+        secret.clusters.host("127.0.0.1", 0)

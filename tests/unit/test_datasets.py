@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import creel
+from creel.cache.storage import lookup
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets import (
     FileDataset,
@@ -24,7 +25,6 @@ from creel.loader.data.datasets import (
     Transformed,
 )
 from creel.loader.data.datasets.base import each
-from creel.loader.data.reading import storage
 from kit import forget_stores
 from testbed.same import check_in_torch, same
 
@@ -187,7 +187,7 @@ def test_the_first_read_of_a_process_may_be_far(
     if first == "read":
         assert creel.read(address) == files[1].read_bytes()
     else:
-        assert storage.nbytes_of(address) == len(files[1].read_bytes())
+        assert lookup.nbytes_of(address) == len(files[1].read_bytes())
 
 
 class _Squares(Dataset[int]):

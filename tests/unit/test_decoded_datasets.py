@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import io
 import logging
@@ -27,6 +28,8 @@ from creel.loader.data.binding.bind import bind
 from creel.loader.data.binding.tree import keepings_in, kept_on_top
 from creel.loader.data.datasets.base import CreelDataset, Transformed
 from creel.loader.data.decoded import draws, keeping
+from creel.loader.data.interception import intercept
+from creel.loader.data.reading.lease import Lease
 from kit import until
 
 N = 6
@@ -56,7 +59,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 def settle(path: str) -> None:
     """Wait until the file's version would show another change."""
-    from creel.loader.data.reading.storage import version_at
+    from creel.cache.storage.stores.store import version_at
 
     until(lambda: version_at(path) > 0)
 
@@ -78,6 +81,34 @@ def test_a_file_is_decoded_once(paths: list[str]) -> None:
     assert decode.calls == ONCE
     assert dataset[-1].tolist() == dataset[N - 1].tolist()
     assert decode.calls == ONCE
+
+
+def test_functions_that_open_files_are_replaced_once_for_a_batch(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes 12 us, as long as to see whether a sample draws."""
+    enters: list[bool] = []
+    replacements = intercept._replacements
+    look = replacements._look
+
+    def counted(*, first: bool) -> None:
+        enters.append(first)
+        look(first=first)
+
+    monkeypatch.setattr(replacements, "_look", counted)
+    opens: list[Any] = []
+
+    def decode(data: bytes) -> int:
+        opens.append(builtins.open)
+        return len(data)
+
+    dataset = creel.FileDataset(paths, decode=decode, keep_decoded="1MiB")
+    own = builtins.open
+    with Lease():
+        assert [dataset[i] for i in range(N)] == [10 + i for i in range(N)]
+    assert builtins.open is own
+    assert own not in opens
+    assert enters == [True]
 
 
 def test_a_transform_may_change_the_sample(paths: list[str]) -> None:
@@ -572,6 +603,30 @@ def test_kept_below_and_above_other_datasets(paths: list[str]) -> None:
     assert kept_on_top(dataset)
     assert binding.kept()
     assert isinstance(inner, CreelDataset)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["kept", "keep_decoded"])
+def test_each_new_loader_decodes_remote_files_anew(outside: bool) -> None:
+    """Their versions are not asked for at each use."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+
+    def decode(data: bytes) -> bytes:
+        calls.append(data)
+        return data
+
+    calls: list[bytes] = []
+    paths = [f"memory://creel-decoded-{uuid4().hex}/{i}" for i in range(2)]
+    inner = creel.FileDataset(paths, decode=decode, keep_decoded=None if outside else "1MiB")
+    data: Any = creel.kept(inner, "1MiB") if outside else inner
+    for version in (b"1", b"2"):
+        for path in paths:
+            memory.pipe(path, version)
+        loader = creel.DataLoader(data, 2, collate_fn=list, creel=False)
+        before = len(calls)
+        for _ in range(3):
+            assert list(loader) == [[version] * 2]
+        assert len(calls) - before <= 3  # the first sample is made twice
 
 
 def test_samples_of_records_are_not_kept(

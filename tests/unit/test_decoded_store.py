@@ -124,7 +124,7 @@ def test_bytes_that_are_no_sample_are_a_miss(make: Any) -> None:
 
 def test_the_more_samples_are_the_same_again_the_fewer_are_made_twice(make: Any) -> None:
     store = make()
-    assert sum(store.to_make_twice() for _ in range(8192)) == 4 + 63 + 8
+    assert sum(store.to_make_twice() for _ in range(8192)) == 4 + 31
 
 
 def test_none_is_a_sample(make: Any) -> None:
@@ -326,13 +326,51 @@ def test_no_division_of_the_memory_is_faster_than_the_one_that_is_chosen(seed: i
     again_s = work_s * rng.uniform()
 
     def takes_s(decoded: Any, files: Any) -> Any:
-        return np.maximum(work_s - decoded * again_s, storage * (1 - decoded - files).clip(0))
+        from_storage = np.maximum(storage * (1 - decoded - files), 0)
+        return np.maximum(work_s - decoded * again_s, from_storage)
 
     x, y = np.meshgrid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
     fits = (x * whole + y * encoded <= room) & (x + y <= 1)
     share = decoded_share(room, whole, encoded, SampleCost(work_s, again_s, storage))
     files = min((room - share * whole) / encoded, 1 - share)
-    assert takes_s(np.array(share), files) <= takes_s(x, y)[fits].min() * 1.04 + 1e-9
+    takes = takes_s(share, files)
+    assert takes <= takes_s(x, y)[fits].min() * 1.04 + 1e-9
+    alone = takes_s(0, min(room / encoded, 1)), takes_s(min(room / whole, 1), 0)
+    assert takes <= min(alone) / 0.98
+
+
+@pytest.mark.parametrize(("spread", "left"), [(0.25, 0.71), (0.5, 0.63), (1.0, 0.45)])
+def test_where_a_quarter_finds_room_the_slowest_are_kept(
+    make: Any, spread: float, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of the decoding; .75 if those were kept that come first."""
+    n, nbytes = 2000, 960  # and a header
+    monkeypatch.setattr(store_module, "_LOOK_NBYTES", 16 * 1024)
+    monkeypatch.setattr(named_store, "_SLOW_NS", 1 << 60)  # a busy machine is slow
+    ns = np.random.default_rng(3).lognormal(np.log(30_000), spread, n)
+    store = make(n * 1024 // 4, n)
+    for number in range(n):
+        store.put(number, 0, np.zeros(nbytes, np.uint8), ns=int(ns[number]))
+    kept = np.array([store.has(number) for number in range(n)])
+    assert 0.22 * n < kept.sum() <= 0.25 * n
+    assert ns[~kept].sum() <= left * ns.sum()
+
+
+def test_a_part_of_the_dataset_is_kept_whole_from_the_second_epoch_on(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows in the first one that no others will be read."""
+    n = 400
+    monkeypatch.setattr(store_module, "_LOOK_NBYTES", 16 * 1024)
+    monkeypatch.setattr(named_store, "_SLOW_NS", 1 << 60)  # a busy machine is slow
+    store = make(n * 1024 // 2, n)
+    ns = np.random.default_rng(3).lognormal(np.log(30_000), 1.0, n)
+    for epoch in range(2):
+        for number in range(n // 3):
+            if not store.has(number):
+                store.put(number, 0, np.zeros(960, np.uint8), ns=int(ns[number]))
+        assert (store.kept == n // 3) == (epoch == 1)
+        store.slowest.again()
 
 
 def test_files_that_exceed_memory_take_none_of_it_where_cores_are_the_bottleneck(

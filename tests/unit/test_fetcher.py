@@ -21,7 +21,7 @@ from creel.cache.memory.pools.runs import Runs, chained, pieces
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.reads import Read
 from creel.cache.storage.source import Source
-from creel.daemon.core.events import HELD, CancelFetches, Fetched, FetchObjects
+from creel.daemon.core.events import HELD, SOURCE, CancelFetches, Fetched, FetchObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.wire import Credentials
 from creel.daemon.service.storage.fetcher import Fetcher
@@ -196,7 +196,8 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     end(fetcher)
 
 
-def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
+@pytest.mark.parametrize("origin", [SOURCE, 3])
+def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read(origin: int) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
     class Held:
@@ -209,12 +210,13 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
             pass
 
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    fetcher = Fetcher(Arena.create(8192), done.put, no_peers, threads=1)
     source: Any = Held()
+    fetcher = Fetcher(Arena.create(8192), done.put, lambda *_: source, threads=1)
     fetcher.add("d", source)
     for number in (1, 2, 3):
         ids, ones = np.arange(2000, dtype=np.int32), np.ones(2000, np.int64)
-        fetcher.submit(FetchObjects(number, "d", ids, np.arange(2000), ones, float(number)))
+        room = ids, np.arange(2000), ones
+        fetcher.submit(FetchObjects(number, "d", *room, float(number), origin=origin))
     assert begun.wait(60)
     fetcher.cancel(CancelFetches("d", frozenset({1, 2, 9})))
     assert (answer := done.get(timeout=60)).fetch == 2

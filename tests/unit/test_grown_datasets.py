@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -14,24 +15,34 @@ from creel.cache.storage import manifest
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.stores.access import Access
 from creel.daemon.core.events import (
+    SOURCE,
+    Action,
     CheckVersions,
-    DatasetAdded,
     DatasetGrew,
+    EpochDealt,
+    Fetched,
     FetchObjects,
+    PeerAsked,
+    Progressed,
+    SamplesTold,
+    ServeObjects,
+    Tick,
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
 from creel.messages import Begin, Close
-from kit import lengths_of, seeds
+from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
+from creel.policies.rehearsal.passes import Passes
+from kit import cluster_view, seeds
+
+A = TypeVar("A", bound=Action)
 
 
 def add(shell: CoreShell, name: str, length: np.ndarray, begins_with: str = "") -> Versions:
     """Add a dataset that may begin with another one; return its versions."""
     versions = Versions(len(length))
-    shell.offset[name] = np.full(len(length), NOWHERE, np.int64)
-    shared = shell.offset[name].view()
-    shell.feed(DatasetAdded(name, shared, length, lengths_of(length), versions, begins_with))
+    shell.add(name, length, versions, begins_with)
     return versions
 
 
@@ -152,6 +163,106 @@ def test_a_dataset_with_readers_is_not_taken_over() -> None:
     shell.open(1, "a")
     with pytest.raises(IllegalEventError, match="in use"):
         shell.core.handle(DatasetGrew("b", "a"), 0.0)
+
+
+def taken(shell: CoreShell, kind: type[A]) -> list[A]:
+    """Take the actions of a kind that wait for an answer."""
+    found = [action for action in shell.waiting if isinstance(action, kind)]
+    shell.waiting = deque(x for x in shell.waiting if not isinstance(x, kind))
+    return found
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_another_dataset_leaves_is_awaited_while_it_moves(hangs: bool) -> None:
+    """By a reader until a tick, by a peer as long as it can, and by nobody after two seconds."""
+    shell = CoreShell(1 << 16)
+    add(shell, "a", np.full(6, 10))
+    read(shell, 1, "a", [0, 1, 2])
+    shell.open(2, "a")
+    shell.tell(2, 0, np.array([3, 4], np.int32), np.array([2]))
+    (coming,) = taken(shell, FetchObjects)
+    shell.feed(Close(1))
+    shell.feed(Close(2))
+    add(shell, "b", np.full(9, 10), "a")
+    shell.open(3, "b")
+    shell.feed(DatasetGrew("b", "a"))
+    shell.tell(3, 0, np.array([0, 3, 5, 8], np.int32), np.array([4]))
+    shell.feed(Progressed(3, 0, 1))
+    shell.feed(PeerAsked(1, "b", np.array([1, 3], np.int32), 1.0))
+    read_now = [fetch.ids.tolist() for fetch in taken(shell, FetchObjects)]
+    assert read_now == [[5, 8]]
+    assert not taken(shell, ServeObjects)
+    if hangs:
+        shell.feed(Tick())
+        assert [fetch.ids.tolist() for fetch in taken(shell, FetchObjects)] == [[0, 3]]
+        shell.now += 1.1
+        shell.feed(Tick())
+        assert [answer.nbytes.tolist() for answer in taken(shell, ServeObjects)] == [[-1, -1]]
+        shell.now += 1.0
+        shell.tell(3, 0, np.array([2], np.int32), np.array([1]))
+        assert [fetch.ids.tolist() for fetch in taken(shell, FetchObjects)] == [[2]]
+    shell.feed(Fetched(coming.fetch, np.full(2, 10)))
+    shell.core.check()
+    assert not taken(shell, FetchObjects)
+    assert (shell.offset["a"] == NOWHERE).all()
+    if not hangs:
+        assert [answer.nbytes.tolist() for answer in taken(shell, ServeObjects)] == [[10, 10]]
+        assert (shell.offset["b"][:5] != NOWHERE).all()
+
+
+def test_a_peer_that_begins_a_task_earlier_waits_once_for_its_dataset() -> None:
+    """Where some dataset is rehearsed; others are asked for in vain at once."""
+    view = cluster_view([SOURCE, 1, 2], 1 << 16)
+    answers = []
+    for rehearses in (False, True):
+        shell = CoreShell(1 << 16)
+        add(shell, "a", np.full(12, 10))
+        if rehearses:
+            shell.open(1, "a", world=3)
+            shell.feed(SamplesTold(1, SampleObjects(np.arange(12, dtype=np.int32))))
+            shell.feed(EpochDealt(1, 0, JobOrder(12, 3, 4, 2, 7), view))
+        for request in range(3):
+            shell.feed(PeerAsked(request, "b", np.array([0], np.int32), 1.0))
+            answers.append([len(taken(shell, ServeObjects))])
+            shell.now += 0.8
+            shell.feed(Tick())
+            answers[-1].append(len(taken(shell, ServeObjects)))
+    assert answers[:3] == [[1, 0]] * 3
+    assert answers[3:] == [[0, 0], [0, 2], [1, 0]]
+
+
+def test_who_reads_what_first_is_known_whenever_a_dataset_takes_over_another() -> None:
+    """All nodes must know the same, though not all take over before they are told of an epoch."""
+    view = cluster_view([SOURCE, 1, 2], 1 << 16)
+    ids = np.arange(24, dtype=np.int32)
+    tasks = SampleObjects(ids[:12]), SampleObjects(np.append(ids[12:], ids[:4]))
+    replays = JobReplays(Passes(4, 1, 3, 5), 0)
+    orders = [JobOrder(12, 3, 4, 2, 7, among=tasks[0])]
+    orders.append(orders[0]._replace(among=tasks[1], replays=replays))
+    digests = []
+    for grows in (1, 2, 3):
+        shell = CoreShell(1 << 16)
+        for task, name in enumerate("ab"):
+            session = 1 + task
+            add(shell, name, np.full(12 * session, 10), "a" if task else "")
+            shell.open(session, name, world=3)
+            shell.feed(SamplesTold(session, tasks[task]))
+            if task and grows == 1:
+                shell.feed(DatasetGrew("b", "a"))
+            for epoch in range(2):
+                dealt = orders[task]._replace(seed=epoch)
+                shell.feed(EpochDealt(session, epoch, dealt, view))
+                mine = dealt.by_rank(range(3))[0]
+                shell.tell(session, epoch, mine, np.array([len(mine)]))
+                shell.settle()
+                if task and grows == 2 + epoch:
+                    shell.feed(DatasetGrew("b", "a"))
+            if not task:
+                shell.feed(Close(session))
+        shell.settle()
+        digests.append(shell.core.plans.digests(view.cluster))
+    assert digests[0][0].digest
+    assert digests == digests[:1] * 3
 
 
 @pytest.mark.parametrize("seed", seeds(60))

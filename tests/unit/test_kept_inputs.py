@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import Dataset
 
 import creel
+from creel.cache.storage.stores.store import version_at
 from creel.loader.data.reading.inputs import SampleInputs
-from creel.loader.data.reading.storage import version_at
 from kit import until
 
 os_open = os.open

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import creel
 from creel import FileDataset, kept  # here: each job is a fork
-from creel.loader.data.reading.storage import version_at
+from creel.cache.storage.stores.store import version_at
 from kit import seeds, until
 
 FILES = 12

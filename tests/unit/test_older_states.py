@@ -21,7 +21,7 @@ from creel.version import VERSION
 
 STATES = Path(__file__).parent / "states"
 N, BATCH, TAKEN = 26, 4, 3
-DATA = list(range(N))
+DATA: Any = list(range(N))
 
 
 def seeded() -> torch.Generator:

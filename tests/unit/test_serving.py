@@ -351,6 +351,22 @@ class Home(Node):
         self.feed(PeerAsked(self.requests, "d", np.array(ids, np.int32), wait_s))
 
 
+def test_what_a_reader_that_left_has_asked_a_peer_for_is_not_awaited() -> None:
+    """Unless another reader needs it meanwhile: then the peer is asked again."""
+    node = Home(held=40)
+    node.extend(1, 1, [node.others[:2]])
+    (asked,) = node.fetches
+    assert node.fetches[asked].origin == 7
+    node.truncate(1, 1)
+    assert node.cancelled == {asked}
+    node.extend(1, 1, [node.others[1:2]])
+    node.land(asked)
+    again = [(fetch.origin, fetch.ids.tolist()) for fetch in node.fetches.values()]
+    assert again == [(7, node.others[1:2])]
+    node.land_all()
+    node.core.check()
+
+
 def test_objects_that_peers_ask_for_are_read_once_at_their_home() -> None:
     node = Home(held=40)
     node.wanted(node.mine[:2])

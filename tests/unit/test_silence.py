@@ -17,6 +17,22 @@ def test_a_silent_node_is_not_asked_until_it_answers_again() -> None:
     assert one.reachable(10.2).all()
 
 
+def test_a_node_that_asks_is_alive_and_may_answer_late() -> None:
+    """But not for ever: it may be out of reach from here only."""
+    one = Silence(0, 3, 0.0, LIMITS)
+    reachable = []
+    for k in range(20):
+        one.was_asked(1, float(k))
+        reachable.append(one.reachable(k + 0.5).tolist())
+    assert [x[1] for x in reachable] == [True] * 8 + [False] * 12
+    assert [x[2] for x in reachable] == [True] * 2 + [False] * 18
+    one.heard(1, 20.0)
+    one.was_asked(1, 20.0)
+    assert one.reachable(20.5)[1]
+    one.refused(1, 20.6)
+    assert not one.reachable(20.6)[1], "no process listens there"
+
+
 def test_where_nobody_listens_a_node_is_silent_at_once() -> None:
     one = Silence(0, 4, 0.0, LIMITS)
     one.refused(3, 0.1)

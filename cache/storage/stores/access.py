@@ -18,13 +18,18 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import Grant, survives
 
+#: `storage_options` of a dataset or a call, in fsspec's convention; None: the environment's.
+Options: TypeAlias = Mapping[str, Any] | None
+
 #: Schemes that pyarrow.fs reads and lists with its own clients.
-ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
+ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "az", "abfs", "abfss"})
+AZURES = frozenset({"az", "abfs", "abfss"})
 
 #: fsspec's names of options (s3fs, gcsfs), and pyarrow's.
 _S3_NAMES = {
@@ -36,6 +41,18 @@ _S3_NAMES = {
     "region_name": "region",
 }
 _GS_NAMES = {"anon": "anonymous", "endpoint_url": "endpoint_override", "project": "project_id"}
+
+#: What Azure's connection strings call the options of an account.
+_AZ_NAMES = {
+    "AccountName": "account_name",
+    "AccountKey": "account_key",
+    "SharedAccessSignature": "sas_token",
+}
+_AZ_VARIABLES = {
+    "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
+    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "sas_token": "AZURE_STORAGE_SAS_TOKEN",
+}
 
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _AWS_REGION = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -64,7 +81,7 @@ _OF_ONE_PROCESS = frozenset({"memory"})
 class StorageOptions:
     """The `storage_options` of a dataset, which the person may replace to renew credentials."""
 
-    options: Mapping[str, Any] | None = None
+    options: Options = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,7 @@ class Access:
         return {scheme: grant_of(scheme, self.given.options) for scheme in self.schemes}
 
 
-def options_of(scheme: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def options_of(scheme: str, given: Options) -> dict[str, Any]:
     """Return the options of a scheme's client: the given ones, else those of the environment.
 
     For S3 and Google they have pyarrow's names; fsspec's are understood, too.
@@ -127,13 +144,53 @@ def options_of(scheme: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
         if options.get("token") == "anon":
             options["anonymous"] = bool(options.pop("token"))
         return {_GS_NAMES.get(name, name): value for name, value in options.items()}
+    return _azures(scheme, options) if scheme in AZURES else options
+
+
+def _azures(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return pyarrow's options for Azure of fsspec's (adlfs), and what the environment adds.
+
+    >>> _azures("abfs", {"connection_string": "AccountName=a;AccountKey=k==", "anon": False})
+    {'account_name': 'a', 'account_key': 'k=='}
+    """
+    env = os.environ
+    string = options.pop("connection_string", None)
+    if options.pop("anon", False):
+        options["anonymous"] = True
+    if scheme == "az":  # an address of abfs names its account
+        string = string or env.get("AZURE_STORAGE_CONNECTION_STRING")
+    for part in (string or "").split(";"):
+        name, _, value = part.partition("=")
+        if name in _AZ_NAMES:
+            options.setdefault(_AZ_NAMES[name], value)
+        elif name == "BlobEndpoint":
+            options.update(_server_of(value))
+    if scheme == "az":
+        named = options.keys() & {"account_key", "sas_token", "client_id", "anonymous"}
+        for name in ["account_name"] if named else _AZ_VARIABLES:
+            if value := env.get(_AZ_VARIABLES[name]):
+                options.setdefault(name, value)
     return options
+
+
+def _server_of(endpoint: str) -> dict[str, str]:
+    """Return pyarrow's options for the server of a connection string.
+
+    >>> _server_of("http://127.0.0.1:10000/a")["blob_storage_authority"]
+    '127.0.0.1:10000'
+    """
+    parts = urlsplit(endpoint)
+    authority = parts.netloc if parts.path.strip("/") else "." + parts.netloc.partition(".")[2]
+    names = ("authority", authority), ("scheme", parts.scheme)
+    return {f"{kind}_storage_{name}": value for kind in ("blob", "dfs") for name, value in names}
 
 
 def option_names(scheme: str) -> list[str]:
     """Return fsspec's names of a scheme's options, which docs/s3.md has; [] for others."""
     if scheme == "s3":
         return [*_S3_NAMES, "client_kwargs"]
+    if scheme in AZURES:
+        return ["anon", "connection_string"]
     return [*_GS_NAMES, "token"] if scheme in {"gs", "gcs"} else []
 
 
@@ -159,10 +216,9 @@ def environment_of(scheme: str, options: Mapping[str, Any]) -> dict[str, str]:
     elif scheme in {"gs", "gcs"}:
         known = options.keys() & {"anonymous", "access_token"} and "endpoint_override" in options
         names = [] if known else [*_starting(_GOOGLE), "HOME"]
-    elif scheme in {"abfs", "abfss"}:
-        names = (
-            [] if options.keys() & {"account_key", "sas_token"} else [*_starting(_AZURE), "HOME"]
-        )
+    elif scheme in AZURES:
+        who = options.keys() & {"account_key", "sas_token", "anonymous"}
+        names = [] if who else [*_starting(_AZURE), "HOME"]
     elif scheme in ARROW:
         names = [*_starting(_HADOOP), "HOME"]
     elif scheme in {"http", "https"}:
@@ -222,7 +278,7 @@ def _class_of(protocol: str) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def grant_of(scheme: str, given: Mapping[str, Any] | None) -> Grant:
+def grant_of(scheme: str, given: Options) -> Grant:
     """Return what a daemon needs to read a scheme's addresses as this process does.
 
     Raises:
@@ -239,7 +295,7 @@ def grant_of(scheme: str, given: Mapping[str, Any] | None) -> Grant:
     return Grant(options, environment_of(scheme, options))
 
 
-def _resolved(scheme: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _resolved(scheme: str, given: Options) -> dict[str, Any]:
     """Return the options of a scheme's client, with what fsspec.config has for it.
 
     fsspec itself adds that when it makes a client in this process.
@@ -303,7 +359,7 @@ def shown(options: Mapping[str, Any]) -> str:
 _first_key: dict[str, str] = {}
 
 
-def _identity(scheme: str, given: Mapping[str, Any] | None) -> str:
+def _identity(scheme: str, given: Options) -> str:
     options = _resolved(scheme, given)
     key = options.get("access_key")
     if key is not None and key not in (given or {}).values():

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from difflib import get_close_matches
 from itertools import chain
@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, u
 from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
 from creel.cache.storage.manifest import ANY, UNKNOWN
-from creel.cache.storage.stores.access import option_names
+from creel.cache.storage.stores.access import AZURES, option_names
 from creel.cache.storage.stores.requests import SLOWEST_BPS, Requests, of_each, tag_of
 from creel.cache.storage.stores.store import (
     Filled,
@@ -66,6 +66,8 @@ def arrow_of(uri: str, deadline_s: float, options: Mapping[str, Any]) -> tuple[A
             local = fs.S3FileSystem(region="us-east-1", anonymous=True)
             _check_options(scheme, options, local.__reduce__()[1][0])
         uri, options = _of_s3(parts, options)
+    elif scheme == "az" or (scheme in AZURES and options.get("anonymous")):
+        uri, options = _of_azure(parts, options)
     system, path = fs.FileSystem.from_uri(uri)
     reduced: Any = system.__reduce__()
     make, (known,) = reduced
@@ -107,8 +109,31 @@ def _of_s3(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[st
     return urlunsplit(parts._replace(query=urlencode({**into, **named}))), rest
 
 
+def _of_azure(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return an address of Azure's as pyarrow has it, and the other options."""
+    rest = dict(options)
+    account, container = rest.pop("account_name", ""), parts.netloc
+    if parts.scheme.lower() != "az":
+        container, _, host = container.rpartition("@")
+        account = host.partition(".")[0]
+    if not account:
+        raise ConfigError("az:// needs account_name, or AZURE_STORAGE_ACCOUNT_NAME")
+    authority = rest.get("blob_storage_authority") or "."
+    server = (
+        f"{account}.blob.core.windows.net" if authority[:1] == "." else f"{account}@{authority}"
+    )
+    query = {"enable_tls": str(rest.get("blob_storage_scheme") != "http").lower()}
+    if rest.pop("anonymous", False):
+        query["credential_kind"] = "anonymous"
+        rest = {k: v for k, v in rest.items() if not k.endswith(("_authority", "_scheme"))}
+    return f"abfs://{server}/{container}{parts.path}?{urlencode(query)}", rest
+
+
 class ArrowStore:
     """Reads through pyarrow.fs, one client per scheme and host: HEAD for the size, then GET."""
+
+    #: Whether the client lists the folders in a folder.
+    _lists_folders = True
 
     def __init__(
         self, uri: str, deadline_s: float, options: Mapping[str, Any], requests: Requests
@@ -205,9 +230,10 @@ class ArrowStore:
         from pyarrow import fs
 
         base = self._path(root).rstrip("/")
-        found = self._info(fs.FileSelector(base))
+        found = self._info(fs.FileSelector(base)) if self._lists_folders else []
         folders = [info.path for info in found if info.type is fs.FileType.Directory]
-        if len(folders) > _MAX_FOLDERS:  # which may cost more requests than all their keys
+        # Too many may cost more requests than all their keys.
+        if not self._lists_folders or len(folders) > _MAX_FOLDERS:
             folders, found = [base], []
 
         def below(folder: str) -> Any:
@@ -251,6 +277,9 @@ class GcsStore(ArrowStore):
     a time-out. Opening a stream releases it, so a stream comes first; most objects need no more.
     """
 
+    #: Only those which are also objects ("name/"); keys alone make none.
+    _lists_folders = False
+
     def __init__(
         self, uri: str, deadline_s: float, options: Mapping[str, Any], requests: Requests
     ) -> None:
@@ -261,66 +290,67 @@ class GcsStore(ArrowStore):
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         del versioned  # the request for the size returns the version as well
-        info = self._file(stored.uri)
-        nbytes = info.size if length == UNKNOWN else length
-        check_size(stored, info.size, nbytes)
-        check_pin(stored, _version_of(info))
-        return self._bytes(stored, [(offset, nbytes)])[0], _version_of(info)
+        parts, found = self._bytes(stored, [(offset, length)])
+        return parts[0], found
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        info = self._file(stored.uri)
-        check_size(stored, info.size, runs[0][1])
-        check_pin(stored, _version_of(info))
-        parts = self._bytes(stored, [(offset, length) for offset, length, _ in runs])
+        parts, found = self._bytes(stored, [(offset, length) for offset, length, _ in runs])
         for i, ((_, _, buffers), data) in enumerate(zip(runs, parts, strict=True)):
             copy_over(memoryview(data), buffers)
-            yield Filled(int(i == 0), _version_of(info))
+            yield Filled(int(i == 0), found)
 
-    def _bytes(self, stored: StoredFile, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of each (offset, nbytes), in new memory, as late threads may write."""
+    def _bytes(
+        self, stored: StoredFile, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[bytes], int]:
+        """Return the bytes of each (offset, nbytes or UNKNOWN), and the version of the object.
+
+        They are in new memory, as late threads may write.
+        """
         path = self._path(stored.uri)
-        nbytes = sum(span[1] for span in spans)
-        at_head = len(spans) == 1 and spans[0][0] == 0
-        head = nbytes if at_head else 0
-
-        self._requests.count("GET", 1 if at_head else 1 + len(spans))
-
-        def begin() -> bytes:
-            with self._fs.open_input_stream(path) as f:
-                data: bytes = f.read(head)
-                return data
-
-        def rest() -> list[bytes]:
-            out = []
-            with self._fs.open_input_file(path) as f:
-                for offset, n in spans:
-                    f.seek(offset)  # read_at would cost another request
-                    out.append(f.read(n))
-            return out
-
-        first = self._in_time(begin, head / SLOWEST_BPS)
-        parts = [first] if at_head else self._in_time(rest, nbytes / SLOWEST_BPS)
-        for data, (_, n) in zip(parts, spans, strict=True):
+        with self._stream(path) as (f, size, found):
+            nbytes = size if spans[0][1] == UNKNOWN else spans[0][1]
+            check_size(stored, size, nbytes)
+            check_pin(stored, found)
+            if len(spans) == 1 and spans[0][0] == 0:
+                data: bytes = self._in_time(lambda: f.read(nbytes), nbytes / SLOWEST_BPS)
+                parts, asked = [data], [nbytes]
+            else:
+                asked = [n for _, n in spans]
+                parts = self._in_time(lambda: self._parts(path, spans), sum(asked) / SLOWEST_BPS)
+        for data, n in zip(parts, asked, strict=True):
             if len(data) < n:
                 raise too_short(stored.uri, n, len(data))
+        return parts, found
+
+    def _parts(self, path: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        self._requests.count("GET", len(spans))
+        parts = []
+        with self._fs.open_input_file(path) as f:
+            for offset, n in spans:
+                f.seek(offset)  # read_at would cost another request
+                parts.append(f.read(n))
         return parts
 
-    def status(self, uri: str) -> tuple[int | None, int]:
-        info = self._status(uri)
-        return info.size, _version_of(info)
+    @contextmanager
+    def _stream(self, path: str) -> Iterator[tuple[Any, int, int]]:
+        """Open an object; yields the stream, its size and version, which is the generation."""
+        self._requests.count("GET")
+        with self._in_time(lambda: self._fs.open_input_stream(path)) as f:
+            self._requests.count("HEAD")
+            about = self._in_time(f.metadata)
+            yield f, int(about["size"]), version.of_tag(about["generation"].decode())
 
-    def _file(self, uri: str) -> Any:
-        info = self._status(uri)
-        if info.size is None:
-            raise IsADirectoryError(errno.EISDIR, "is a folder", uri)
-        return info
+    def status(self, uri: str) -> tuple[int | None, int]:
+        with self._stream(self._path(uri)) as (_, size, found):
+            return size, found
 
     def _info(self, of: Any) -> Any:
-        more_s = 0.0 if isinstance(of, str) else _MAX_DEADLINES * self._deadline_s
-        return self._in_time(lambda: super(GcsStore, self)._info(of), more_s)
+        return self._in_time(
+            lambda: super(GcsStore, self)._info(of), _MAX_DEADLINES * self._deadline_s
+        )
 
     def _ask(self, uri: str) -> int:
-        return _version_of(self._status(uri))
+        return self.status(uri)[1]
 
     def _in_time(self, job: Callable[[], T], more_s: float = 0.0) -> T:
         """Return `job()`, run in a thread that is abandoned if no answer comes in time."""

@@ -19,6 +19,7 @@ from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores.requests import AT_ONCE, SLOWEST_BPS, Requests, of_each, tag_of
 from creel.cache.storage.stores.store import (
     Filled,
+    OneRequestStore,
     Run,
     StoredFile,
     check_size,
@@ -37,7 +38,7 @@ _RANGE = re.compile(r"bytes (\d+)-.*")
 # --- http -------------------------------------------------------------------------------------
 
 
-class HttpStore:
+class HttpStore(OneRequestStore):
     """Reads http(s) with one request per object, in fsspec's session, so that its settings apply.
 
     An object that is a whole file is requested without a range, so that growth is noticed; other
@@ -50,12 +51,7 @@ class HttpStore:
         self._deadline_s = deadline_s
         self._requests = requests
 
-    def read(
-        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
-    ) -> tuple[bytes, int]:
-        del versioned  # every answer has the version
-        if length == 0 and not stored.whole:
-            return b"", version.UNKNOWN
+    def _read(self, stored: StoredFile, offset: int, length: int) -> tuple[bytes, int]:
         found: tuple[bytes, int] = self._do(self._request, stored, offset, length)
         return found
 

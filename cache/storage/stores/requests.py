@@ -94,6 +94,18 @@ class Gate:
                 self._free.notify_all()
 
 
+def in_threads(job: Callable[[T], R], items: Sequence[T], at_once: int = 16) -> list[R]:
+    """Return [job(item) for item in items], run in several threads at a time."""
+    if len(items) <= 1:
+        return [job(item) for item in items]
+    with ThreadPoolExecutor(min(at_once, len(items)), "creel-requests") as pool:
+        try:
+            done = pool.map(job, items)  # starts the threads
+        except RuntimeError:  # no threads allowed (`ulimit -u`)
+            return [job(item) for item in items]
+        return list(done)
+
+
 def of_each(
     job: Callable[[T], R], items: Sequence[T], at_once: int = AT_ONCE
 ) -> list[R | Exception]:
@@ -105,13 +117,7 @@ def of_each(
         except Exception as e:  # noqa: BLE001  stores raise what they like
             return e
 
-    if len(items) <= 1:
-        return [one(item) for item in items]
-    with ThreadPoolExecutor(min(at_once, len(items)), "creel-requests") as pool:
-        try:
-            return list(pool.map(one, items))
-        except RuntimeError:  # no thread available
-            return [one(item) for item in items]
+    return in_threads(one, items, at_once)
 
 
 def tag_of(headers: Mapping[str, str], size: int | None) -> str:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from creel.cache.storage.stores.access import shown
+from creel.cache.storage.stores.access import AZURES, shown
 from creel.cache.storage.stores.refusals import may_be_expired, refusal, unreachable
-from creel.errors import CreelError, SourceError, SourceNotFoundError
+from creel.errors import ConfigError, CreelError, SourceError, SourceNotFoundError
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
@@ -32,7 +32,10 @@ _TRANSIENT_WORDS = (
     "SLOW_DOWN", "SLOWDOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_",
 )  # fmt: skip
 #: Words for credentials that are wrong, expired or insufficient.
-_DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
+_DENIED = re.compile(
+    "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|EXPIRED"
+    r"|Azure Error: \[\w*\] 40[13]\b|Credential: Failed to get token"
+)
 #: Attempts to reach a server that nothing was read from yet: its address may be wrong.
 _FIRST_ATTEMPTS = 2
 _QUIET_S = 60.0  # least time between log lines about one storage: all reads of a dead server fail
@@ -86,8 +89,8 @@ def public(uri: str) -> str:
 
     >>> public("s3://AKIA:secret@bucket/x"), public("https://h/x?id=1&X-Amz-Signature=f00")
     ('s3://bucket/x', 'https://h/x?id=1&X-Amz-Signature=...')
-    >>> public("s3://AKIA:se/cr+et@bucket/x@1")
-    's3://bucket/x@1'
+    >>> public("s3://AKIA:se/cr+et@bucket/x@1"), public("abfs://box:hush@h/x")
+    ('s3://bucket/x@1', 'abfs://box@h/x')
     """
     scheme, found, rest = uri.partition("://")
     if not found:
@@ -95,8 +98,10 @@ def public(uri: str) -> str:
     host, slash, path = rest.partition("/")
     if "@" not in host and "@" in path and _INVALID_PORT.search(host):
         host, slash, path = path.partition("@")[2].partition("/")
-    host, path = host.rpartition("@")[2], _SECRET.sub(r"\1...", path)
-    return f"{scheme}://{host}{slash}{path}"
+    user, _, host = host.rpartition("@")
+    if scheme.lower() in AZURES and user:  # a container, perhaps with a password
+        host = f"{user.partition(':')[0]}@{host}"
+    return f"{scheme}://{host}{slash}" + _SECRET.sub(r"\1...", path)
 
 
 def source_error(
@@ -144,7 +149,7 @@ def _reason(error: Exception) -> tuple[int, str]:
         return number, error.strerror or "access denied"
     if meaning := refusal(text):
         return errno.EACCES, f"access denied: {meaning}"
-    if any(word in text for word in _DENIED) or getattr(error, "status", 0) in {401, 403}:
+    if _DENIED.search(text) or getattr(error, "status", 0) in {401, 403}:
         return errno.EACCES, "access denied: check the credentials"
     absent = os.strerror(errno.ENOENT)
     if number == errno.ENOENT or isinstance(error, FileNotFoundError) or text.startswith(absent):
@@ -178,6 +183,7 @@ def retried(
     job: Callable[[], T],
     uri: str,
     *,
+    options: Callable[[], Mapping[str, Any] | None] = lambda: None,
     error: Exception | None = None,
     began: float | None = None,
     on_retry: Callable[[], None] = lambda: None,
@@ -186,14 +192,34 @@ def retried(
     """Return `job()`, repeating it after transient errors: the only place with retries of reads.
 
     Args:
-        uri: the address that is read, for the log.
+        uri: the address that is read, for logs and errors.
+        options: returns those of the client, which say who reads from which server.
         error, began: error of a first attempt, if it has failed, and its start (`time.monotonic`).
         on_retry: called before each further attempt.
         reached: whether the storage has answered before; if not, it is soon given up.
 
     Raises:
-        Exception: that of the last attempt.
+        ConfigError: there is no such client.
+        SourceError: any other exception of the last attempt (`source_error`).
     """
+    try:
+        return _retried(settings, job, uri, error, began, on_retry, reached)
+    except ConfigError:
+        raise
+    except Exception as e:  # noqa: BLE001  stores raise what they like
+        # The sentence alone: a library's frames would bury it.
+        raise source_error(e, uri, options()) from None
+
+
+def _retried(
+    settings: FetchSettings,
+    job: Callable[[], T],
+    uri: str,
+    error: Exception | None,
+    began: float | None,
+    on_retry: Callable[[], None],
+    reached: bool,
+) -> T:
     began = time.monotonic() if began is None else began
     tries, renewed = 0, False
     try:

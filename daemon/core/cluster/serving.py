@@ -5,7 +5,8 @@ node is to hold but lacks (`EvictionPolicy.brings`) are read from the source: on
 The answer waits for these reads, and for others from source or disk that are under way, as long as
 the peer can wait; then it refuses what is missing. It refuses at once what only a reader of this
 node could make room for by advancing, or what comes from a peer: they may be waiting for the peer
-that asks.
+that asks. A request that comes before this node has begun a task of a job that rehearses, or has
+taken over what the task before it left, is looked at once that is done.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.readers.dataset_readers import DatasetReaders
-from creel.daemon.core.residency import Residency
+from creel.daemon.core.residency import NO_EPOCH, Residency
 from creel.errors import IllegalEventError
-from creel.policies.arrays import Index, Mask, every
+from creel.policies.arrays import Index, Mask, every, some
 from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED
 from creel.policies.prefetch import affordable
 
-#: An epoch that no plan is about: the plans of this node's ranks do not say where to read an object
-#: that a peer asks for. Homes do, in any epoch.
-_NO_EPOCH = -2
 #: Requests examined in each event, 32 MiB at most; 255 peers may have a thousand waiting.
 _LOOKED_AT = 16
+#: Most unknown datasets that are remembered.
+_EXPECTED = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +73,9 @@ class Serving:
         self._serving: dict[int, _PeerWait] = {}
         self._waiting: list[_PeerWait] = []  # not answered yet, oldest first
         self._nbytes = 0  # bytes read from disk and not sent yet
+        #: Requests that are not looked at yet, and the times of their answers at the latest.
+        self._early: list[tuple[PeerAsked, float]] = []
+        self._expected: dict[str, float] = {}  # until when datasets without readers are waited for
 
     def asked(self, e: PeerAsked, now: float) -> None:
         """Pin the residents of a request; answer it once its objects on disk have been read.
@@ -82,7 +85,14 @@ class Serving:
         """
         if e.request in self._serving:
             raise IllegalEventError(f"request {e.request} is being answered")
+        self._take(e, now + e.wait_s, now)
+
+    def _take(self, e: PeerAsked, until: float, now: float) -> None:
+        """Begin to answer a request; later, if this node is about to have its objects."""
         residency = self._residencies.get(e.dataset)
+        if now < until and self._early_for(e, residency, now):
+            self._early.append((e, until))
+            return
         if residency is None:
             self._emit(_nothing(e.request, len(e.ids)))
             return
@@ -95,12 +105,31 @@ class Serving:
         ]
         residency.pin(here)
         residency.served[e.request] = here
-        request = _PeerWait(e.request, residency, ids, now + e.wait_s, np.unique(stored))
+        request = _PeerWait(e.request, residency, ids, until, np.unique(stored))
         self._serving[e.request] = request
         if self._bring(request, known, now) or len(stored):
             self._waiting.append(request)
         else:
             self._answer(request, now)
+
+    def _early_for(self, e: PeerAsked, residency: Residency | None, now: float) -> bool:
+        """Return whether the dataset is new here, or is about to take over objects of another one.
+
+        Nodes of a job that rehearses begin a task somewhat earlier or later. A dataset that nobody
+        reads here is waited for once.
+        """
+        if residency is not None:
+            ids = e.ids[(e.ids >= 0) & (e.ids < len(residency))].astype(np.intp)
+            arriving = residency.arriving(ids, now)
+            if arriving is not None and some(arriving):
+                return True
+            if residency.first_readers is not None or residency.policy.all_uses:
+                return False
+        if not any(one.first_readers is not None for one in self._residencies.values()):
+            return False
+        if len(self._expected) >= _EXPECTED and e.dataset not in self._expected:
+            self._expected.clear()
+        return now < self._expected.setdefault(e.dataset, now + e.wait_s)
 
     def _bring(self, request: _PeerWait, ids: Index, now: float) -> bool:
         """Wait for objects in flight, and start those that this node reads for all peers.
@@ -123,7 +152,7 @@ class Serving:
             length = residency.length[absent]
             place, lack = self._admission.room(residency, length, FOR_PEERS, Urgency.AHEAD)
             absent, place, length = absent[~lack], place[~lack], length[~lack]
-            for origin, of in residency.origins(absent, _NO_EPOCH):
+            for origin, of in residency.origins(absent, NO_EPOCH):
                 room = absent[of], place[of], length[of]
                 self._inflight.start(residency, *room, FOR_PEERS, now, now, origin=origin)
         coming = ids[residency.state[ids] == FETCHING]
@@ -144,6 +173,9 @@ class Serving:
         every: examine all requests.
         """
         self.short.clear()
+        early, self._early = self._early, []
+        for e, until in early:
+            self._take(e, until, now)
         if not self._waiting:
             return
         reads = True

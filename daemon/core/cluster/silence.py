@@ -1,8 +1,9 @@
 """Which nodes of a cluster are silent. Pure.
 
 A node that is silent for `SilenceLimits.suspect_s`, or where no process listens, is asked for
-nothing until it answers again. That is all: which nodes a cluster has, and what each of them is to
-hold, does not change as long as the cluster lasts.
+nothing until it answers again. One that asks this node meanwhile is alive, and may lack processors:
+its answer is awaited for longer. That is all: which nodes a cluster has, and what each of them is
+to hold, does not change as long as the cluster lasts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from creel.policies.arrays import Mask
+
+#: A node that asks may be silent for so many times `SilenceLimits.suspect_s`.
+_PATIENCE = 4
 
 
 class SilenceLimits(NamedTuple):
@@ -44,21 +48,30 @@ class Silence:
         self.limits = limits
         self._me = me
         self._heard = np.full(nodes, now)
+        self._asked = np.full(nodes, -np.inf)  # when each node has last asked this one
 
     def heard(self, node: int, now: float) -> None:
         """Note that a node has answered."""
         self._heard[node] = now
 
+    def was_asked(self, node: int, now: float) -> None:
+        """Note that a node has asked this one: that does not show that it can be reached."""
+        self._asked[node] = now
+
     def refused(self, node: int, now: float) -> None:
         """Note that nobody listens at a node's address: it counts as silent at once."""
         self._heard[node] = min(self._heard[node], now - self.limits.suspect_s)
+        self._asked[node] = -np.inf
 
     def slept(self, seconds: float) -> None:
         """Note that this daemon itself did not run for so long: it could hear nobody."""
         self._heard += seconds
+        self._asked += seconds
 
     def reachable(self, now: float) -> Mask:
         """Return (nodes,) whether each node was heard recently; True for this node."""
-        found: Mask = now - self._heard < self.limits.suspect_s
+        silent_s, limit_s = now - self._heard, self.limits.suspect_s
+        found: Mask = silent_s < limit_s
+        found |= (silent_s < _PATIENCE * limit_s) & (now - self._asked < limit_s)
         found[self._me] = True
         return found

@@ -144,8 +144,10 @@ class Fetcher:
 
     def cancel(self, action: CancelFetches) -> None:
         """Do not read the objects of these fetches that no thread has taken."""
-        for job, objects in self._queues[action.dataset].cancel(action.fetches):
-            self._part_done(job, objects)
+        others = (queue for key, queue in self._other_queues.items() if key[0] == action.dataset)
+        for queue in (self._queues[action.dataset], *others):
+            for job, objects in queue.cancel(action.fetches):
+                self._part_done(job, objects)
 
     def _queue(self, dataset: str, origin: int) -> FetchQueue:
         if origin == SOURCE:

@@ -19,13 +19,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.stores.access import Options
+from creel.cache.storage.uris import absolute, addresses
 from creel.errors import ConfigError
 from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.datasets.base import CreelDataset
-from creel.loader.data.datasets.columns import addresses
 from creel.loader.data.files.opened import open_as_python
 from creel.loader.data.reading.lease import FileInBlocks
-from creel.loader.data.reading.storage import Options, absolute
 from creel.policies.arrays import Ids, Ints
 
 _log = logging.getLogger("creel.loader")

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from creel.policies.arrays import Ids, Ints
 
 if TYPE_CHECKING:
+    from creel.cache.storage.stores.access import Options
     from creel.config import Config
     from creel.loader.data.datasets.base import CreelDataset, Sample
-    from creel.loader.data.reading.storage import Options
 
 T = TypeVar("T")
 

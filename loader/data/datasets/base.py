@@ -14,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from creel.cache.storage.lookup import stores
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores.access import StorageOptions
+from creel.cache.storage.stores.access import Options, StorageOptions
+from creel.cache.storage.stores.requests import in_threads
 from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, SourceError
 from creel.loader.data.decoded.keeping import Keeping
@@ -24,7 +26,6 @@ from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import ObjectKeeping
 from creel.loader.data.decoded.worth import looked_at
 from creel.loader.data.reading.observer import take
-from creel.loader.data.reading.storage import Options, in_threads, settings
 from creel.loader.data.reading.this_thread import this_thread, thread_use
 from creel.policies.arrays import Ids, Ints
 
@@ -289,7 +290,7 @@ class CreelDataset(Dataset[Sample]):
     def _source(self) -> Source:
         # Opened per process: descriptors and clients are not shared with a forked worker.
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), Source(self.manifest, settings())
+            self._opened = os.getpid(), Source(self.manifest, stores=stores())
         return self._opened[1]
 
     def raw(self) -> Raw | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar, cast, overload
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -12,56 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from creel.cache.storage.stores.retry import public
-from creel.cache.storage.uris import text_array
 from creel.errors import ConfigError
 from creel.loader.data.datasets.base import CreelDataset, Sample, position, positions
-from creel.loader.data.reading.storage import absolute
 from creel.policies.arrays import Ints
 
 T = TypeVar("T")
-
-
-def strings(values: Sequence[str] | pa.Array) -> pa.Array:
-    """Return a column of strings as one Arrow array that is not a slice of a larger one.
-
-    Raises:
-        ConfigError: a name that is not UTF-8.
-    """
-    try:
-        column = values if isinstance(values, pa.Array) else text_array(values)
-    except UnicodeEncodeError as e:
-        raise ConfigError(f"a file's name is not UTF-8: {e.object!r}") from e
-    if column.type != pa.large_string():  # a cast to the same type would import pyarrow.compute
-        column = column.cast(pa.large_string())
-    # A pickle of a slice contains the whole array.
-    sliced = column.get_total_buffer_size() > column.nbytes
-    return text_array(column.to_pylist()) if sliced else column
-
-
-def addresses(values: Sequence[str | os.PathLike[str]]) -> pa.Array:
-    """Return a column of addresses in the form of `absolute`, as one Arrow array.
-
-    Raises:
-        ConfigError, NotFoundError: see `absolute`.
-    """
-    if set(map(type, values)) == {str}:
-        column = strings(cast(Sequence[str], values))
-        if _absolute(column):
-            return column
-    return strings([absolute(value) for value in values])
-
-
-def _absolute(column: pa.Array) -> bool:
-    """Whether `absolute` would change none of these addresses. Vectorized, as they may be many."""
-    _, ends, text = column.buffers()
-    bounds = np.frombuffer(ends, np.int64)
-    letters = np.frombuffer(text, np.uint8)
-    if (bounds[1:] == bounds[:-1]).any():
-        return False
-    slash = letters == ord("/")
-    odd = slash[:-1] & (slash[1:] | (letters[1:] == ord(".")))
-    begin, last = bounds[:-1], bounds[1:] - 1
-    return bool(slash[begin].all()) and not slash[last].any() and not odd.any()
 
 
 class LazySequence(Sequence[T]):

@@ -10,9 +10,12 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from creel.cache.storage.lookup import check_installed, is_folder, nbytes_of
 from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.retry import public
 from creel.cache.storage.stores.store import read_file
+from creel.cache.storage.uris import absolute, addresses, escape, several, strings
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import (
     CreelDataset,
@@ -22,19 +25,10 @@ from creel.loader.data.datasets.base import (
     each,
     position,
 )
-from creel.loader.data.datasets.columns import Labelled, Names, addresses, strings
+from creel.loader.data.datasets.columns import Labelled, Names
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole
 from creel.loader.data.reading.listing import files_below, glob_pattern
-from creel.loader.data.reading.storage import (
-    Options,
-    absolute,
-    check_installed,
-    escape,
-    is_folder,
-    nbytes_of,
-    several,
-)
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -85,6 +79,10 @@ class FileDataset(WholeFiles, Labelled):
         labels: one per file, copied; samples are then (sample, label). Assign `dataset.labels` to
             change them.
         transform: from a sample (without its label) to another.
+        marker: an object, by its name below a remote root or its address, that whoever adds,
+            removes or replaces files writes again afterwards ("_SUCCESS"). While its version is the
+            same, the next job of this user on this machine takes the listing that was kept, for one
+            request. Without it a remote root is listed each time, as no store says if it changed.
         nbytes: sizes of the files, or True to ask the storage for each; batches of undecoded files
             of one known size are built without a Python call per sample.
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
@@ -109,13 +107,17 @@ class FileDataset(WholeFiles, Labelled):
         labels: object = None,
         transform: Callable[[Sample], Sample] | None = None,
         nbytes: Sequence[int] | bool = False,
+        marker: str | None = None,
         storage_options: Options = None,
         keep_decoded: str | int | Decoded | None = None,
         shared_as: str | None = None,
     ) -> None:
         self.storage_options = storage_options
         if isinstance(paths, (str, os.PathLike)):
-            self._root, self._names, known = _below(absolute(paths), glob, storage_options)
+            root = absolute(paths)
+            self._root, self._names, known = _below(root, glob, storage_options, marker)
+        elif marker is not None:
+            raise ConfigError("marker keeps the listing of a root, and a list of files has none")
         else:
             self._root, self._names, known = "", _each(paths), None
         check_callable(decode=decode, transform=transform)
@@ -170,11 +172,13 @@ class FileDataset(WholeFiles, Labelled):
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
 
 
-def _below(root: str, glob: str, options: Options) -> tuple[str, pa.Array, list[int] | None]:
+def _below(
+    root: str, glob: str, options: Options, marker: str | None
+) -> tuple[str, pa.Array, list[int] | None]:
     """Return (root, names below it, their sizes if listed)."""
     if not is_folder(root):
         raise NotFoundError(f"there is no folder {root}; files are given as a list")
-    listed = files_below(root, options)
+    listed = files_below(root, options, marker)
     if not isinstance(glob, str):
         raise ConfigError(f"glob is a pattern of names, as '**/*.jpg', not {glob!r}")
     wanted = glob_pattern(glob).fullmatch

@@ -12,26 +12,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from creel.cache.storage.lookup import Listing, read_all, walk
 from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.retry import public
-from creel.cache.storage.uris import scheme_of
+from creel.cache.storage.uris import absolute, addresses, escape, scheme_of, strings, unescape
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.data.datasets.base import Sample, check_callable, each, position
-from creel.loader.data.datasets.columns import LazySequence, Names, addresses, strings
+from creel.loader.data.datasets.columns import LazySequence, Names
 from creel.loader.data.datasets.files import WholeFiles
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import sole
 from creel.loader.data.files.opened import read as read_address
 from creel.loader.data.reading.listing import files_below, parse_index, write_index
-from creel.loader.data.reading.storage import (
-    Listing,
-    Options,
-    absolute,
-    escape,
-    read_all,
-    unescape,
-    walk,
-)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -92,6 +85,7 @@ class ImageFolder(WholeFiles):
         decode: from the file's bytes to an image, instead of Pillow.
         index: a file that names the images below the root (`save_index`), so that nothing is
             listed.
+        marker: as for `FileDataset`: keeps the listing of a remote root for the next job.
         storage_options: of the client that reads remote files, in fsspec's convention (`key`,
             `secret`, `endpoint_url`, ...); what they leave open, the environment decides.
         keep_decoded: memory of the node for what `decode` returned (docs/decode-once.md): a size
@@ -120,6 +114,7 @@ class ImageFolder(WholeFiles):
         *,
         decode: Callable[[bytes], Sample] | None = None,
         index: str | os.PathLike[str] | None = None,
+        marker: str | None = None,
         storage_options: Options = None,
         keep_decoded: str | int | Decoded | None = None,
         shared_as: str | None = None,
@@ -142,8 +137,8 @@ class ImageFolder(WholeFiles):
         if index is not None:
             address = absolute(index)
             listed = parse_index(read_all(address, storage_options), address)
-        elif scheme_of(self._root):
-            listed = files_below(self._root, storage_options)
+        elif scheme_of(self._root) or marker is not None:
+            listed = files_below(self._root, storage_options, marker)
         self._listed = _by_class(listed) if listed is not None else None
         self.classes, self.class_to_idx = self.find_classes(self._shown)
         valid = is_valid_file or (lambda path: path.lower().endswith(IMG_EXTENSIONS))

@@ -15,9 +15,11 @@ import torch
 from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
+from creel.cache.storage.lookup import read_range, status_of
 from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.store import Run, read_runs
-from creel.cache.storage.uris import scheme_of
+from creel.cache.storage.uris import absolute, scheme_of, several
 from creel.errors import ConfigError
 from creel.loader.data.buffers import BufferPool
 from creel.loader.data.datasets.base import Raw, Sample, check_callable, each, position
@@ -25,13 +27,6 @@ from creel.loader.data.datasets.batches import MAX_ROWS_NBYTES, cast, numbers, r
 from creel.loader.data.datasets.columns import Labelled
 from creel.loader.data.datasets.mapped import MappedFiles
 from creel.loader.data.reading.observer import take_rows
-from creel.loader.data.reading.storage import (
-    Options,
-    absolute,
-    read_range,
-    several,
-    status_of,
-)
 from creel.policies.arrays import Ints
 
 T = TypeVar("T")

@@ -7,9 +7,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from creel.cache.storage.lookup import read_range
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.uris import scheme_of
 from creel.errors import ConfigError
-from creel.loader.data.reading.storage import Options, read_range
 
 _BLOCK = 512
 #: Bytes of one remote request: about a round trip's time at some 100 MB/s.

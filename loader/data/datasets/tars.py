@@ -14,9 +14,10 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from creel.cache.storage.lookup import status_of
 from creel.cache.storage.manifest import ANY, Manifest
-from creel.cache.storage.stores.access import Access, StorageOptions
-from creel.cache.storage.uris import scheme_of
+from creel.cache.storage.stores.access import Access, Options, StorageOptions
+from creel.cache.storage.uris import absolute, scheme_of, several, strings
 from creel.errors import ConfigError, SourceError
 from creel.loader.data.datasets.base import (
     CreelDataset,
@@ -26,11 +27,10 @@ from creel.loader.data.datasets.base import (
     position,
     positions,
 )
-from creel.loader.data.datasets.columns import strings
 from creel.loader.data.datasets.tarindex import members
 from creel.loader.data.decoded.limit import Decoded
+from creel.loader.data.reading.kept_listing import cache_folder
 from creel.loader.data.reading.listing import braces
-from creel.loader.data.reading.storage import Options, absolute, several, status_of
 from creel.policies.arrays import Ids, Ints
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.
@@ -287,8 +287,7 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
             raise ConfigError(f"index='beside' writes next to {shards[0]}: use 'user' or a path")
         return Path(shards[0]).parent / name
     if index == "user":
-        cache_folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(cache_folder).expanduser() / "creel" / name
+        return cache_folder() / name
     return Path(index).expanduser()
 
 

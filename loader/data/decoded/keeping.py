@@ -186,6 +186,8 @@ class Keeping:
         if reader not in self._readers:
             self._readers.add(reader)
             self.loaders += 1
+        elif self.store is not None:
+            self.store.slowest.again()
         self.open()
 
     @property

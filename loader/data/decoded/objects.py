@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.stores.store import version_at
+from creel.cache.storage.uris import is_local
 from creel.cache.storage.version import of_stat
 from creel.loader.data.decoded.keeping import Keeping
 from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
 from creel.loader.data.interception.intercept import Intercepted, look_again
 from creel.loader.data.reading.inputs import Inputs, SampleInputs, still
 from creel.loader.data.reading.lease import Leaf
-from creel.loader.data.reading.storage import is_local, version_at
 from creel.loader.data.reading.this_thread import this_thread
 
 Decode = Callable[[bytes], Any]

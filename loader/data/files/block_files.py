@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from creel.cache.memory.memfd import Descriptor
+from creel.cache.storage.lookup import read_part
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.version import of_stat
 from creel.loader.data.files.file_objects import CLOSED, MemoryFile
 from creel.loader.data.reading.read_counts import PartialRead, os_open
-from creel.loader.data.reading.storage import Options, read_part
 from creel.loader.data.reading.this_thread import reader
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import fsspec
 
-from creel.cache.storage.uris import scheme_of
+from creel.cache.storage.lookup import status_of
+from creel.cache.storage.uris import absolute, scheme_of
 from creel.loader.data.files.block_files import RemoteFile, buffered
 from creel.loader.data.files.opened import open_blocks, read
-from creel.loader.data.reading.storage import absolute, status_of
 
 try:
     from fsspec.implementations.chained import ChainedFileSystem

@@ -17,14 +17,15 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from creel.cache.memory.memfd import Descriptor
+from creel.cache.storage.lookup import read_all
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.stores.store import read_ahead
-from creel.cache.storage.uris import scheme_of
+from creel.cache.storage.uris import absolute, absolute_path, is_local, scheme_of
 from creel.errors import ConfigError
 from creel.loader.data.files.block_files import held, taken_over
 from creel.loader.data.files.file_objects import in_memory
 from creel.loader.data.reading.observer import find, take_address
 from creel.loader.data.reading.read_counts import os_open
-from creel.loader.data.reading.storage import Options, absolute, absolute_path, is_local, read_all
 from creel.loader.data.reading.this_thread import reader, this_thread
 from creel.system.python_open import python_open
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
+from creel.cache.storage.uris import is_local
 from creel.cache.storage.version import CHANGING, MISSING, of_stat
 from creel.loader.data.reading.read_counts import PartialRead, ThreadReads, os_stat
-from creel.loader.data.reading.storage import is_local
 from creel.loader.data.reading.this_thread import AT_CWD, Asked, ReadRecord, this_thread
 from creel.system.forks import at_fork
 
 if TYPE_CHECKING:
-    from creel.loader.data.reading.storage import Options
+    from creel.cache.storage.stores.access import Options
 
 #: [path or address, version] of each input; values of MessagePack.
 Inputs = Sequence[Sequence[Any]]
@@ -77,19 +77,22 @@ class SampleInputs:
 
     def add(self, asked: Asked) -> None:
         if isinstance(asked, str):
-            self._served.append(asked)
+            self._note_served(asked)
         elif len(asked) == 2:
             self.doubt = "it reads records or tars, whose files are not checked here"
         if self._outer is not None:
             self._outer.add(asked)
 
     def add_address(self, address: str, options: Options) -> None:
+        self._note_served(address)
+        if self._outer is not None:
+            self._outer.add_address(address, options)
+
+    def _note_served(self, address: str) -> None:
         if is_local(address):
             self._served.append(address)
         else:
             self._remote = True
-        if self._outer is not None:
-            self._outer.add_address(address, options)
 
     @property
     def sample(self) -> int:
@@ -181,7 +184,7 @@ class SampleInputs:
         """
         inputs = [[path, version] for path, version in self._versions.items()]
         # The daemon has read these at some time since then: they must not have changed.
-        served = [one for one in self._served if one not in self._versions and is_local(one)]
+        served = [one for one in self._served if one not in self._versions]
         inputs += [[address, _version(address, made_ns)[0]] for address in served]
         if self._remote:
             inputs.append([REMOTE, loaders])

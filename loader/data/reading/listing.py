@@ -16,20 +16,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import UNKNOWN, Manifest
-from creel.cache.storage.stores.retry import public
-from creel.cache.storage.uris import scheme_of
-from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
-from creel.loader.client.cluster.ranks import rank_and_world
-from creel.loader.data.reading.storage import (
+from creel.cache.storage.lookup import (
     Listing,
-    Options,
     in_walk_order,
     is_folder,
     list_remote,
     read_all,
     walk,
 )
+from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.stores.access import Options
+from creel.cache.storage.stores.retry import public
+from creel.cache.storage.uris import escape, scheme_of, unescape
+from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
+from creel.loader.client.cluster.ranks import rank_and_world
+from creel.loader.data.reading.kept_listing import listing_since
 from creel.system.progress import progress_line
 
 #: File names of an index below an http(s) root, in the order they are tried.
@@ -44,12 +45,31 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(list[str] | _Index)
 
 
-def files_below(root: str, options: Options = None) -> Listing:
+def files_below(root: str, options: Options = None, marker: str | None = None) -> Listing:
     """Return all files below `root` (in the form of `absolute`), ordered by folder, then by name.
+
+    marker: an object, which is no file of these, as for `FileDataset`.
 
     Raises:
         NotFoundError: there is no such local folder, or nothing below a remote root.
+        ConfigError: a marker of a local folder, or one that is no name.
     """
+    if marker is None:
+        return _listed(root, options)
+    if not marker:
+        raise ConfigError(f"marker is the name of an object below the root, not {marker!r}")
+    if not scheme_of(root):
+        raise ConfigError(f"a marker keeps the listing of a remote folder, and {root} is local")
+    address = marker if scheme_of(marker) else f"{root}/{escape(root, marker)}"
+    found = listing_since(root, options, address, lambda: _listed(root, options))
+    below = address.startswith(f"{root}/")
+    own = unescape(root, address[len(root) + 1 :]) if below else None
+    kept = [i for i, name in enumerate(found.names) if name != own]
+    sizes = found.nbytes
+    return Listing([found.names[i] for i in kept], sizes and [sizes[i] for i in kept])
+
+
+def _listed(root: str, options: Options) -> Listing:
     rows: list[tuple[str, int]] = []
     counted = (lambda: len(rows)) if scheme_of(root) else None
     with progress_line(f"listing {public(root)}", counted, shown=rank_and_world()[0] == 0):

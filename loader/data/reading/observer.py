@@ -21,8 +21,8 @@ from creel.loader.data.reading.lease import Buffer, Copied
 from creel.loader.data.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
+    from creel.cache.storage.stores.access import Options
     from creel.loader.data.reading.lease import Leaf
-    from creel.loader.data.reading.storage import Options
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import os
     from resource import struct_rusage
 
+    from creel.cache.storage.stores.access import Options
     from creel.loader.data.reading.lease import Lease
     from creel.loader.data.reading.read_counts import PartialRead, ThreadReads
-    from creel.loader.data.reading.storage import Options
 
 
 #: One read of a thread: an address; an object of a leaf as (id(leaf), object number); or units

@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from creel.cache.storage.stores.access import Options
+from creel.cache.storage.stores.store import version_at
+from creel.cache.storage.uris import is_local
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
 from creel.loader.data.files.opened import (
     QUICK_OPEN_NS,
@@ -19,7 +22,6 @@ from creel.loader.data.files.opened import (
 from creel.loader.data.reading.bad_samples import note_path
 from creel.loader.data.reading.inputs import ITSELF
 from creel.loader.data.reading.read_counts import UNIT, PartialRead, ThreadReads
-from creel.loader.data.reading.storage import Options, is_local, version_at
 from creel.loader.data.reading.this_thread import Asked, this_thread, usage
 
 if TYPE_CHECKING:

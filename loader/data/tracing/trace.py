@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
+from creel.cache.storage.stores.access import Options
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
 from creel.loader.data.binding.adapters import Addressed, Blocks
 from creel.loader.data.binding.fetch_limit import FetchLimit
@@ -16,7 +17,6 @@ from creel.loader.data.binding.tree import inside, stretches, unchanged
 from creel.loader.data.binding.wrapped import is_wrapped, unwrap
 from creel.loader.data.datasets.base import CreelDataset
 from creel.loader.data.reading.read_counts import UNIT
-from creel.loader.data.reading.storage import Options
 from creel.loader.data.tracing.journal import (
     ALL,
     DIGEST,

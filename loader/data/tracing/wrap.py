@@ -29,6 +29,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import IterableDataset
 
+from creel.cache.storage.stores.access import Options
 from creel.errors import ConfigError
 from creel.loader.data.binding.wrapped import (
     Reading,
@@ -39,7 +40,6 @@ from creel.loader.data.binding.wrapped import (
     unwrap,
 )
 from creel.loader.data.datasets.base import Sample, fetch_many
-from creel.loader.data.reading.storage import Options
 from creel.loader.data.tracing.wrapped_reads import WrappedReads
 
 D = TypeVar("D")

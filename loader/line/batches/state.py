@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
+from creel.cache.storage import lookup
 from creel.config import Config
 from creel.errors import ConfigError, CreelError
 from creel.loader.client.cluster.ranks import rank_and_world
@@ -20,7 +21,6 @@ from creel.loader.data.binding.tree import declares, keepings_in, keeps_samples,
 from creel.loader.data.binding.wrapped import configure, holds_paths, lead, recording
 from creel.loader.data.buffers import BufferPool
 from creel.loader.data.datasets.base import CreelDataset
-from creel.loader.data.reading import storage
 from creel.loader.data.user_code.protected import length
 from creel.loader.data.user_code.values import wrong
 from creel.loader.line.batches.position import Position
@@ -60,7 +60,7 @@ class LoaderState:
         self.pid = os.getpid()
         self._loader = weakref.ref(loader)
         self.config, self._origins = config_of(args.creel)
-        storage.use(self.config.fetch)
+        lookup.use(self.config.fetch)
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.tolerance = args.tolerance()
@@ -82,15 +82,15 @@ class LoaderState:
 
     def binding(self, loader: DataLoader[Any]) -> Binding | None:
         """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
+        keepings = keepings_in(loader.dataset)
+        for keeping in keepings:
+            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         if self.args.creel is False:
             return None
         for one in wrapped_in(loader.dataset):
             lead(one)
             if isinstance(self.args.creel, (dict, str)):
                 configure(one, self.config, self._origins)
-        keepings = keepings_in(loader.dataset)
-        for keeping in keepings:
-            keeping.begin(self, self.config.loader.recheck, self.config.disk)
         dataset, binding, _ = self._bound
         self._bound = (dataset, binding, keepings)
         return self.bound(loader)

@@ -92,9 +92,10 @@ def _of_shards(shards: list[str]) -> Manifest | None:
 
 def _whole(paths: list[str]) -> Manifest:
     """Return the manifest of some files, as a `FileDataset` of them has it; torch is not needed."""
+    from creel.cache.storage.lookup import nbytes_of
     from creel.cache.storage.manifest import Manifest
     from creel.cache.storage.stores.access import StorageOptions
-    from creel.loader.data.reading.storage import absolute, nbytes_of
+    from creel.cache.storage.uris import absolute
 
     names = [absolute(path) for path in paths]
     for name in names:  # here, where the person reads it
@@ -105,8 +106,8 @@ def _whole(paths: list[str]) -> Manifest:
 def _all_files(path: str) -> Manifest:
     from creel.cache.storage.manifest import Manifest
     from creel.cache.storage.stores.access import StorageOptions
+    from creel.cache.storage.uris import absolute, escape
     from creel.loader.data.reading.listing import files_below
-    from creel.loader.data.reading.storage import absolute, escape
 
     root = absolute(path)
     found = files_below(root)

@@ -8,8 +8,8 @@ from typing import Any, SupportsIndex
 from creel.integrations.arrays import arrays
 
 
-class Source:
-    """grain's `RandomAccessDataSource` of a dataset: `grain.MapDataset.source(Source(data))`.
+class DataSource:
+    """grain's `RandomAccessDataSource` of a dataset: `grain.MapDataset.source(DataSource(data))`.
 
     The order is grain's, which asks for samples one by one, so nothing is read ahead: files are
     read once, and are in memory from then on. docs/recipes/jax.md has a loader that reads ahead in
@@ -30,4 +30,4 @@ class Source:
         return arrays(self._data[operator.index(index)])
 
     def __repr__(self) -> str:
-        return f"creel.integrations.grain.Source({self._data!r})"
+        return f"creel.integrations.grain.DataSource({self._data!r})"

@@ -41,7 +41,9 @@ class PyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # an optional pac
         **options: Any,
     ) -> None:
         super().__init__(workers=1, use_multiprocessing=False)
-        self._sampler = DistributedSampler(data, world, rank, shuffle=shuffle, seed=seed)
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            data, world, rank, shuffle=shuffle, seed=seed
+        )
         self._loader: creel.DataLoader[Any] = creel.DataLoader(
             data, batch_size, sampler=self._sampler, drop_last=drop_last, **options
         )
@@ -53,7 +55,7 @@ class PyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # an optional pac
         return len(self._loader)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a batch of this epoch; Keras looks at the first one an extra time."""
+        """Return a batch of this epoch."""
         if index != self._next:
             return self._made(index)
         if index == 0:
@@ -67,7 +69,12 @@ class PyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # an optional pac
         return arrays(self._loader.collate_fn([self._loader.dataset[row] for row in rows]))
 
     def on_epoch_end(self) -> None:
-        """Begin the next epoch, with another order."""
-        next(self._taken, None)  # an epoch that was taken whole has ended
-        self._sampler.set_epoch(self._sampler.epoch + 1)
+        """Begin the next epoch, with another order.
+
+        Keras takes one batch to learn its shape, and says that this was an epoch: it was none.
+        """
+        if self._next == len(self):
+            next(self._taken, None)  # the loader's epoch ends where its iterator does
+        if self._next != 1 or len(self) == 1:
+            self._sampler.set_epoch(self._sampler.epoch + 1)
         self._next = 0

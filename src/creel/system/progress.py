@@ -6,7 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 #: Work that takes less is not worth a line.
 _QUIET_S = 2.0
@@ -26,43 +31,47 @@ def progress_line(
         total: how many there are; 0: unknown.
         shown: False for nothing at all.
     """
-    began = time.monotonic()
     if not (shown and _on_terminal()):
         yield
         return
-    from rich.console import Console  # 60 ms, for those alone who look
+    with ExitStack() as stack:
+        text = partial(line, work, done, total, time.monotonic())
+        timer = threading.Timer(_QUIET_S, lambda: stack.enter_context(_live(text)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _live(text: Callable[[], str]) -> Live:
+    from rich.console import Console  # 60 ms, and more on a busy machine
     from rich.live import Live
     from rich.text import Text
 
-    live = Live(
-        console=Console(stderr=True, highlight=False),
-        get_renderable=lambda: Text(line(work, done, total, time.monotonic() - began)),
+    return Live(
+        console=Console(stderr=True),
+        get_renderable=lambda: Text(text()),
         redirect_stdout=False,
         redirect_stderr=False,
         transient=True,
     )
-    timer = threading.Timer(_QUIET_S, live.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        live.stop()
 
 
-def line(work: str, done: Callable[[], int] | None, total: int, seconds: float) -> str:
-    """Return the line after so many seconds.
+def line(work: str, done: Callable[[], int] | None, total: int, began: float) -> str:
+    """Return the line of work that began at a moment (`time.monotonic`).
 
-    >>> line("warming", lambda: 1500, 3000, 4.2)
+    >>> line("warming", lambda: 1500, 3000, time.monotonic() - 4.2)
     'warming: 1,500 of 3,000 (50 %), 4 s'
     """
+    seconds = f"{time.monotonic() - began:.0f} s"
     if done is None:
-        return f"{work}: {seconds:.0f} s"
+        return f"{work}: {seconds}"
     count = done()
     of = f" of {total:,} ({100 * count // total} %)" if total else ""
-    return f"{work}: {count:,}{of}, {seconds:.0f} s"
+    return f"{work}: {count:,}{of}, {seconds}"
 
 
 def _on_terminal() -> bool:

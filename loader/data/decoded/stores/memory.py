@@ -29,6 +29,8 @@ from creel.system.forks import forget_in_child
 WORDS_NBYTES = 4096
 #: The first words: where the next sample goes, and the bytes of memory that are taken.
 END, USED = range(2)
+#: Bytes of the samples that were decoded to be kept, and their number.
+DECODED, DECODES = 8, 9
 PAGE_NBYTES = 4096
 #: Bytes of an extent, which takes memory only where it was written, and extents of a memfd.
 _PLACES_NBYTES, _EXTENTS = 1 << 45, 1 << 17

@@ -63,15 +63,21 @@ class NamedStore(DecodedStore):
     """Samples by number, for all processes of this node, now and later, that have its key."""
 
     def __init__(
-        self, own: Extent, samples: int, limit: int | None, file: NamedFile, opener: int = 0
+        self,
+        own: Extent,
+        samples: int,
+        limit: int | None,
+        file: NamedFile,
+        opener: int = 0,
+        looks: int | None = None,
     ) -> None:
         """Use the file `own`; `limit`: most bytes of the disk, None: all but what stays free."""
         self.file = file
-        super().__init__(own, samples, limit, joint=True, opener=opener)
+        super().__init__(own, samples, limit, joint=True, opener=opener, looks=looks)
         self.mine = named.claim(own.fd)
 
     def __reduce__(self) -> tuple[object, ...]:
-        make = partial(NamedStore, file=self.file, opener=self.opener)
+        make = partial(NamedStore, file=self.file, opener=self.opener, looks=self.looks)
         return make, (self.own, self.samples, self.limit)
 
     def _open_words(self) -> tuple[Words, Words]:

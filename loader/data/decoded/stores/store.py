@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 from creel.cache.memory.memfd import mapped
 from creel.loader.data.decoded.codec import decode, encode
 from creel.loader.data.decoded.stores.memory import (
+    DECODED,
+    DECODES,
     END,
     PAGE_NBYTES,
     USED,
@@ -41,6 +43,7 @@ from creel.loader.data.decoded.stores.memory import (
     memory_of_process,
     transfer,
 )
+from creel.loader.data.decoded.stores.slowest import Slowest
 from creel.policies.memory import (
     UNKNOWN,
     SampleCost,
@@ -48,6 +51,7 @@ from creel.policies.memory import (
     given_back,
     next_look_s,
     reserve,
+    saving,
     storage_s,
 )
 from creel.system import limits
@@ -56,8 +60,8 @@ from creel.units import format_size
 
 _log = logging.getLogger("creel.loader")
 
-#: The words after END and USED.
-SAMPLES, CLOSED_NS, _LOOK_NS, _REFUSED, FAILED, _ENCODED, _DECODED, _DECODES = range(2, 10)
+#: The words after END and USED; DECODED and DECODES follow.
+SAMPLES, CLOSED_NS, _LOOK_NS, _REFUSED, FAILED, _ENCODED = range(2, 8)
 #: Of the samples that it had not: ns of decoding them. Of all that loaders have read: how many, the
 #: hits among them, and the ns that workers waited for storage, and worked.
 _DECODE_NS, _ASKED, _HITS, _WAITED_NS, _WORKED_NS = range(11, 16)
@@ -65,11 +69,11 @@ _DECODE_NS, _ASKED, _HITS, _WAITED_NS, _WORKED_NS = range(11, 16)
 OPENERS = 16
 #: How many samples were made to be kept; and of each opener, how many of others it has looked at.
 _MADE, FIRST_SLOT, SLOTS = 10, 64, 448
-#: One in 16 of the first 64 samples is made twice, one in 64 up to 4,096, and one in 512 of the
-#: others: .2 % of a large dataset's decoding.
-_TWICE = (64, 16), (4096, 64), (1 << 62, 512)
-#: So many samples of other ranks are compared with a rank's own.
-_LOOKS = 4
+#: One in 16 of the first 64 samples is made twice, one in 256 up to 16,384, and one in 512 of the
+#: others: .7 % of the decoding of 1,280 samples, .2 % of a large dataset's.
+_TWICE = (64, 16), (1 << 14, 256), (1 << 62, 512)
+#: So many samples of others are made again and compared; `creel verify` sets more.
+LOOKS = 4
 #: Samples begin at multiples of this. A word of the index is place and length, both in these units.
 UNIT = 64
 _LENGTH_BITS = 24
@@ -115,6 +119,7 @@ class DecodedStore:
         *,
         joint: bool = False,
         opener: int = 0,
+        looks: int | None = None,
     ) -> None:
         """Use this memory, which has just been made, or is another process's.
 
@@ -124,6 +129,7 @@ class DecodedStore:
             joint: whether processes that are no workers of this one may have it, too.
             opener: number of this process, and of its workers, among those that have it; 0: a new
                 one.
+            looks: how many samples of others it compares; None: LOOKS.
 
         Raises:
             OSError, ValueError: it cannot be mapped.
@@ -132,7 +138,10 @@ class DecodedStore:
         self.samples = samples
         self.limit = limit
         self.joint = joint
+        self.looks = LOOKS if looks is None else looks
         self._words, self._word_of = self._open_words()
+        #: Which samples are kept in the first epoch.
+        self.slowest = Slowest(self._words, samples)
         self._windows: dict[int, memoryview] = {}  # by GiB
         #: Whether this process made the memfd.
         self.mine = True
@@ -157,7 +166,7 @@ class DecodedStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Give a process that is being spawned the same store."""
-        make = partial(DecodedStore, joint=self.joint, opener=self.opener)
+        make = partial(DecodedStore, joint=self.joint, opener=self.opener, looks=self.looks)
         return make, (self.own, self.samples, self.limit)
 
     def _open_words(self) -> tuple[Words, Words]:
@@ -231,8 +240,8 @@ class DecodedStore:
         slot = FIRST_SLOT + self.opener % SLOTS
         with self._locked():
             looks = self._words[slot]
-            self._words[slot] = min(looks + 1, _LOOKS)
-        return looks < _LOOKS
+            self._words[slot] = min(looks + 1, self.looks)
+        return looks < self.looks
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -314,7 +323,7 @@ class DecodedStore:
             return 0
         place = -1
         try:
-            place = self._reserve(units * UNIT, encoded_nbytes, ns)
+            place = self._reserve(number, units * UNIT, encoded_nbytes, ns)
             if place < 0:
                 return 0
             transfer(os.pwritev, self.own, parts, place)
@@ -331,14 +340,15 @@ class DecodedStore:
         """Return the parts of a sample as they are written."""
         return parts
 
-    def _reserve(self, nbytes: int, encoded_nbytes: int, ns: int) -> int:
-        """Return a new place of `nbytes`; -1 if there is no room."""
-        words = self._words
+    def _reserve(self, number: int, nbytes: int, encoded_nbytes: int, ns: int) -> int:
+        """Return a new place of `nbytes`; -1 if there is no room for this sample."""
+        words, kind = self._words, saving(ns, nbytes)
         with self._locked():
-            words[_DECODES] += 1
-            words[_DECODED] += nbytes
+            words[DECODES] += 1
+            words[DECODED] += nbytes
             words[_ENCODED] += encoded_nbytes
             words[_DECODE_NS] += ns
+            self.slowest.decoded(kind, nbytes)
             used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
                 if used + self._mean() > self.limit:
@@ -346,9 +356,13 @@ class DecodedStore:
                 return -1
             if words[END] < index_nbytes(self.samples):
                 return -1  # a disk that fails
-            due = used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[SAMPLES]
-            if due and self._room() < nbytes:
-                words[CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+            if used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[SAMPLES]:
+                room = self._room()
+                if room < nbytes:
+                    words[CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
+                    return -1
+                self.slowest.choose(used + room)
+            if not self.slowest.has(kind, number):
                 return -1
             place = words[END]
             words[END] = place + nbytes
@@ -363,7 +377,7 @@ class DecodedStore:
         """Return by how many bytes it may grow now, by the memory of the node."""
         words, memory = self._words, limits.memory(active=True)
         whole, encoded = (
-            words[n] * self.samples // max(words[_DECODES], 1) for n in (_DECODED, _ENCODED)
+            words[n] * self.samples // max(words[DECODES], 1) for n in (DECODED, _ENCODED)
         )
         return decoded_room(
             self.limit,
@@ -387,7 +401,7 @@ class DecodedStore:
         read = words[_ASKED]
         if not read or not words[_DECODE_NS]:
             return UNKNOWN
-        again_s = words[_DECODE_NS] / words[_DECODES] / 1e9
+        again_s = words[_DECODE_NS] / words[DECODES] / 1e9
         work_s = words[_WORKED_NS] / read / 1e9 + again_s * words[_HITS] / read
         return SampleCost(
             work_s, min(again_s, work_s), storage_s(words[_WAITED_NS] / read / 1e9, work_s)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.storage.stores.access import Options
 from creel.loader.data.binding.fetch_limit import FetchLimit
 from creel.loader.data.files.opened import SMALL
-from creel.loader.data.reading.storage import Options
 from creel.loader.data.tracing.journal import (
     ALL,
     DIGEST,

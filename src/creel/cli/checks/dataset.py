@@ -51,8 +51,8 @@ def looks(address: str, disk: str, now: float) -> Iterator[Finding]:
         disk: `disk.path` of the configuration; "": there is no disk tier.
         now: this node's time, in seconds since 1970.
     """
+    from creel.cache.storage.uris import absolute, is_local
     from creel.loader.data.page_cache import kind_of
-    from creel.loader.data.reading.storage import absolute, is_local
 
     address = absolute(address)
     if not is_local(address):
@@ -189,7 +189,7 @@ def remote(reason: str, files: int | None) -> Finding:
 
 def _listed(address: str) -> tuple[str, int | None]:
     """List what is below an address; return why that failed, and the number of files."""
-    from creel.loader.data.reading import storage
+    from creel.cache.storage import lookup
     from creel.loader.data.reading.listing import files_below
 
     answer: list[tuple[str, int | None]] = []
@@ -200,13 +200,13 @@ def _listed(address: str) -> tuple[str, int | None]:
         except (CreelError, OSError) as e:
             answer.append((str(e), None))
 
-    settings = storage.settings()
+    settings = lookup.stores().settings
     shorter = {"fetch.deadline_s": f"{min(_ANSWER_S, settings.deadline_s)}"}
-    storage.use(Config.load(shorter)[0].fetch)
+    lookup.use(Config.load(shorter)[0].fetch)
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_LISTED_S)
-    storage.use(settings)
+    lookup.use(settings)
     return answer[0] if answer else ("", None)
 
 

@@ -31,6 +31,7 @@ import xxhash
 
 from creel.cli.scripts.in_place import replace_loader
 from creel.errors import ConfigError, CreelError
+from creel.loader.data.decoded.stores import store
 from creel.system.progress import progress_line
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
@@ -40,6 +41,8 @@ Leaf: TypeAlias = tuple[str, str, str]
 
 _TorchDataLoader = torch.utils.data.DataLoader
 _SEED = 0
+#: So many samples of a name (`creel.Decoded`) are made again, and compared.
+_LOOKS = 64
 _RAISES = "raises "  # the type of a leaf that stands for an error
 
 
@@ -249,6 +252,7 @@ def _record(kind: str, target: str, arguments: Sequence[str], tape: _Tape) -> No
     _record_batches(tape)
     # A script that uses creel's class keeps it; on torch's side CREEL_DISABLE makes it torch's.
     if kind == "creel":
+        store.LOOKS = _LOOKS
         replace_loader()
     seed_all(_SEED)
     if ":" in target and not Path(target).is_file():
