@@ -70,7 +70,7 @@ class Hidden(OpaqueFiles):
         return torch.from_numpy(np.load(self.path_of(i)))
 
 
-def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any) -> list[int]:
+def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any, epochs: int = EPOCHS) -> list[int]:
     """Return the files opened at the source in each epoch, by two ranks with torch's batches.
 
     `loaders`: returns creel's and torch's loader of a rank.
@@ -80,7 +80,7 @@ def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any) -> list[int]:
         torch.set_num_threads(1)  # a fork has no OpenMP threads
         ours, theirs = loaders(rank)
         found = []
-        for epoch in range(EPOCHS):
+        for epoch in range(epochs):
             for loader in (ours, theirs):
                 if isinstance(loader.sampler, DistributedSampler):
                     loader.sampler.set_epoch(epoch)
@@ -161,9 +161,10 @@ def test_recordings_from_before_a_daemon_answers_are_not_lost(
         ours, theirs = by_sampler(slow, rank, **more)
         return Later(ours, pytest.MonkeyPatch()), theirs
 
-    found = each_rank(slow, tmp_path, loaders)
+    found = each_rank(slow, tmp_path, loaders, 6)
     assert found[0] == N
-    assert found[-1] == 0  # the third may read what the daemon lacks of a rank that came late
+    # On a busy machine a rank comes late to the meeting, and reads by itself in an epoch more.
+    assert found[-1] == 0
 
 
 def test_without_a_daemon_each_rank_reads_as_with_torch(
