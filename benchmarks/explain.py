@@ -162,7 +162,7 @@ def fill(layout: str, folder: Path, files: int) -> None:
 
 
 def of_layouts(o: argparse.Namespace) -> list[dict[str, object]]:
-    rows = []
+    rows: list[dict[str, object]] = []
     for layout in ("npy", "hdf5", "parquet", "zip", "raw", "memmap"):
         with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
             script, data, mount = (Path(name, part) for part in ("train.py", "data", "mount"))

@@ -282,7 +282,7 @@ def ways_s() -> dict[str, list[float]]:
     for at in range(0, IMAGENET, _PIECE):
         piece = drawn[at : at + _PIECE]
         began = time.perf_counter()
-        sender.send(piece)
+        sender.send(piece.data)
         checked(np.frombuffer(receiver.recv(copy=False).buffer, np.int32))
         spent["told"].append(time.perf_counter() - began)
         began = time.perf_counter()
